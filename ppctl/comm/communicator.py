@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.buffers import BufferPool
 from ppctl.comm.channel_ends import loop_channels, make_ends, meet_once
 from ppctl.comm.channels import ChannelEnd, DirectEnd
-from ppctl.comm.connections import connections_of, moves_on_device
+from ppctl.comm.connections import Connections, connections_of, moves_on_device
 from ppctl.comm.message_batches import BatchedEnd, FusedBatch, LooseBatch, MessageBatch
 from ppctl.comm.modes import Modes
 from ppctl.devices import QUEUES, why_one_queue_blocks
@@ -71,6 +71,8 @@ class Communicator:
                 _refuse_one_queue(self.pp)
             wanted = loop_channels(self.pp) if channels is None else channels
             self._ends = make_ends(pp_group, self.device, wanted, variable=modes.variable, connect=connect)
+        self._connections: Connections | None = connections_of(pp_group)
+        self._connections.enter()
 
     @property
     def batched(self) -> bool:
@@ -83,13 +85,15 @@ class Communicator:
         return tuple(self._ends.values())
 
     def close(self) -> None:
-        """End the connections of all communicators over this process group, before the group is destroyed.
+        """End this communicator, and with the last one over the process group their connections.
 
-        All ranks of the pipeline call it, with nothing under way. Only NCCL needs it: what is left open at the end of a
-        process is aborted.
+        All ranks of the pipeline call it, with nothing under way, before the group is destroyed. Only NCCL needs it:
+        what is left open at the end of a process is aborted.
         """
         self._ends.clear()
-        connections_of(self.pp_group).close()
+        if self._connections is not None:
+            self._connections.leave()
+            self._connections = None
 
     def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""

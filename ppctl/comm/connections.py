@@ -92,6 +92,17 @@ class Connections:
         self.limit = limit_of(pp_group)
         self.number = _take_number(self.ranks)
         self._made: dict[str, Any] = {}
+        self._users = 0
+
+    def enter(self) -> None:
+        """Count one more communicator over the connections. All ranks of the pipeline make it together."""
+        self._users += 1
+
+    def leave(self) -> None:
+        """Count one less; the last one ends all connections, with nothing under way. All ranks leave together."""
+        self._users -= 1
+        if self._users == 0:
+            self.close()
 
     def of_pair(self, kind: str, channel: Channel, part: str) -> Transport:
         """What carries a channel's `part` (`body`, `header`) between its ends. NCCL connects on the first message."""

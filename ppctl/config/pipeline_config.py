@@ -56,7 +56,8 @@ class PipelineConfig:
     """Stages under fully_shard sum their gradients once, behind a stage's last backward, and not after each one. The
     data parallelism of a run always does."""
     dtype: Any = key(None, mathematics=True)
-    """dtype of the messages whose shapes are computed in advance; none takes that of the parameters."""
+    """dtype of the messages whose shapes are computed in advance; none takes that of the parameters, and in
+    `ppctl.pipeline` that of the stages' results."""
     scale_grads_in_schedule: bool = key(False, mathematics=True)
     """Every microbatch weighs alike: its loss is the mean over its own tokens, and the schedule divides the sum of
     gradients by the number of microbatches (torch's scale_grads). Else every token of the batch weighs alike."""

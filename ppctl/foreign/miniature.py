@@ -58,7 +58,9 @@ def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     and for those that ask for a padding token.
     """
     sizes = ((2, True), (2, False), (4, False), (None, False))
-    for token, (groups, narrow) in product((None, VOCABULARY - 1), sizes):
+    words = _own(config, "vocab_size")
+    last = min(VOCABULARY, words if _is_size(words) else VOCABULARY) - 1
+    for token, (groups, narrow) in product((None, last), sizes):
         small = deepcopy(config)
         for name in dropout_fields(config):
             setattr(small, name, _SEEN if name == drops else 0.0)
@@ -72,7 +74,7 @@ def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
         _lower_nested(small, config)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if vars(small).get(name) is not None:
-                _take_token(small, name, token)
+                _take_token(small, name, token, last)
         yield small
 
 
@@ -107,12 +109,12 @@ def dropout_fields(config: Any) -> dict[str, float]:
     }
 
 
-def _take_token(config: Any, name: str, token: int | None) -> None:
+def _take_token(config: Any, name: str, token: int | None, last: int) -> None:
     """Let no token of a batch have a meaning of its own: the one that has is None, or behind those that are drawn."""
     try:
         setattr(config, name, token)
     except ConfigFails:  # it has to be a number
-        setattr(config, name, VOCABULARY - 1)
+        setattr(config, name, last)
 
 
 def _lower(config: Any, name: str, most: int) -> None:

@@ -33,10 +33,11 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
     Raises ConfigError (PP-E552) with a problem for each field that is unknown, of another kind than the config's own
     value, or not finite; and for one that `make` refuses with a ConfigError, by itself or beside the others.
     """
-    values = {name: _as_number(config, name, value_of(text)) for name, text in overrides.items()}
+    values = {name: value_of(text) for name, text in overrides.items()}
     problems = [problem for name, value in values.items() for problem in _misfits(config, name, value, overrides[name])]
     if problems:
         raise ConfigError(problems)
+    values = {name: _as_own(getattr(config, name), value) for name, value in values.items()}
     try:
         return make(values)
     except ConfigError as refused:
@@ -52,10 +53,9 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _as_number(config: Any, name: str, value: Any) -> Any:
-    """A whole number as the field has it: some configs take 1.0 and not 1."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if whole and isinstance(getattr(config, name, None), float) else value
+def _as_own(own: Any, value: Any) -> Any:
+    """A whole number as the float that a field is: transformers' configs no longer take the one for the other."""
+    return float(value) if isinstance(own, float) and isinstance(value, int) else value
 
 
 def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ def prove(config: Any) -> Proof:
     """
     blank, whole, anatomy, starts = small_model(config)
     untie(whole, anatomy)
-    batches = [_batch(number) for number in range(_MICROBATCHES)]
+    batches = [_batch(number, whole) for number in range(_MICROBATCHES)]
     states, expected, loss = _run_whole(whole, anatomy, batches)
     _check_draws(whole, anatomy, batches[0][0], states[0])
     parts = list(_divide(anatomy.count))
@@ -75,19 +75,22 @@ def drops_of(config: Any) -> dict[str, float]:
 
 def _draws(config: Any, name: str) -> bool:
     """Whether a miniature in which this field alone drops something gives other results for the same tokens."""
-    tokens = _batch(0)[0]
     for small in miniatures(config, drops=name):
         with suppress(*CODE_FAILS), torch.no_grad():
             torch.manual_seed(0)
             model = make_model(small, "cpu").train()
+            tokens = _batch(0, model)[0]
             return not torch.equal(*(model(input_ids=tokens, use_cache=False).logits for _ in range(2)))
     return True
 
 
-def _batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, labels and loss mask [rows, tokens] of one microbatch."""
+def _batch(number: int, model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, labels and loss mask [rows, tokens] of one microbatch, from the first half of the model's words."""
     generator = torch.Generator().manual_seed(number)
-    drawn = torch.randint(0, VOCABULARY // 2, (_ROWS, _TOKENS + 1), generator=generator)
+    words = VOCABULARY
+    with suppress(*CODE_FAILS):  # of a model without a table of embeddings, which a cut refuses later
+        words = min(words, model.get_input_embeddings().weight.shape[0])
+    drawn = torch.randint(0, max(1, words // 2), (_ROWS, _TOKENS + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:], torch.ones(_ROWS, _TOKENS)
 
 

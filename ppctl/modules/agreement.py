@@ -30,11 +30,13 @@ def agreed(
     *,
     own: bool = False,
     told: Callable[[Any], str] | None = None,
+    joined: Callable[[list[Any]], Any] | None = None,
 ) -> Any:
     """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
 
-    `told` makes a text of a rank's result, which has to be the same on all. Raises ConfigError and CheckpointError:
-    what the work raises, PP-E553 for an exception of other code, and PP-E130 where ranks differ.
+    `joined` makes one result of all ranks', in rank order. `told` makes a text of a rank's result, which has to be the
+    same on all. Raises ConfigError and CheckpointError: what the work raises, PP-E553 for an exception of other code,
+    and PP-E130 where ranks differ.
     """
     mine: list[Any] = []
 
@@ -47,7 +49,7 @@ def agreed(
             listed = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(found))
             message = f"ranks were given different batches: {listed}"
             raise ConfigError(Problem(CODE, message, "the same batch on every rank"))
-        return found[0]
+        return found[0] if joined is None else joined(found)
 
     try:
         verdict = ranks.agree(what, attempt, conclude)
@@ -96,7 +98,7 @@ def _parts(one: str, other: str) -> tuple[list[str], list[str]]:
 
 
 class SameCall:
-    """Whether all ranks make the same call: one sum of two numbers on the host, ahead of a step's messages.
+    """Whether all ranks make the same call and have ended it: three numbers on the host before and behind its messages.
 
     A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
     """
@@ -107,17 +109,36 @@ class SameCall:
         if not self.alone and torch.device("cpu") not in group._device_types:
             members = dist.get_process_group_ranks(group)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        self.group = group
+        self.group, self._rank = group, ranks.rank
 
-    def __call__(self, text: str | None) -> bool:
-        """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing."""
-        if self.alone or text is None:
-            number = 0
-        else:
-            number = 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")
+    def __call__(self, text: str | None, broken: str = "") -> bool:
+        """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing.
+
+        `broken` says what ended an earlier call of this rank amid its messages: no rank then makes another one. Raises
+        ConfigError (PP-E554) for that on all ranks; a process alone goes on.
+        """
         if self.alone:
             return text is not None
-        ends = torch.tensor([number, -number])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
-        largest, smallest = ends.tolist()
+        number = 0
+        if text is not None:
+            number = 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")
+        largest, smallest, failed = self._largest(number, failed=bool(broken))
+        if failed:
+            reason = broken or f"rank {failed - 1} of the pipeline says why"
+            message = f"an earlier step ended amid its messages, which other ranks may wait for: {reason}"
+            raise ConfigError(Problem("PP-E554", message, "end all ranks, and start them from a checkpoint"))
         return bool(largest == -smallest and largest)
+
+    def last_failed(self, *, failed: bool) -> int | None:
+        """The highest rank whose part of a call has failed, behind its messages; None where none has."""
+        if self.alone:
+            return None
+        *_, found = self._largest(0, failed=failed)
+        return found - 1 if found else None
+
+    def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
+        """Of all ranks: number, its negative, one more than a rank that failed. One form, wherever a rank stands."""
+        ends = torch.tensor([number, -number, self._rank + 1 if failed else 0])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
+        largest, smallest, who = ends.tolist()
+        return largest, smallest, who

@@ -35,19 +35,26 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     per_call: int
     """Microbatches of one call of the schedule."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast that is on for the device, which decides what stages send."""
 
     @property
     def shapes(self) -> str:
         """Shapes and dtypes of a microbatch, as text that ranks can compare."""
         first = self.microbatches[0]
         told = tree_map(_told, (first.positional, first.named))
-        return f"{len(self.microbatches)} microbatches in calls of {self.per_call}: {told}"
+        under = "" if self.autocast is None else f" under autocast to {_short(self.autocast)}"
+        return f"{len(self.microbatches)} microbatches in calls of {self.per_call}{under}: {told}"
 
 
 def _told(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{_short(value.dtype)}{list(value.shape)}"
     return type(value).__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def divide(given: Any, config: PipelineConfig, device: torch.device) -> Batch:
@@ -84,7 +91,8 @@ def divide(given: Any, config: PipelineConfig, device: torch.device) -> Batch:
 
     whole = tree_map(lambda each: _moved(each, device), (positional, named, labels))
     made = tuple(Microbatch(*tree_map(lambda each, mb=mb: part(each, mb), whole)) for mb in range(number))
-    return Batch(made, call // size if call > 1 else number)
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return Batch(made, call // size if call > 1 else number, autocast)
 
 
 def _taken_apart(given: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

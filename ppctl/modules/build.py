@@ -121,8 +121,17 @@ def _check_values(config: PipelineConfig) -> None:
         if not sound:
             message = f"{key.field}={value!r} must be {key.limit.words}"
             problems.append(Problem(CODE, message, f"{key.field}={key.default!r}"))
+    wanted = message_dtype(config)
+    if wanted is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        problems.append(Problem(CODE, f"dtype={config.dtype!r} is no floating dtype of torch", "dtype='bfloat16'"))
     if problems:
         raise ConfigError(problems)
+
+
+def message_dtype(config: PipelineConfig) -> Any:
+    """The dtype that messages are to have, by itself or by its name; None takes that of the stages' results."""
+    wanted = config.dtype
+    return getattr(torch, wanted.removeprefix("torch."), wanted) if isinstance(wanted, str) else wanted
 
 
 def _told(config: PipelineConfig) -> str:

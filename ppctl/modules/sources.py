@@ -23,6 +23,7 @@ from ppctl.layout import even_layout
 from ppctl.layout.reader import read_layout
 from ppctl.model.loss import NO_TOKEN
 from ppctl.modules.batch import Microbatch
+from ppctl.modules.dtypes import Casts, StageDtypes, imitate
 from ppctl.modules.names import CODE as NAMES_CODE
 from ppctl.modules.names import cut_by_names
 from ppctl.modules.own_stage import OwnStage
@@ -48,7 +49,10 @@ class Source(Protocol):
     def make_stage(self, number: int, device: torch.device) -> Any:
         """The module of a stage: `canonical_parameters()` and `canonical_buffers()` by the whole model's names."""
 
-    def look_at(self, microbatch: Microbatch) -> Survey:
+    def compute_in(self, stages: Sequence[StageDtypes]) -> None:
+        """Know in which dtypes the stages compute: what travels follows from that."""
+
+    def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
         """What travels between the stages for such a microbatch. Raises ConfigError (PP-E130, PP-E132)."""
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
@@ -72,6 +76,7 @@ class OwnModel:
         self.ties = _ties(model, lambda name: self.cut.part_of(name.rpartition(".")[0]))
         self._further = [use.name for uses in self.ties for use in uses[1:]]
         _refuse_lost_buffers(model)
+        self._around: tuple[Casts, ...] = ()
         self._blank: nn.Module = blank_of(model)
         for name in self._further:  # each use is a parameter of its own
             path, _, own = name.rpartition(".")
@@ -82,9 +87,15 @@ class OwnModel:
         """As `Source`."""
         return OwnStage(self.model, self.cut, number, device, self.aware, self._further)
 
-    def look_at(self, microbatch: Microbatch) -> Survey:
+    def compute_in(self, stages: Sequence[StageDtypes]) -> None:
         """As `Source`."""
-        return look_at(self._blank, self.cut, (microbatch.positional, microbatch.named), self.aware)
+        imitate(self._blank, stages)
+        self._around = tuple(stage.around for stage in stages)
+
+    def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
+        """As `Source`."""
+        arguments = microbatch.positional, microbatch.named
+        return look_at(self._blank, self.cut, arguments, self.aware, self._around, device)
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """As `Source`."""
@@ -102,6 +113,7 @@ class TransformersModel:
         self.weights: Callable[[str], Tensor] | None = None
         """A tensor by its name; None leaves them without values."""
         self._own_loss = wanted.loss_fn is None
+        self._sent: list[torch.dtype] = []
         letters = _letters(wanted, anatomy, pp)
         self.num_stages = len(letters)
         self.layers: list[list[Layer]] = []
@@ -129,16 +141,21 @@ class TransformersModel:
                     tensor.copy_(self.weights(owner.get(name, name)))
         return stage
 
-    def look_at(self, microbatch: Microbatch) -> Survey:
+    def compute_in(self, stages: Sequence[StageDtypes]) -> None:
+        """As `Source`. A decoder layer returns what it gets: the dtype of the embedding, or of its stage's weights."""
+        self._sent = [stage.around.result or stage.weights or self.dtype for stage in stages]
+
+    def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
         """As `Source`. Labels that are the tokens themselves are refused, too: nothing shifts them here."""
         tokens, _ = self._arguments(microbatch)
         if self._own_loss:
             _refuse_unshifted(tokens, microbatch.labels)
         rows, length = tokens.shape
         table = self.config.get_text_config()
-        state = torch.empty(rows, length, table.hidden_size, dtype=self.dtype, device="meta")
-        logits = torch.empty(rows, length, table.vocab_size, dtype=self.dtype, device="meta")
-        return Survey((state,) * (self.num_stages - 1), output=logits)
+        *sent, last = self._sent
+        states = [torch.empty(rows, length, table.hidden_size, dtype=dtype, device="meta") for dtype in sent]
+        logits = torch.empty(rows, length, table.vocab_size, dtype=last, device="meta")
+        return Survey(tuple(states), output=logits)
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """As `Source`."""

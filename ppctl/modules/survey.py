@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.modules.dtypes import Casts, cast
 from ppctl.modules.names import Cut, saved
 from ppctl.modules.own_stage import Arguments, Forms, OwnStage, first_tensor, is_tensor, with_first_tensor
 
 CODE = "PP-E132"
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _SHAPE_ALONE = {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like", "full_like"}
 """Operations that read nothing of a tensor but its shape, its dtype and its device."""
 
@@ -43,30 +45,44 @@ class Survey:
     """What the model returns, on meta; None where that was not seen."""
 
 
-def blank_of(model: nn.Module) -> nn.Module:
-    """A copy of a module on meta: no values, no memory."""
+def blank_of(model: nn.Module, device: torch.device = _META) -> nn.Module:
+    """A copy of a module without values on `device`, by default meta: no memory."""
     tensors = {
         id(t): t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
     }
-    return copy.deepcopy(model, {key: _on_meta(tensor) for key, tensor in tensors.items()})
+    return copy.deepcopy(model, {key: _blank(tensor, device) for key, tensor in tensors.items()})
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    found = tensor.detach().to(_META)
-    return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "meta":
+        made = tensor.detach().to(device)
+    else:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[str] = ()) -> Survey:
+def look_at(
+    blank: nn.Module,
+    cut: Cut,
+    arguments: Arguments,
+    aware: Collection[str] = (),
+    around: Sequence[Casts] = (),
+    device: torch.device = _CPU,
+) -> Survey:
     """What travels between the parts of a model on meta, called with arguments of these shapes.
 
-    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. Raises ConfigError
-    (PP-E132) naming the module that reads what another part has, is called out of order or not at all, or needs values.
+    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. `around` says what each
+    stage casts, `device` where it will run: autocast there counts. Raises ConfigError (PP-E132) naming the module that
+    reads what another part has, is called out of order or not at all, or needs values.
     """
-    positional, named = tree_map(lambda each: each.to(_META) if is_tensor(each) else each, arguments)
+    forward = _Forward(cut, arguments, frozenset(aware), tuple(around) or (Casts(),) * len(cut.parts), device)
     try:
-        with torch.no_grad(), _META:
-            followed = _follow(blank, cut, (positional, named), frozenset(aware))
-            return _chain(blank, cut, (positional, named), aware) if aware else followed
+        if not torch.is_autocast_enabled(device.type):
+            with _META:
+                found = forward(blank, _META)
+            if found is not None:
+                return found
+        return _autocast(forward, blank, device)
     except ConfigError:
         raise
     except Exception as error:
@@ -74,6 +90,68 @@ def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[
         message = f"the model's forward cannot be followed on tensors without values: {type(error).__name__}: {reason}"
         remedy = _BY_HAND if any(words in str(error) for words in _READS) else _ALONE
         raise ConfigError(Problem(CODE, message, remedy, _line_of(error))) from None
+
+
+def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Survey:
+    """What the forward gives under autocast, which leaves tensors on meta alone: on torch's fake ones of the device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # not before it is needed: it knows all of torch
+
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        found = forward(blank_of(blank, device), device)
+        assert found is not None  # it is, where the device is the one that autocast is for
+    edges = tuple(torch.empty(each.shape, dtype=each.dtype, device=_META) for each in found.edges)
+    return Survey(edges, tree_map(_on_meta, found.forms), tree_map(_on_meta, found.output))
+
+
+def _on_meta(each: Any) -> Any:
+    return torch.empty(each.shape, dtype=each.dtype, device=_META) if is_tensor(each) else each
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """One forward of a whole model without values."""
+
+    cut: Cut
+    arguments: Arguments
+    aware: frozenset[str]
+    around: tuple[Casts, ...]
+    device: torch.device
+
+    def __call__(self, blank: nn.Module, place: torch.device) -> Survey | None:
+        """On tensors in `place`; None where the model's own code switches on an autocast that does not reach them."""
+        arguments = tree_map(lambda each: _blank(each, place) if is_tensor(each) else each, self.arguments)
+        with torch.no_grad():
+            positional, named = cast(arguments, self.around[0].inputs)
+            followed = self._follow(blank, (positional, named), place)
+            if followed is None or not self.aware:
+                return followed
+            return self._chain(blank, arguments, place)
+
+    def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Survey:
+        """The edges between parts that are called one after another."""
+        edges: list[Tensor] = []
+        for number, casts in enumerate(self.around[:-1]):
+            stage = OwnStage(blank, self.cut, number, place, self.aware)
+            found = cast(stage(*cast((edges[-1] if edges else None, *arguments), casts.inputs)), casts.result)
+            if not isinstance(found, Tensor):
+                message = f"part {number} returns a {type(found).__name__}, and one tensor can travel to the next part"
+                raise ConfigError(Problem(CODE, message, "return the hidden state alone where the head is None"))
+            edges.append(found)
+        return Survey(tuple(edges))
+
+    def _follow(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Survey | None:
+        watch, autocast = _Watch(blank, self.cut, self.aware, self.around), _Autocast(self.device.type)
+        try:
+            with watch, autocast:
+                output = blank(*arguments[0], **arguments[1])
+        finally:
+            watch.remove_hooks()
+        if autocast.seen and place.type != self.device.type:
+            return None
+        watch.conclude()
+        return Survey(tuple(watch.edges), watch.forms, cast(output, self.around[-1].result))
 
 
 _READS = ("meta tensor", "meta device", "data-dependent", "is_nonzero", "_local_scalar_dense")
@@ -92,28 +170,16 @@ def _line_of(error: Exception) -> str:
 _AS_IT_IS = "a forward that takes hidden states itself, with patch_inner_model=False patch_causal_lm_model=False"
 
 
-def _chain(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[str]) -> Survey:
-    """The edges between parts that are called one after another."""
-    edges: list[Tensor] = []
-    for number in range(len(cut.parts) - 1):
-        stage = OwnStage(blank, cut, number, _META, aware)
-        found = stage(edges[-1] if edges else None, *arguments)
-        if not isinstance(found, Tensor):
-            message = f"part {number} returns a {type(found).__name__}, and one tensor can travel to the next part"
-            raise ConfigError(Problem(CODE, message, "return the hidden state alone where the head is None"))
-        edges.append(found)
-    return Survey(tuple(edges))
+class _Autocast(TorchFunctionMode):
+    """Whether autocast is ever on for a type of device: within dispatch it always reads as off."""
 
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type, self.seen = device_type, False
 
-def _follow(blank: nn.Module, cut: Cut, arguments: Arguments, aware: frozenset[str]) -> Survey:
-    watch = _Watch(blank, cut, aware)
-    try:
-        with watch:
-            output = blank(*arguments[0], **arguments[1])
-    finally:
-        watch.remove_hooks()
-    watch.conclude()
-    return Survey(tuple(watch.edges), watch.forms, output)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.is_autocast_enabled(self.device_type)
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchDispatchMode):
@@ -124,9 +190,9 @@ class _Watch(TorchDispatchMode):
     module, which begins in its first part and ends in its last.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, aware: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, aware: frozenset[str], around: Sequence[Casts]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.part = 0
+        self.part, self.around = 0, around
         self.watched = [[name for name in names if cut.forward_around(name) not in aware] for names in cut.parts]
         self.edges: list[Tensor] = []
         self.forms: dict[str, Any] = {}
@@ -148,7 +214,7 @@ class _Watch(TorchDispatchMode):
             spans.append((cut.inner, cut.inner_parts[0], cut.inner_parts[-1]))
         for name, first, last in spans:
             before, behind = partial(self._enter, first, name), partial(self._leave, last, name)
-            self._hooks.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(modules[name].register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._hooks.append(modules[name].register_forward_hook(behind))
 
     def remove_hooks(self) -> None:
@@ -206,11 +272,12 @@ class _Watch(TorchDispatchMode):
         if self._marks.get(state) != self.part:
             message = f"the first tensor that {name} gets is no result of part {self.part}, and would not travel"
             self.problems.append(Problem(CODE, message, "a module whose first argument is the hidden state"))
+        edge = cast(torch.empty_like(state), self.around[self.part].result)
+        self.edges.append(edge)
         self.part = part
-        made = torch.empty_like(state)
-        self._marks[made] = part
-        self.edges.append(made)
-        return with_first_tensor((args, kwargs), made)
+        arrived = cast(torch.empty_like(edge), self.around[part].inputs)
+        self._marks[arrived] = part
+        return with_first_tensor((args, kwargs), arrived)
 
     def _leave(self, part: int, name: str, _: nn.Module, args: Any, output: Any) -> Any:
         self._running.pop()

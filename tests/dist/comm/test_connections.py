@@ -91,10 +91,17 @@ def outcomes(cases, rounds):
     over_pairs()
     found = []
     for _ in range(rounds):
+        communicators = []
         for schedule in cases:
-            communicator = pipeline.make_communicator(schedule)
-            found.append(pipeline.run_case(schedule, communicator))
-        communicator.close()
+            communicators.append(pipeline.make_communicator(schedule))
+            found.append(pipeline.run_case(schedule, communicators[-1]))
+        made = connections_of(communicators[0].pp_group)
+        names = made.number
+        for communicator in communicators:
+            assert made.number == names, "one communicator has ended the connections of another"
+            communicator.close()
+            communicator.close()  # once more is nothing
+        assert made.number == names + 1, "the last one has not ended the connections"
         dist.barrier()
     return found
 

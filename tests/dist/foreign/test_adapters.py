@@ -33,6 +33,9 @@ from ppctl.train.session import build_session
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
 from ppctl.train.step import Trainer
 
+# Models are described, which takes ten seconds of a quiet machine.
+pytestmark = pytest.mark.timeout(400)
+
 CPU = torch.device("cpu")
 STEPS = 3
 LORA = {"rank": "3", "targets": "[q_proj,down_proj]", "alpha": "5"}

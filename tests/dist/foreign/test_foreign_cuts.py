@@ -33,6 +33,8 @@ from ppctl.train.session import build_session
 from ppctl.train.snapshot import save_checkpoint, start_from
 from ppctl.train.step import Trainer
 
+# Each model is described, which takes ten seconds of a quiet machine, trained in two or three ranks, and exported.
+pytestmark = pytest.mark.timeout(1200)
 CPU = torch.device("cpu")
 STEPS = 3
 SECONDS = 300.0

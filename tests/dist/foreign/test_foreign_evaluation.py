@@ -25,6 +25,9 @@ from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
+# Models are described, which takes ten seconds of a quiet machine.
+pytestmark = pytest.mark.timeout(400)
+
 PROMPT, COUNT = [17, 101, 32, 116, 104, 101], 8
 SECONDS = 300.0
 """That ranks may take, as each imports transformers."""

@@ -134,7 +134,7 @@ CASES = {
     "rows": Case("PP-E130", "no whole microbatches of 3", dict(parts(*GOOD), pp_microbatch_size=3)),
     "calls": Case("PP-E130", "pp_batch_size=6", dict(parts(*GOOD), pp_batch_size=6)),
     "length": Case("PP-E130", "pp_seq_len is 9", dict(parts(*GOOD), pp_seq_len=9)),
-    "dtype": Case("PP-E130", "dtype is torch.bfloat16", dict(parts(*GOOD), dtype=torch.bfloat16)),
+    "dtype": Case("PP-E130", "dtype='int8' is no floating dtype", dict(parts(*GOOD), dtype="int8")),
     "form": Case("PP-E130", "a mapping, not a Tensor", parts(*GOOD), batch=torch.ones(2)),
     "schedule": Case("PP-E130", "is no schedule", dict(parts(*GOOD), pp_schedule="2f2b")),
     "auto": Case("PP-E130", "searched for by a plan", dict(parts(*GOOD), pp_schedule="auto")),
@@ -372,20 +372,90 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.ones(4, 3, WIDTH), torch.zeros(4, 3, dtype=torch.int64)
 
 
-def on_one_rank_that_failed() -> str:
-    pipeline = ppctl.pipeline(FailsLater(), ppctl.PipelineConfig(module_fqns_per_model_part=[["a"], ["b"]]))
+def one_that_fails(schedule: str, failing: int) -> list[str]:
+    """A step and an evaluation in which one rank's forward raises, a step that runs; and a failure amid messages."""
+    parts = [["a"], ["b"], ["c"], ["d"]] if schedule == "interleaved_1f1b" else [["a", "b"], ["c", "d"]]
+    fields = dict(module_fqns_per_model_part=parts, pp_schedule=schedule)
+    pipeline, found = ppctl.pipeline(FailsHere(), ppctl.PipelineConfig(**fields)), list[str]()
     pipeline.step(rows())
-    pipeline._broken = "RuntimeError: told to"  # as if this rank alone had raised
-    try:
-        pipeline.step(rows())
-    except PpctlError as error:
-        return str(error)
-    return ""
+    whole = [parameter.grad.clone() for parameter in pipeline.parameters()]
+
+    def attempt(call: Callable[[Any], Any]) -> None:
+        try:
+            call(rows())
+            found.append("ran")
+        except Exception as error:
+            found.append(f"{error} <- {error.__cause__!r}")
+
+    FAILING[:] = [True] * (pipeline.info.pp_rank == failing)
+    attempt(pipeline.step)
+    attempt(pipeline.eval)
+    FAILING.clear()
+    pipeline.zero_grad()
+    attempt(pipeline.step)
+    same = all(torch.equal(p.grad, before) for p, before in zip(pipeline.parameters(), whole, strict=True))
+    pipeline._broken = "KeyboardInterrupt: " if pipeline.info.pp_rank == failing else ""  # as if it had left
+    attempt(pipeline.eval)
+    attempt(pipeline.step)
+    return [*found, str(same)]
 
 
-def test_a_pipeline_whose_messages_were_left_under_way_is_not_used_again() -> None:
-    for told in run_ranks(on_one_rank_that_failed, 2):
-        assert told.startswith("PP-E554") and "RuntimeError: told to" in told and "try: end all ranks" in told
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_forward_that_fails_on_one_rank_is_an_error_of_all_in_the_same_call(schedule: str, failing: int) -> None:
+    ranks = run_ranks(one_that_fails, 2, schedule, failing)
+    for rank, (step, evaluation, again, broken, further, same) in enumerate(ranks):
+        words = "failed in microbatch 0: RuntimeError: told to" if rank == failing else "says why"
+        for told in (step, evaluation):
+            assert told.startswith(f"PP-E558: rank {failing}") and words in told
+            assert told.endswith("<- RuntimeError('told to')" if rank == failing else "<- None")
+        assert again == "ran" and same == "True", "a step behind it is as ever"
+        words = "for: KeyboardInterrupt" if rank == failing else f"for: rank {failing} of the pipeline says why"
+        for told in (broken, further):
+            assert told.startswith("PP-E554") and words in told and "try: end all ranks" in told
+
+
+class FailsHere(nn.Module):
+    """Its modules raise when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (Raising() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class Raising(nn.Linear):
+    """Raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and FAILING:
+            raise RuntimeError("told to")
+        return super().forward(x)
+
+
+def test_pipelines_over_one_group_are_closed_one_by_one() -> None:
+    first, last = run_ranks(two_pipelines, 2)
+    assert first == [None] * 4 and last[0] == last[1] == last[2] == last[3] is not None
+
+
+def two_pipelines() -> list[float | None]:
+    """Losses of two pipelines over one group before, between and after they are closed; and of a third one."""
+    config, losses = ppctl.PipelineConfig(module_fqns_per_model_part=GOOD), list[Tensor | None]()
+    one, two = (ppctl.pipeline(made("plain"), config) for _ in range(2))
+    losses += [one.step(batches(1, 4)[0]), two.step(batches(1, 4)[0])]
+    one.close()
+    losses.append(two.step(batches(1, 4)[0]))
+    two.close()
+    three = ppctl.pipeline(made("plain"), config)
+    losses.append(three.step(batches(1, 4)[0]))
+    three.close()
+    return [None if loss is None else loss.item() for loss in losses]
 
 
 def test_a_value_that_a_forward_reads_is_shown_with_its_line() -> None:

@@ -21,7 +21,7 @@ from ppctl.foreign.anatomy import CannotCut, survey
 from ppctl.foreign.describe import describe
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
-from ppctl.foreign.proof import prove
+from ppctl.foreign.proof import drops_of, prove
 from ppctl.geometry.layers import Layer
 
 
@@ -40,6 +40,17 @@ def test_a_full_sized_config_becomes_a_miniature_with_all_layers() -> None:
     assert proof.anatomy.count == 10
     runs = "0 to decoder.1", "2 to decoder.4", "5 to decoder.6", "7 to decoder.9"
     assert proof.stages[1:-1] == tuple(f"decoder.{run}" for run in runs)
+
+
+@pytest.mark.parametrize("words", [64, 512])
+def test_a_model_of_few_words_is_proved_with_tokens_that_it_has(words: int) -> None:
+    config = config_of("Llama")
+    config.vocab_size = config.intermediate_size = config.max_position_embeddings = words
+    assert prove(config).anatomy.count == 4
+    config.attention_dropout = 0.5
+    assert drops_of(config) == {"attention_dropout": 0.5}
+    config.attention_dropout, config.resid_pdrop = 0.0, 0.5  # of no module
+    assert drops_of(config) == {}
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -305,7 +316,8 @@ def test_without_transformers_there_is_one_clear_error(tmp_path: Path, monkeypat
 
 def test_an_old_transformers_is_the_same_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = directory(tmp_path, config_of("Llama"))
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    # Not the name at the top: the library takes another module's place when it first makes a model.
+    monkeypatch.setattr(library._transformers(), "__version__", "4.57.1")
     with pytest.raises(ConfigError, match=r"PP-E526.*is 4\.57\.1 here: version 5 or later"):
         read_own_config(where)
 

@@ -65,8 +65,8 @@ def test_a_dry_pass_runs_every_kernel_of_steps_and_evaluations(first: str, monke
     pipeline, dry = ppctl.pipeline(Dropping(), config), Operations()
     begin = ppctl.Pipeline._begin
 
-    def as_on_a_gpu(self: ppctl.Pipeline, given: Any) -> Any:
-        batch = begin(self, given)
+    def as_on_a_gpu(self: ppctl.Pipeline, given: Any, *, training: bool) -> Any:
+        batch = begin(self, given, training=training)
         with dry:
             self._dry_pass(batch)
         return batch

@@ -1,0 +1,159 @@
+"""The calls of a schedule as the engine takes them: the programs of this rank's stages on a batch.
+
+Knows stages, batches and losses. Must not know how ranks agree on a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppctl.config.pipeline_config import PipelineConfig
+from ppctl.engine.dry_pass import dry_pass, representatives
+from ppctl.engine.stage import StageProgram
+from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.modules.batch import Batch
+from ppctl.modules.build import message_dtype
+from ppctl.modules.loss import StepLoss
+from ppctl.modules.sources import Source
+from ppctl.modules.stages import RankStages
+from ppctl.modules.survey import Survey
+from ppctl.schedule.action import BACKWARDS, Schedule
+
+CODE = "PP-E557"
+FAILED = "PP-E558"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known of batches of one shape."""
+
+    survey: Survey
+    schedule: Schedule
+    """Of a call of a step, with its messages."""
+    forwards: Schedule
+    """Of a call of an evaluation."""
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """One batch on this rank's stages: `programs` gives those of a schedule call, `losses` fills with the shares.
+
+    With `carries_on`, a forward that raises ends up in `failed`, and this rank goes on with messages of NaN: other
+    ranks would wait for them.
+    """
+
+    source: Source
+    stages: RankStages
+    config: PipelineConfig
+    batch: Batch
+    prepared: Prepared
+    pp_rank: int
+    device: torch.device
+    carries_on: bool = False
+    failed: Exception | None = None
+    where: str = ""
+    """The stage and the microbatch that failed."""
+    losses: list[Tensor] = field(default_factory=list)
+    _loss: StepLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loss = StepLoss(self.config, self.batch.microbatches)
+
+    def programs(self, first: int, *, last_call: bool) -> list[StageProgram]:
+        """Those of the schedule call that begins with microbatch `first`; `last_call` where no other follows."""
+        return [self._program(number, first, last_call=last_call) for number in self.stages.numbers]
+
+    def _program(self, number: int, first: int, *, last_call: bool) -> StageProgram:
+        survey, module = self.prepared.survey, self.stages.modules[number]
+        is_last = number == self.prepared.schedule.placement.num_stages - 1
+        if survey.forms:
+            self.stages.made[number].forms = survey.forms
+        arrives = survey.edges[number - 1] if number else None
+        leaves = None if is_last else survey.edges[number]
+        dtype = message_dtype(self.config)
+
+        def run(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            microbatch = self.batch.microbatches[first + mb]
+            state = received[0].to(arrives.dtype) if arrives is not None else None
+            output = self.source.run(module, state, microbatch)
+            if leaves is not None:
+                _check_dtype(number, output, leaves)
+                return (output if dtype is None else output.to(dtype),)
+            share = self._loss(output, microbatch.labels)
+            self.losses.append(share.detach())
+            return (share,)
+
+        def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            if self.failed is None:
+                try:
+                    return run(mb, received)
+                except Exception as error:
+                    if not self.carries_on:
+                        raise
+                    self.failed, self.where = error, f"stage {number} failed in microbatch {first + mb}"
+            return (self._nothing(received, None if leaves is None else in_messages(leaves, dtype)),)
+
+        sync, around = self.stages.sync[number], None
+        if self.config.patch_stage_backward_maybe_with_nosync and sync.shards:
+            row = self.prepared.schedule.actions[self.pp_rank]
+            ends = [action.mb for action in row if action.stage == number and action.op in BACKWARDS]
+            around = partial(sync.around, ends[-1] if ends and last_call else -1)
+        receives, sends = (() if edge is None else (in_messages(edge, dtype),) for edge in (arrives, leaves))
+        whole = getattr(self.stages.made[number], "whole", ())
+        return StageProgram(number, forward, receives, sends, around_backward=around, whole=whole)
+
+    def _nothing(self, received: tuple[Tensor, ...], edge: Tensor | None) -> Tensor:
+        """NaN in the place of a result, or without an edge of a loss, with a gradient for what was received."""
+        nan = torch.full((), float("nan"), device=self.device)
+        read = received[0].sum() * nan if received else nan
+        return read if edge is None else read.to(edge.dtype).expand(edge.shape).clone()
+
+    def failure(self, rank: int) -> TrainingError:
+        """The error of a call in which the forward of this rank, else that of `rank`, has failed."""
+        message, remedy = f"rank {rank} of the pipeline failed in this call, and says why", "the exception of that rank"
+        if self.failed is not None:
+            first = (str(self.failed).splitlines() or [""])[0]
+            message = f"rank {self.pp_rank}: {self.where}: {type(self.failed).__name__}: {first}"
+            remedy = "the exception above; pipeline.zero_grad() before another step"
+        return TrainingError(Problem(FAILED, message, remedy))
+
+
+def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What travels for a stage's result, on meta."""
+    return edge if dtype is None else torch.empty_like(edge, dtype=dtype)
+
+
+def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
+    """Raise ConfigError (PP-E557) where a stage returns another dtype than the forward without values has shown."""
+    if isinstance(output, Tensor) and output.dtype != edge.dtype:
+        shown = str(edge.dtype)
+        message = f"stage {number} returns {output.dtype}, and its forward on tensors without values {shown}"
+        raise ConfigError(Problem(CODE, message, f"a parallelize whose stages return x.to({shown})"))
+
+
+def run_dry(run: BatchRun, device: torch.device) -> None:
+    """Run all kernels of a step and of an evaluation once, before the first message (see `engine.dry_pass`).
+
+    Nothing that a step reads is different afterwards: gradients, buffers, draws of random numbers.
+    """
+    schedule, stages = run.prepared.schedule, run.stages
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []), stages.restored():
+        for program in run.programs(0, last_call=True):
+            number = program.stage
+            if program.around_backward is not None:  # what is not summed now would be added to the step's gradients
+                program = replace(program, around_backward=stages.sync[number].at_once)
+            is_last = number == schedule.placement.num_stages - 1
+            one = partial(dry_pass, program, run.pp_rank, device=device, is_last=is_last)
+            splits = [(number, mb) in schedule.split for mb in range(schedule.num_microbatches)]
+            with stages.evaluating():  # first: a backward lets sharded weights go that a forward has gathered
+                one(0, training=False)
+            for mb in representatives(splits):
+                one(mb, split=splits[mb])
+    if on_gpu:
+        torch.cuda.synchronize(device)

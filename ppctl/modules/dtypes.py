@@ -1,0 +1,115 @@
+"""In which dtypes a stage computes and what it returns, once `parallelize` has been at it: fully_shard's policies.
+
+Knows fully_shard's mixed precision and modules. Must not know schedules, ranks or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """The dtypes that a module's floating inputs and results are given; None leaves them as they are."""
+
+    inputs: torch.dtype | None = None
+    result: torch.dtype | None = None
+
+
+UNCHANGED = Casts()
+
+
+@dataclass(frozen=True, slots=True)
+class StageDtypes:
+    """What the forward of one stage does with dtypes, by names within the whole model."""
+
+    tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Of its floating parameters and buffers: the dtype in which the forward reads them."""
+    weights: torch.dtype | None = None
+    """That of its parameters, where they have one."""
+    around: Casts = UNCHANGED
+    """Of the stage as a whole."""
+    modules: Mapping[str, Casts] = field(default_factory=dict)
+    """Of modules within it."""
+
+
+def dtypes_of(stage: Any) -> StageDtypes:
+    """The dtypes of a stage whose attribute `model` is the whole model's tree of modules."""
+    own = {id(each) for each in stage.canonical_parameters().values()}
+    policies: dict[str, Any] = {}
+    weights: dict[str, torch.dtype] = {}
+    buffers: dict[str, torch.dtype] = {}
+    casts: dict[str, Casts] = {}
+    for path, module in stage.named_modules(remove_duplicate=False):
+        own_policy = _policy_of(module)
+        policies[path] = own_policy or (policies[path.rpartition(".")[0]] if path else None)
+        if own_policy is not None:
+            asked = own_policy.param_dtype if own_policy.cast_forward_inputs else None
+            casts[path] = Casts(asked, own_policy.output_dtype)
+        for key, tensor in module._parameters.items():
+            if id(tensor) in own and tensor is not None and tensor.is_floating_point():
+                weights[_name(path, key)] = _read_as(tensor, policies[path])
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                buffers[_name(path, key)] = buffer.dtype
+    around = casts.pop("", None) or casts.pop("model", None) or UNCHANGED
+    kinds = set(weights.values())
+    inside = {path.removeprefix("model."): each for path, each in casts.items()}
+    return StageDtypes(weights | buffers, kinds.pop() if len(kinds) == 1 else None, around, inside)
+
+
+def _name(path: str, key: str) -> str:
+    return f"{path}.{key}".removeprefix("model.")
+
+
+def _policy_of(module: nn.Module) -> Any:
+    """The policy of a module that fully_shard was called with; None of all others."""
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else state()._mp_policy
+
+
+def _read_as(tensor: Tensor, policy: Any) -> torch.dtype:
+    """A policy is for what its module has divided: parameters that are parts of whole ones."""
+    divided = policy is not None and hasattr(tensor, "full_tensor")
+    return (policy.param_dtype or tensor.dtype) if divided else tensor.dtype
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """All floating tensors of arguments or results in another dtype, as fully_shard does it."""
+    if dtype is None:
+        return value
+    return tree_map(
+        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, value
+    )
+
+
+def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
+    """Let a whole model without values compute in the dtypes of its stages; casts around stages are the caller's."""
+    modules = dict(blank.named_modules(remove_duplicate=False))
+    for name, dtype in {name: dtype for stage in stages for name, dtype in stage.tensors.items()}.items():
+        path, _, key = name.rpartition(".")
+        tables: tuple[dict[str, Any], ...] = (modules[path]._parameters, modules[path]._buffers)
+        for table in tables:
+            tensor = table.get(key)
+            if tensor is not None and tensor.dtype != dtype:
+                other = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                table[key] = nn.Parameter(other, requires_grad=tensor.requires_grad) if is_parameter else other
+    for name, casts in {name: casts for stage in stages for name, casts in stage.modules.items()}.items():
+        modules[name].register_forward_pre_hook(partial(_cast_inputs, casts), with_kwargs=True)
+        modules[name].register_forward_hook(partial(_cast_result, casts))
+
+
+def _cast_inputs(casts: Casts, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast((args, kwargs), casts.inputs)
+
+
+def _cast_result(casts: Casts, _: nn.Module, args: Any, result: Any) -> Any:
+    return cast(result, casts.result)

@@ -1,0 +1,174 @@
+"""What a pipeline has on this rank: its stages' modules, how they are sharded, and their parameters by name.
+
+Knows modules and the ranks that hold the others. Must not know batches, losses or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.config.pipeline_config import PipelineConfig
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.modules.agreement import CODE, agreed
+from ppctl.modules.dtypes import StageDtypes, dtypes_of
+from ppctl.modules.sources import Source, wanted_policy
+from ppctl.modules.sync import GradientSync
+from ppctl.parallel.ties import TiedGradients, TiedUse
+from ppctl.schedule.action import Placement
+from ppctl.schedule.policies import POLICIES
+
+
+class RankStages:
+    """This rank's stages. A collective of the pipeline's ranks to make; raises as `ppctl.pipeline`.
+
+    By stage `made` has the module that ppctl has made, `modules` what `parallelize` returned for it, `sync` the
+    switches of what is sharded in it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        config: PipelineConfig,
+        device: torch.device,
+        ranks: AgreeingRanks,
+        placement: Placement,
+        parallelize: Callable[[nn.Module], nn.Module | None] | None,
+    ) -> None:
+        self._source, self._ranks, self._placement = source, ranks, placement
+        self.numbers = placement.stages_of(ranks.rank)
+        made = agreed(
+            ranks, "make the stages", lambda: {n: source.make_stage(n, device) for n in self.numbers}, own=True
+        )
+        self.made: dict[int, Any] = made
+        self.modules: dict[int, Any] = {n: (parallelize(m) or m) if parallelize else m for n, m in made.items()}
+        self.sync = {n: GradientSync(module) for n, module in self.modules.items()}
+        agreed(ranks, "look at how stages are sharded", lambda: self._check_sync(config))
+        found = agreed(
+            ranks,
+            "compare the stages' dtypes",
+            lambda: {n: dtypes_of(module) for n, module in made.items()},
+            joined=_in_model_order,
+        )
+        agreed(ranks, "follow the stages' dtypes", lambda: source.compute_in(found), own=True)
+        self._ties = self._tie()
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the whole model's names."""
+        for stage in self.made.values():
+            yield from stage.canonical_parameters().items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and saved buffers by the same names."""
+        buffers = (item for stage in self.made.values() for item in stage.canonical_buffers().items())
+        return {**{name: p.detach() for name, p in self.named_parameters()}, **dict(buffers)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539) with nothing taken."""
+        owner = {use.name: uses[0].name for uses in self._source.ties for use in uses}
+        own = self.state_dict()
+        found = {name: state.get(name, state.get(owner.get(name, name))) for name in own}
+        wrong = [f"{n} is missing" for n, tensor in found.items() if tensor is None]
+        wrong += [
+            f"{name}: {list(tensor.shape)} given, {list(own[name].shape)} expected"
+            for name, tensor in found.items()
+            if tensor is not None and tensor.shape != own[name].shape
+        ]
+        if wrong:
+            listed = "\n".join(wrong[:20])
+            raise CheckpointError(Problem("PP-E537", "the state does not fit this rank's stages", "", listed))
+        if any(sync.shards for sync in self.sync.values()):
+            message = "stages that fully_shard has divided hold parts of tensors"
+            remedy = "torch.distributed.checkpoint.load(pipeline.state_dict(), checkpoint_id=...)"
+            raise CheckpointError(Problem("PP-E539", message, remedy))
+        for name, tensor in found.items():
+            assert tensor is not None  # it would be in `wrong`
+            own[name].copy_(tensor)
+
+    # --- modes of a step ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """All modules are in evaluation mode inside."""
+        modes = {each: each.training for module in self.modules.values() for each in module.modules()}
+        for module in self.modules.values():
+            module.eval()
+        try:
+            yield
+        finally:
+            for each, training in modes.items():
+                each.training = training
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Gradients are none inside; behind it they and all buffers are what they were before."""
+        held = [(parameter, parameter.grad) for _, parameter in self.named_parameters()]
+        buffers = [(b, b.clone()) for m in self.modules.values() for b in m.buffers() if 0 not in b.stride()]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    @contextmanager
+    def summing_ties(self) -> Iterator[None]:
+        """A step runs inside; behind it every use of a shared parameter has the sum of all uses' gradients.
+
+        One accumulator per use, summed once (decision 3); gradients of earlier steps, which are sums already, stand
+        aside meanwhile.
+        """
+        held = {}
+        for tied in self._ties:
+            for parameter in tied.own.values():
+                if parameter.grad is not None:
+                    held[parameter], parameter.grad = parameter.grad, None
+        yield
+        for tied in self._ties:
+            tied.sum()
+        for parameter, before in held.items():
+            parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+    # --- how they are made -------------------------------------------------------------------------------------------
+
+    def _tie(self) -> list[TiedGradients]:
+        own = dict(self.named_parameters())
+        group = self._ranks.group
+
+        def rank_of(stage: int) -> int:
+            pp_rank = self._placement.rank_of(stage)
+            return pp_rank if group is None or self._ranks.alone else dist.get_global_rank(group, pp_rank)
+
+        here = 0 if self._ranks.alone else dist.get_rank()
+        return [
+            TiedGradients([TiedUse(rank_of(stage), name) for stage, name in uses], own, here)
+            for uses in self._source.ties
+        ]
+
+    def _check_sync(self, config: PipelineConfig) -> None:
+        shards = any(sync.shards for sync in self.sync.values())
+        splits = config.pp_schedule_csv is None and POLICIES[wanted_policy(config)].splits
+        if shards and splits:
+            message = f"fully_shard reduces gradients in a whole backward, and {config.pp_schedule} splits it"
+            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b'"))
+        if shards and self._source.ties:
+            message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
+            raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
+
+
+def _in_model_order(found: list[dict[int, StageDtypes]]) -> list[StageDtypes]:
+    whole = {number: dtypes for rank in found for number, dtypes in rank.items()}
+    return [whole[number] for number in sorted(whole)]
