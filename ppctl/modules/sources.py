@@ -280,7 +280,10 @@ def weights_in(directory: Path, config: Any) -> Callable[[str], Tensor] | None:
     if not has_weights(directory):
         message = f"{directory} has a config.json and no weights"
         raise CheckpointError(Problem("PP-E538", message, "a model on meta, then pipeline.load_state_dict(...)"))
-    shapes = {name: tuple(tensor.shape) for name, tensor in make_model(config, "meta").state_dict().items()}
+    model: Any = make_model(config, "meta")
+    # A tied head is stored once, under the table's name.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     return StoredWeights(directory, config, shapes).tensor
 
 

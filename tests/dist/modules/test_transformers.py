@@ -23,8 +23,9 @@ NAMES = [
 SOURCES: list[tuple[str, bool, dict[str, Any]]] = [
     ("Granite", False, dict(pp_schedule="interleaved_1f1b", layers_per_stage=1)),
     ("Llama", True, dict(module_fqns_per_model_part=NAMES)),
+    ("Gemma2", True, dict(layers_per_stage=2)),
 ]
-"""Architecture, whether it is given as a directory, and how it is cut; Granite's head is tied."""
+"""Architecture, whether it is given as a directory, and how it is cut; the heads of Granite and Gemma 2 are tied."""
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -36,7 +37,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 def by_stages(directory: str) -> list[tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]]:
     found = []
     for kind, stored, fields in SOURCES:
-        model = directory if stored else model_of(kind)
+        model = f"{directory}/{kind}" if stored else model_of(kind)
         pipeline = ppctl.pipeline(model, ppctl.PipelineConfig(**fields))
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
         losses, gradients = [], {}
@@ -100,7 +101,8 @@ def by_a_plain_loop(kind: str) -> tuple[list[float], float, dict[str, Tensor], d
 
 
 def test_a_model_of_transformers_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
-    model_of("Llama").save_pretrained(tmp_path)
+    for kind in ("Llama", "Gemma2"):
+        model_of(kind).save_pretrained(tmp_path / kind)
     ranks = run_ranks(by_stages, 2, str(tmp_path), timeout=300.0)
     for place, (kind, _, _) in enumerate(SOURCES):
         losses, evaluated, gradients, weights = by_a_plain_loop(kind)
