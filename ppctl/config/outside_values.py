@@ -89,7 +89,9 @@ def take_vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bo
                 else:
                     reasons = "; ".join(problem.message for problem in error.problems)
                     draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
-        elif source == DEFAULT and draft.provenance.get("data.path", DEFAULT) != DEFAULT:
+        elif (
+            source == DEFAULT and not draft.get("model.from") and draft.provenance.get("data.path", DEFAULT) != DEFAULT
+        ):
             without = f"data.path is set, and neither {_TOKENIZER} nor {_VOCABULARY}"
             draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
     multiple = _multiple(draft)

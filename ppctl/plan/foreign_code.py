@@ -24,9 +24,9 @@ def _kinds_of(foreign: ForeignModel) -> tuple[Derived, ...]:
     """The kinds of layers that a model of transformers has, and in what they differ; nothing where there is one."""
     if len(foreign.kinds) < 2:
         return ()
-    parts = []
+    parts, unnamed = [], "parameters of other shapes" if foreign.adapters is None else "a whole backward"
     for number, kind in enumerate(foreign.kinds):
         own = [index for index, structure in enumerate(foreign.layers) if structure == number]
         shown = ", ".join(map(str, own[:4])) + (", …" if len(own) > 4 else "")
-        parts.append(f"{len(own)} with {kind.name or 'parameters of other shapes'} (layers {shown})")
+        parts.append(f"{len(own)} with {kind.name or unnamed} (layers {shown})")
     return (Derived("kinds of layers", len(foreign.kinds), "layers: " + "; ".join(parts)),)
