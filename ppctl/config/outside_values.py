@@ -12,6 +12,7 @@ from ppctl.config.argv import PLACE
 from ppctl.config.draft import DEFAULT, Draft
 from ppctl.config.foreign_rules import READ, without_effect
 from ppctl.config.keys import text_keys
+from ppctl.config.mapping import converted_value
 from ppctl.errors import PpctlError, Problem
 
 _TOKENIZER = "data.tokenizer"
@@ -39,7 +40,7 @@ def take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled: 
         draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {source}"))
         return
     try:
-        asked = (draft.get(f"model.{name}") for name in ("implementation", "hf_overrides", "lora"))
+        asked = (_asked(draft, f"model.{name}") for name in ("implementation", "hf_overrides", "lora"))
         values = read_model(source, *asked)
     except PpctlError as error:
         draft.problems += error.problems
@@ -63,6 +64,14 @@ def take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled: 
             "bytes would be read as tokens of its vocabulary"
         )
         draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {source}"))
+
+
+def _asked(draft: Draft, name: str) -> Any:
+    """The value that a key will have; its default in place of one of another type, which is refused afterwards."""
+    try:
+        return converted_value(name, draft.get(name))
+    except ValueError:
+        return text_keys()[name].default
 
 
 def put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:

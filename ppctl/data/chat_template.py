@@ -45,8 +45,8 @@ class RenderingFailed(ValueError):
 class ChatTemplate:
     """Renders conversations. Raises DataError (PP-E419) for a template that is none.
 
-    `marks` are texts that templates read by name, such as `bos_token`. There is no `strftime_now`: data that depend on
-    the day would be other data after a resume.
+    `marks` are texts that templates read by name, such as `bos_token`. There is no `strftime_now`, and no `random` and
+    `lipsum`: data that depend on the day or on chance would be other data after a resume, and on every rank.
     """
 
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
@@ -54,12 +54,13 @@ class ChatTemplate:
         environment.filters["tojson"] = environment.bounded(_to_json)
         self._environment = environment
         environment.globals["raise_exception"] = _refuse
+        del environment.globals["lipsum"], environment.filters["random"]
         self.place, self.marks = place, dict(marks)
         self.says_what_is_generated = _KEYWORD.search(source) is not None
         """Whether the template has the keyword `generation`."""
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, RecursionError) as error:  # Python's own: `break` outside a loop
             message = f"the chat template is not one that Jinja reads: {error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 

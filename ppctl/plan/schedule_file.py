@@ -24,6 +24,8 @@ from ppctl.schedule.verify import out_of_order
 CODE = "PP-E216"
 _MOST_READ = 2**22
 """Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
+_MOST_WANTED = 2**20
+"""Forwards of which those that a file lacks are listed one by one: more than a file can hold."""
 _WITHOUT = {CSV: None}
 
 
@@ -50,6 +52,15 @@ def schedule_in(path: str) -> Schedule:
     if any(action.op in MESSAGES for row in schedule.actions for action in row):
         message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
         raise ScheduleError(Problem(CODE, message))
+    there = sum(map(len, schedule.actions))
+    wanted = schedule.placement.num_stages * schedule.num_microbatches
+    if wanted > max(there, _MOST_WANTED):  # a slip in one number: what is missing cannot be listed
+        largest = max((action for row in schedule.actions for action in row), key=lambda each: max(each.mb, each.stage))
+        message = (
+            f"{path} lacks forwards: {schedule.placement.num_stages:,} stages and {schedule.num_microbatches:,} "
+            f"microbatches, as in {largest}, need {wanted:,}, and it has {there:,} actions"
+        )
+        raise ScheduleError(Problem("PP-E310", message))
     rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)
     return replace(schedule, actions=rows)
 

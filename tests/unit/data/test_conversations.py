@@ -93,6 +93,9 @@ BAD = {
     "a clock": (chat(*TALK), "{{ strftime_now('%d') }}", "PP-E420", "data must not depend on the day"),
     "no template": (chat(*TALK), None, "PP-E419", "has no chat template"),
     "no Jinja": (chat(*TALK), "{% for %}", "PP-E419", "not one that Jinja reads"),
+    "a break": (chat(*TALK), "{% break %}", "PP-E419", "'break' outside loop"),
+    "chance": (chat(*TALK), "{{ messages | random }}", "PP-E419", "No filter named 'random'"),
+    "chance in texts": (chat(*TALK), "{{ lipsum() }}", "PP-E420", "'lipsum' is undefined"),
     "marks": (chat(("user", "\ufdd0"), ("assistant", "a")), CHATML, "PP-E420", "which are no characters"),
 }
 

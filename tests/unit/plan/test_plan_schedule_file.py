@@ -85,6 +85,11 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     assert refusal(pp=2, pipeline__pp_schedule_csv="none.csv") == ["PP-E216"]
 
 
+@pytest.mark.parametrize("row", ["999999999F0,1B0", "1F0,1B0,1F99999999999"])
+def test_a_number_with_digits_too_many_is_an_error_and_no_endless_list(file, row: str) -> None:
+    assert refusal(pp=2, gbs=1, pipeline__pp_schedule_csv=file(f"0F0,0B0\n{row}\n")) == ["PP-E310"]
+
+
 def test_a_cell_that_is_no_action_is_named_by_row_and_column(file) -> None:
     assert refusal(pp=2, gbs=1, pipeline__pp_schedule_csv=file("0F0,0X0\n1F0,1B0,1F-1\n")) == ["PP-E302"] * 2
 
