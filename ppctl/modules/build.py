@@ -190,8 +190,12 @@ def _schedule_in(path: str) -> Schedule:
 
 def device_of(asked: torch.device | str | None) -> torch.device:
     """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
+    unset = QUEUES not in os.environ
     if str(asked or "cuda").startswith("cuda") and not torch.cuda.is_initialized():
         os.environ.setdefault(QUEUES, MOST_QUEUES)  # CUDA reads it when it starts
+    there = torch.cuda.is_available()
+    if unset and not there:
+        os.environ.pop(QUEUES, None)  # nobody here reads it, and what this process starts would inherit it
     if asked is not None:
         try:
             found = torch.device(asked)
@@ -199,10 +203,10 @@ def device_of(asked: torch.device | str | None) -> torch.device:
             raise ConfigError(
                 Problem(CODE, f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'")
             ) from None
-        if found.type == "cuda" and not torch.cuda.is_available():
+        if found.type == "cuda" and not there:
             raise ConfigError(Problem(CODE, f"device={asked!r}, and torch sees no GPU here", "device='cpu'"))
         return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
-    if torch.cuda.is_available():
+    if there:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device("cpu")
 

@@ -18,6 +18,8 @@ from ppctl.modules.build import device_of
 def connected(monkeypatch: pytest.MonkeyPatch, size: int, modes: Modes | None = None) -> communicator.Communicator:
     """A communicator of a GPU's messages, whose channels are not made."""
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: size)
+    wires = SimpleNamespace(enter=lambda: None)
+    monkeypatch.setattr(communicator, "connections_of", lambda _: wires)
     monkeypatch.setattr(communicator, "moves_on_device", lambda _: True)
     monkeypatch.setattr(communicator, "make_ends", lambda *_, **__: {})
     monkeypatch.setattr(communicator, "meet_once", lambda *_: None)
