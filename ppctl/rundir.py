@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +253,7 @@ class RunDir:
     def write_measured_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Write trace/step-N.json: what every rank did in `step`, and a digest of plan.json, which it follows."""
         self.trace.mkdir(exist_ok=True)
-        plan = _digest((self.path / "plan.json").read_bytes())
+        plan = _digest_of_file(self.path / "plan.json", (self.path / "plan.json").stat().st_mtime_ns)
         self._write_json(f"trace/step-{step}.json", {**record, "plan": plan}, durable=False)
 
     def measured_steps(self) -> dict[int, Path]:
@@ -356,6 +357,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _digest_of_file(path: Path, modified: int) -> str:
+    """Read once for all traced steps of a run: a plan of thousands of ranks has megabytes. `modified`: its time."""
+    return _digest(path.read_bytes())
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

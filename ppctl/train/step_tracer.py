@@ -5,6 +5,8 @@ Knows the recorder and one gather. Must not know what becomes of a traced step.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from ppctl.comm.groups import gather_rows
 from ppctl.config.quantities import steps_of
 from ppctl.schedule.measured_step import MeasuredStep, RankStamps
@@ -38,5 +40,6 @@ class StepTracer:
 
 def _unpack(row: list[float]) -> RankStamps:
     begin, pipeline_end, agreed, end = row[:_PHASES]
-    stamps = [(int(row[at]), row[at + 1], row[at + 2]) for at in range(_PHASES, len(row), 3) if row[at] >= 0]
-    return RankStamps(begin, pipeline_end, agreed, end, stamps)
+    indices, starts, ends = (row[_PHASES + place :: 3] for place in range(3))
+    stamped = bisect_left(indices, True, key=lambda index: index < 0)  # shorter rows end in -1
+    return RankStamps(begin, pipeline_end, agreed, end, [*zip(map(int, indices[:stamped]), starts, ends, strict=False)])
