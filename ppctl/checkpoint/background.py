@@ -81,7 +81,7 @@ class BackgroundSaver:
         self.finish()
         began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
-            raise ValueError("what a rank saves in the background cannot change its shape")
+            raise ValueError("the shape of what a rank saves in the background cannot change")
         if self.local is not None:
             self.local.forget()
         copied = self.memory.copy(held)

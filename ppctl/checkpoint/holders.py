@@ -59,8 +59,8 @@ def check_tensors(parts: Iterable[Part]) -> None:
         elif fault := tiling_fault(found[0].whole, {part.box for part in found}):
             faults.append(f"{name}: {fault}")
     if faults:
-        message = "what the ranks hold does not make up whole tensors"
-        remedy = "report it: ppctl divided its tensors wrongly"
+        message = "the ranks' parts do not make up whole tensors"
+        remedy = "please report this: ppctl divided its tensors wrongly"
         raise CheckpointError(Problem("PP-E506", message, remedy, place="\n".join(faults)))
 
 

@@ -133,7 +133,7 @@ class Manifest:
             raise OtherFormat(version)
         body, _, rest = text.rpartition(_SEAL)
         if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
-            raise ValueError("its seal, the SHA-256 at its end, is not that of the rest")
+            raise ValueError("its seal (the SHA-256 at its end) does not match its content")
         if (value["digest"], value["chunk"]) != (DIGEST, CHUNK):
             raise OtherFormat(f"{version} with {value['digest']} of every {value['chunk']} bytes")
         files = {name: FileRecord(**record) for name, record in value["files"].items()}

@@ -56,7 +56,7 @@ class _Side(NamedTuple):
     config: RunConfig
     plan: Plan
     failure: str = ""
-    """Why it did not reach its end: copies that differ, for example, are not saved."""
+    """Why it did not finish: copies that differ, for example, are not saved."""
     stays: bool = True
     """Whether its directory is there when the result is read."""
 
@@ -108,7 +108,7 @@ def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[RunConfig, Plan]]:
     """Both configs and plans. Raises PpctlError with all problems of the first that cannot be run."""
     if detect(os.environ).is_rank:
-        message = "`ppctl parity` starts its ranks itself, and this process is one of another launcher's"
+        message = "`ppctl parity` starts its ranks itself, but this process was started by another launcher"
         raise ConfigError(Problem("PP-E644", message, "ppctl parity, without torchrun or srun", "environment"))
     if args.runs:
         run = find_run(args.runs[0], Path(args.dir))
@@ -123,7 +123,7 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
     cut = _over(base, kept_as(args.steps))
     ready = _ready(cut, args)
     if ready[1].sizes.world == 1:
-        message = "there is one rank: that is the one process that others are compared with"
+        message = "there is one rank: there is nothing to compare it with"
         raise ConfigError(Problem("PP-E644", message, "pp=2", "command line"))
     return _ready(_over(cut, in_one_process(ready[1])), args), ready
 

@@ -34,7 +34,7 @@ def text(report: Mapping[str, Any], columns: int) -> str:
     lines = []
     for step in report["steps"]:
         lines += _differences(step)
-    lines += [f"{name} did not reach its end: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
+    lines += [f"{name} did not finish: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
     if report.get("checkpoints"):
         found = report["checkpoints"]
         lines += [f"checkpoints of step {found['step']}:", *ckpt_text.differences(found, _SHOWN), ""]
@@ -49,7 +49,7 @@ def _head(report: Mapping[str, Any]) -> list[str]:
         lines += [f"{name}  {cut}", *([] if path is None else [f"   {path}"])]
     if keys := report.get("keys"):
         shown = ", ".join(keys[:_SHOWN]) + f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN)
-        lines.append(f"they do not compute the same: {shown} (`ppctl runs --compare A B`)")
+        lines.append(f"the runs compute different things: {shown} (`ppctl runs --compare A B`)")
     return [*lines, _law(report)]
 
 
@@ -101,7 +101,7 @@ def _differences(step: Mapping[str, Any]) -> list[str]:
     if len(found["different"]) > _SHOWN:
         lines.append(f"  and {len(found['different']) - _SHOWN} more gradients")
     lines += [
-        f"  {run}: the gradient of {name} is not that of {owner}, of which it is another use"
+        f"  {run}: {name} and {owner} are the same parameter, but their gradients differ"
         for run, name, owner in found["unlike"]
     ]
     lines += [f"  only in one of the two: {name}" for name in found["missing"][:_SHOWN]]
@@ -131,7 +131,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
         return f"equal: losses and norms of {len(steps)} steps{kept}: {how}"
     wrong = next((step for step in steps if not step["same"]), None)
     if wrong is None and any(report["failures"]):
-        return "different: equal as far as both went, and one of them did not reach its end"
+        return "different: equal as far as both went, and one of them did not finish"
     if wrong is None:
         return f"different: checkpoints of step {report['checkpoints']['step']}"
     first = f"step {wrong['step']}: loss {_apart(wrong['loss'])}"

@@ -38,8 +38,8 @@ EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_gr
 
 
 _NOTHING = (
-    "nothing was given: this is the plan of the defaults, a toy on one rank; `ppctl recipes` lists published jobs, "
-    "as in `ppctl plan +recipe=llama3_8b`, and `ppctl plan model.from=DIR pp=2` plans a model of your own"
+    "no arguments: this is the plan of the defaults, a tiny model on one rank; `ppctl recipes` lists published jobs, "
+    "such as `ppctl plan +recipe=llama3_8b`; `ppctl plan model.from=DIR pp=2` plans your own model"
 )
 
 
@@ -127,7 +127,7 @@ def _patience_asked() -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    waiting = Timer(_PATIENCE_S, note, ("note: still planning; a search for a layout or a schedule takes seconds",))
+    waiting = Timer(_PATIENCE_S, note, ("note: still planning; searching for a layout or a schedule takes seconds",))
     waiting.daemon = True
     waiting.start()
     try:

@@ -166,7 +166,7 @@ def limit_line(plan: Plan) -> list[str]:
     if limit is None or limit.available_bytes <= 0:
         return []
     share = max(cost.peak_bytes for cost in plan.pp_ranks) / limit.available_bytes
-    tight = "; tight: the allocator's fragments, which no plan has, may not fit" if plan.tight else ""
+    tight = "; tight: fragmentation of the allocator, which is not planned, may not fit" if plan.tight else ""
     return [
         f"a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}: {share:.1%} of it is used{tight}"
     ]
@@ -192,12 +192,12 @@ def schedule_line(plan: Plan) -> str:
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
     if not plan.timing.pipeline_s:
-        return f"schedule {plan.schedule.name}: {count} microbatches; it never ends, and has no times"
+        return f"schedule {plan.schedule.name}: {count} microbatches; it deadlocks, and has no times"
     source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
         f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
-        + f"; {len(plan.schedule.pairs)} pairs, timed as if one after the other"
+        + f"; {len(plan.schedule.pairs)} pairs, timed without overlap"
         * bool(plan.schedule.pairs)
     )
 

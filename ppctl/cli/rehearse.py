@@ -100,10 +100,10 @@ def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
     else:
         yield from absent_for(config.model)
     if parallel.enable_autocast:
-        message = "autocast chooses dtypes by the kind of device, and a rehearsal's devices are of none"
+        message = "autocast chooses dtypes by the kind of device, and a rehearsal runs on torch's meta device"
         yield Problem("PP-E128", message, "parallel.enable_autocast=false")
     if parallel.variable_seq_lengths:
-        message = "with parallel.variable_seq_lengths the sizes of messages come from other ranks, and there are none"
+        message = "with parallel.variable_seq_lengths other ranks send the sizes of messages, and a rehearsal has none"
         yield Problem("PP-E128", message, "parallel.variable_seq_lengths=false")
     if config.train.compile:
         note("note: layers are rehearsed uncompiled (train.compile=true): what compiled ones keep is not measured")

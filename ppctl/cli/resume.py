@@ -109,7 +109,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
     """One problem for each change that cannot take effect: a run stays in its directory."""
     return [
-        Problem("PP-E617", f"{key} was {changes[key][0]}, and a run keeps its directory; leave it out", place=key)
+        Problem(
+            "PP-E617", f"{key} was {changes[key][0]}, and a resumed run keeps its directory; leave it out", place=key
+        )
         for key in ("log.name", "log.dir")
         if key in changes
     ]
@@ -148,7 +150,7 @@ def effect_of_microbatches(config: RunConfig) -> str | None:
     if balances and any(moe_layer_pattern(model)):
         return f"experts are balanced within each microbatch (model.moe_aux_loss_coeff={model.moe_aux_loss_coeff:g})"
     if config.pipeline.scale_grads_in_schedule:
-        return "every microbatch weighs alike, however many of its tokens count (pipeline.scale_grads_in_schedule)"
+        return "every microbatch has the same weight, whatever its number of tokens (pipeline.scale_grads_in_schedule)"
     return None
 
 
@@ -168,7 +170,7 @@ def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, chec
     for name in WATCHED:
         asked = changes[name][1] if name in changes else None
         if asked is not None and (steps := steps_of(asked))[0] <= done:
-            message = f"{name}={asked} begins with step {steps[0]}, and the run goes on after step {done}"
+            message = f"{name}={asked} begins with step {steps[0]}, but the run continues after step {done}"
             last = min(done + len(steps), config.train.steps)
             problems.append(Problem("PP-E648", message, f"{name}={done + 1}:{last + 1}", f"{name} (command line)"))
     if problems:

@@ -131,7 +131,7 @@ def _why_lost(run: RunDir, state: str) -> str | None:
     last = holder(run)
     if state != LOST or not is_gone(last):
         return None
-    return f"the process that ran it ({last['pid']} on {last['machine']}) is gone, and its ranks with it"
+    return f"its process ({last['pid']} on {last['machine']}) and its ranks no longer exist"
 
 
 def table(found: list[dict[str, Any]]) -> str:

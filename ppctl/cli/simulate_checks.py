@@ -73,11 +73,11 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
     """What keeps a schedule with a name, or all of them, from being simulated."""
     sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
     if missing := [name for name, size in sizes.items() if size is None]:
-        message = f"{' and '.join(missing)}: only a FILE.csv says these sizes itself"
+        message = f"{' and '.join(missing)}: required unless --schedule is a FILE.csv"
         yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL[name]}" for name in missing), _PLACE)
         return
     if args.compare and args.extra_warmup:
-        message = "--compare shows schedules with their usual warm-up"
+        message = "--extra-warmup does not go with --compare"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)
     if args.schedule == AUTO:
         yield from _not_searched(args)
@@ -132,10 +132,10 @@ def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Proble
 def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
     """What no search can be made for."""
     if args.extra_warmup:
-        message = f"--extra-warmup {args.extra_warmup}: {AUTO} finds the warm-up itself"
+        message = f"--extra-warmup {args.extra_warmup}: {AUTO} determines the warm-up itself"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)
     if not 0 < memory(args) < float("inf"):
-        yield Problem("PP-E128", f"--memory {args.memory:g}: a rank holds more than nothing", "--memory 1", _PLACE)
+        yield Problem("PP-E128", f"--memory {args.memory:g}: the memory must be above 0", "--memory 1", _PLACE)
     actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if MOST_SEARCHED < actions <= MOST_ACTIONS:
         message = f"about {actions:,} actions; a search is made for at most {MOST_SEARCHED:,}"
@@ -153,8 +153,8 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:
     """Options that change how a schedule is made."""
     if args.extra_warmup:
-        message = f"--extra-warmup {args.extra_warmup}: {args.schedule} says itself how many forwards come first"
+        message = f"--extra-warmup {args.extra_warmup}: {args.schedule} already determines how many forwards come first"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)
     if args.memory is not None:
-        message = f"--memory limits a search (--schedule {AUTO}), and {args.schedule} is a schedule"
+        message = f"--memory limits a search (--schedule {AUTO}); {args.schedule} is a fixed schedule"
         yield Problem("PP-E128", message, f"--schedule {AUTO}", _PLACE)

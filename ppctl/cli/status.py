@@ -182,7 +182,7 @@ _LONG = 3.0
 def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
     """How old the table is: nodes publish every ten seconds."""
     ages = {str(row["host"]): max(0.0, now - row["told"]) for row in rows}
-    silent = [f"{host} has published nothing for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
+    silent = [f"{host} has sent no heartbeat for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
     return [f"as the nodes published it {min(ages.values()):.0f} s ago", *silent]
 
 

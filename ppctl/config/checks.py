@@ -145,27 +145,27 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
 def _exchanging_layers(config: RunConfig) -> Iterator[Finding]:
     tensor, context = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
     if config.pipeline.loss_fn is not None and config.parallel.tensor_model_parallel_size > 1:
-        message = "loss_fn reads logits of all words, and each tensor-parallel rank has those of its own words alone"
+        message = (
+            "loss_fn needs the logits of the whole vocabulary, and each tensor-parallel rank has only a part of them"
+        )
         yield ("pipeline.loss_fn", tensor), message, "tp=1"
     over = [key for key in (tensor, context) if getattr(config.parallel, key.partition(".")[2]) > 1]
     if config.train.compile and over:
-        message = (
-            "layers that exchange columns or keys with other ranks are not compiled: the exchanges would break them up"
-        )
+        message = "layers that communicate with other ranks cannot be compiled: collectives would break their graphs"
         yield ("train.compile", *over), message, "train.compile=false"
 
 
 def _local_copies(checkpoint: CheckpointConfig) -> Iterator[Finding]:
     if (checkpoint.local is not None) != (checkpoint.local_every > 0):
-        message = "copies in memory have a place and an interval, or neither"
+        message = "set both the directory and the interval of copies in memory, or neither"
         remedy = "checkpoint.local_every=10" if checkpoint.local is not None else "checkpoint.local=/dev/shm/ppctl"
         yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
     if checkpoint.local is not None and not checkpoint.async_:
-        message = "copies in memory are those that are made for saves beside training"
+        message = "copies in memory are made by background saves"
         yield ("checkpoint.local", "checkpoint.async"), message, "checkpoint.async=true"
 
     if checkpoint.local_replicas and checkpoint.local is None:
-        message = "a neighbour's host holds what lies in memory, and nothing does"
+        message = "a neighbour's host can only hold copies in memory, and there are none"
         yield ("checkpoint.local_replicas", "checkpoint.local"), message, "checkpoint.local_replicas=0"
 
 
@@ -197,7 +197,7 @@ def _watched_steps(config: RunConfig) -> Iterator[Finding]:
         asked = value_of(config, name)
         if asked is not None and (steps := steps_of(asked))[-1] > last:
             there = max(last - len(steps) + 1, 1)
-            message = f"{name}={asked} ends with step {steps[-1]}, and the run with step {last}"
+            message = f"{name}={asked} ends with step {steps[-1]}, but the run ends with step {last}"
             yield (name, "train.steps"), message, f"{name}={there}:{last + 1}"
 
 
@@ -215,16 +215,16 @@ def _messages(config: RunConfig) -> Iterator[Finding]:
     """Rules on how messages between stages travel."""
     parallel, backend = config.parallel, "parallel.pipeline_model_parallel_comm_backend"
     if parallel.overlap_p2p_comm and parallel.batch_p2p_comm:
-        message = "a rank waits for a batch of messages before it goes on: such messages cannot overlap with compute"
+        message = "a rank waits for each batch of messages: they cannot overlap with computation"
         yield (_BATCH, _OVERLAP), message, f"{_OVERLAP}=false"
     if parallel.batch_p2p_sync and not parallel.batch_p2p_comm:
-        message = "batch_p2p_sync synchronises after the batches of batch_p2p_comm, and that is off"
+        message = "batch_p2p_sync synchronises after the batches of batch_p2p_comm, which is off"
         yield ("parallel.batch_p2p_sync", _BATCH), message, "parallel.batch_p2p_sync=false"
     if config.pipeline.p2p_capacity is not None and in_batches(parallel):
-        message = "after a batch no message is under way: a capacity is for messages that overlap with compute"
+        message = "with batch_p2p_comm no message overlaps with computation, so a capacity has no effect"
         yield ("pipeline.p2p_capacity", _BATCH, _OVERLAP), message, "pipeline.p2p_capacity=null"
     if parallel.pipeline_model_parallel_comm_backend == "nccl" and config.launch.device == "cpu":
-        message = "nccl sends tensors of GPUs, and the device is the CPU"
+        message = "NCCL sends tensors of GPUs, but the device is the CPU"
         yield (backend, "launch.device"), message, f"{backend}=null"
 
 

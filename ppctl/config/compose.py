@@ -95,7 +95,7 @@ def override(
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
     for group, option in choices.items():
-        message = f"{group}={option}: a run keeps the {group} that it was started with; leave it out"
+        message = f"{group}={option}: a resumed run keeps its {group}; leave this out"
         arguments.problems.append(Problem("PP-E104", message, place=PLACE))
     draft = Draft(to_mapping(config), dict(provenance), arguments.problems)
     before, typed = draft.sizes(), _apply(draft, values)

@@ -47,20 +47,20 @@ def _conversations(data: DataConfig) -> Iterator[Finding]:
     if data.format == TEXT:
         for key, usual in (("pack", False), ("chat_template", None), ("too_long", REFUSE)):
             if getattr(data, key) != usual:
-                message = f"data.{key} is for conversations, and data.format=text has documents"
+                message = f"data.{key} applies to conversations, not to data.format=text"
                 yield (f"data.{key}", "data.format"), message, "data.format=chat"
         if data.text_key != TEXT and data.path is None:
-            message = "data.text_key is a key of .jsonl files, and the interpreter's library is text"
+            message = "data.text_key applies to .jsonl files; without data.path ppctl reads plain text"
             yield ("data.text_key", "data.path"), message, f"data.text_key={TEXT}"
         return
     if data.text_key != TEXT:
-        message = f"data.text_key is for data.format=text, and {data.format} has fields of its own"
+        message = f"data.text_key applies to data.format=text; {data.format} has fixed field names"
         yield ("data.text_key", "data.format"), message, f"data.text_key={TEXT}"
     if data.path is None:
-        message = f"data.format={data.format} reads .jsonl files, and the interpreter's library is text"
+        message = f"data.format={data.format} reads .jsonl files; without data.path ppctl reads plain text"
         yield ("data.path", "data.format"), message, "data.path='chats/*.jsonl'"
     if data.format == COMPLETION and data.chat_template is not None:
-        message = "a prompt and its completion are put together as they are, without a template"
+        message = "data.format=completion concatenates prompt and completion without a template"
         yield ("data.chat_template", "data.format"), message, "data.chat_template=null"
     if data.eod_mask_loss:
         message = f"of data.format={data.format} only answers count, whatever ends them"
@@ -68,7 +68,7 @@ def _conversations(data: DataConfig) -> Iterator[Finding]:
     apart = data.reset_attention_mask, data.reset_position_ids
     if apart != (data.pack, data.pack):
         keys = ("data.pack", "data.reset_attention_mask", "data.reset_position_ids")
-        why = "several conversations in a row are kept apart" if data.pack else "a row is one conversation"
+        why = "packed conversations must be kept separate" if data.pack else "a row is one conversation"
         message = f"{why}: the three are set together"
         yield keys, message, " ".join(f"{key}={str(any(apart) or data.pack).lower()}" for key in keys)
 
@@ -79,7 +79,7 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
         if data.validation_path is None and not data.validation_split:
             yield (
                 ("train.eval_interval", "data.validation_split", "data.validation_path"),
-                "an evaluation reads data.validation_path or a held-out share of data.path, and neither is set",
+                "an evaluation needs data.validation_path or data.validation_split, and neither is set",
                 "data.validation_split=0.05",
             )
         if not train.eval_steps:
@@ -125,7 +125,7 @@ def read_sources(value: str | Sequence[Any] | None) -> tuple[Source, ...]:
     elif _number(value[0]) is None:
         sources = tuple(Source(_path(item)) for item in value)
     elif len(value) % 2:
-        raise ValueError(f"a blend is weight, path, weight, path; {_path(value[-1])} stands alone")
+        raise ValueError(f"a blend is weight, path, weight, path; {_path(value[-1])} has no partner")
     else:
         sources = tuple(Source(_path(path), _weight(w)) for w, path in zip(value[::2], value[1::2], strict=True))
     weighted = [source for source in sources if source.weight is not None]
@@ -177,7 +177,7 @@ def _row(item: Any) -> Source:
 
 def _path(item: Any) -> str:
     if not isinstance(item, str) or _is_number(item):
-        raise ValueError(f"a blend is weight, path, weight, path; {item} stands where a path belongs")
+        raise ValueError(f"a blend is weight, path, weight, path; {item} is in the place of a path")
     return item
 
 

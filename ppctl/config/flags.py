@@ -191,7 +191,7 @@ def flags_problem(flags: Sequence[Foreign], line: str, given: Mapping[str, str])
     """
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {one.override or _left_out(one)}" for one in flags]
-    message = f"{len(flags)} flags are keys here or mean nothing here; the remedy is the whole line with keys"
+    message = f"{len(flags)} flags are keys in ppctl or have no meaning in it; the remedy is the whole command line"
     return Problem("PP-E107", message, line, "\n".join([*rows, *_other_defaults(given)]))
 
 
@@ -233,10 +233,12 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
         return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", found.override, place)
     if found.code == "PP-E108":
         return Problem(
-            "PP-E108", f"{flag} asks for what this release does not have ({found.why}); leave it out", place=place
+            "PP-E108",
+            f"{flag} asks for a feature that this release does not have ({found.why}); leave it out",
+            place=place,
         )
     if found.code == "PP-E109":
-        return Problem("PP-E109", f"{flag} means nothing here: {found.why}; leave it out", place=place)
+        return Problem("PP-E109", f"{flag} has no meaning in ppctl: {found.why}; leave it out", place=place)
     return Problem(
         "PP-E107", f"{flag} is no flag of ppctl; {found.why}", f"ppctl explain {found.why.split()[0]}", place
     )

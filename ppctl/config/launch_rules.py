@@ -23,7 +23,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
     """Every rule that is broken."""
     launch = config.launch
     if launch.share_gpu and launch.device == "cpu":
-        message = "ranks on the CPU share no GPU"
+        message = "launch.share_gpu has no effect for ranks on the CPU"
         yield ("launch.share_gpu", "launch.device"), message, "launch.share_gpu=false"
     yield from _time(launch)
     for name, key in keys_with("slurm").items():
@@ -32,7 +32,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
     if launch.container_image is None:
         for name in ("container_mounts", "container_workdir"):
             if getattr(launch, name):
-                message = f"launch.{name} belongs to a container, and launch.container_image names none"
+                message = f"launch.{name} needs launch.container_image"
                 yield (f"launch.{name}", "launch.container_image"), message, f"launch.{name}=null"
     for name in ("sbatch_args", "srun_args"):
         yield from _arguments(f"launch.{name}", getattr(launch, name) or ())

@@ -104,7 +104,7 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         yield ("optim.lr_decay_tokens", "optim.lr_decay_steps"), message, "optim.lr_decay_steps=null"
     wsd, piecewise = optim.lr_decay_style == "WSD", optim.lr_decay_style == "piecewise"
     if wsd and optim.lr_wsd_decay_steps is None:
-        message = "WSD decays over lr_wsd_decay_steps, which are not given"
+        message = "lr_decay_style=WSD needs lr_wsd_decay_steps"
         remedy = f"optim.lr_wsd_decay_steps={max(config.train.steps // 10, 1)}"
         yield ("optim.lr_wsd_decay_steps", "optim.lr_decay_style"), message, remedy
     if not wsd and optim.lr_wsd_decay_steps is not None:
@@ -115,7 +115,7 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         remedy = "optim.lr_decay_style=cosine" if piecewise else "optim.lr_decay_style=piecewise"
         yield ("optim.lr_pieces", "optim.lr_decay_style"), message, remedy
     if piecewise and (optim.lr_decay_steps is not None or optim.lr_decay_tokens is not None):
-        message = "the pieces of the learning rate say themselves where they end"
+        message = "lr_pieces already say where the learning rate ends"
         yield ("optim.lr_pieces",), message, "optim.lr_decay_steps=null optim.lr_decay_tokens=null"
     if piecewise and optim.lr_pieces is not None:
         yield from _order(config)

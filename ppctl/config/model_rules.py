@@ -36,13 +36,13 @@ def _implementation(model: ModelConfig) -> Iterator[Finding]:
         return
     takes = "model.implementation=transformers" if model.from_ else "model.from=DIR model.implementation=transformers"
     if model.implementation == "transformers" and model.from_ is None:
-        message = "the code of transformers is for the model of a directory, and model.from names none"
+        message = "model.implementation=transformers needs a directory in model.from"
         yield ("model.implementation", "model.from"), message, "model.implementation=auto"
     elif model.hf_overrides and model.implementation != "transformers":
-        message = "hf_overrides are for models whose code is transformers', and this one's is ppctl's"
+        message = "model.hf_overrides apply to models with transformers' code, and this one runs with ppctl's blocks"
         yield ("model.hf_overrides", "model.implementation"), message, takes
     elif model.lora and model.implementation != "transformers":  # else what stood against them was said
-        message = "adapters stand beside the modules of transformers' code, and this model's is ppctl's"
+        message = "model.lora needs transformers' code, and this model runs with ppctl's blocks"
         yield ("model.lora", "model.implementation", "model.from"), message, takes
 
 
@@ -68,7 +68,7 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
     ):
         yield (
             ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
-            f"rotary positions turn pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
+            f"rotary positions rotate pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
             f"model.kv_channels={(model.kv_channels or model.hidden_size // heads) + 1}",
         )
     elif turns_heads(model):
@@ -85,9 +85,7 @@ def _learned(model: ModelConfig) -> Iterator[Finding]:
     """Rules on learned positions, which are added to the embedding; latent attention turns its heads beside them."""
     if model.position_embedding_type == "learned_absolute" and model.mtp_num_layers:
         keys = ("model.position_embedding_type", "model.mtp_num_layers")
-        message = (
-            "multi-token prediction reads tokens further on, without their learned positions: it needs rotary ones"
-        )
+        message = "multi-token prediction needs rotary positions: it reads later tokens without their learned positions"
         yield keys, message, "model.position_embedding_type=rope"
 
 
@@ -101,7 +99,7 @@ def _rotary(model: ModelConfig) -> Iterator[Finding]:
     elif 0 < share < math.inf and head > 0 and (turned < 2 or turned % 2):
         yield (
             ("model.rotary_percent",),
-            f"rotary positions turn pairs within a head: {share:g} of its width of {head} cannot be turned",
+            f"rotary positions rotate pairs within a head: {share:g} of its width of {head} cannot be turned",
             f"model.rotary_percent={2 * min(max(round(turned / 2), 1), head // 2) / head:g}",
         )
     elif model.mscale_all_dim:
@@ -123,7 +121,7 @@ def _latent(model: ModelConfig) -> Iterator[Finding]:
     """Rules on latent attention."""
     width = model.qk_pos_emb_head_dim
     if width % 2:
-        message = f"rotary positions turn pairs: a width of {width} is odd"
+        message = f"rotary positions rotate pairs: a width of {width} is odd"
         yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
     for name in ("add_qkv_bias", "rotary_percent"):
         default = getattr(ModelConfig(), name)

@@ -22,5 +22,5 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
             yield (key, NAME), "Muon needs whole matrices, and tensor parallelism splits them", f"{key}=1\n{NAME}=adamw"
     if config.model.lora:
-        message = "Muon orthogonalises whole weights, and of these adapters are a product of two factors"
+        message = "Muon orthogonalises whole weights, and an adapter is a product of two factors"
         yield (NAME, "model.lora"), message, f"{NAME}=adamw"

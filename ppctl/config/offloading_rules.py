@@ -32,5 +32,5 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         message = f"{SWITCH} has nothing to move: activations are left out"
         yield (_ACTIVATIONS, SWITCH), message, f"{_ACTIVATIONS}=true"
     if config.train.compile:
-        message = "torch.compile chooses what a layer keeps: that cannot be moved to the host"
+        message = "torch.compile decides what a layer keeps, which then cannot be moved to the host"
         yield ("train.compile", SWITCH), message, "train.compile=false"

@@ -77,7 +77,7 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
     if cast is None:
         if parallel.autocast_dtype is not None:
             keys = (name, "parallel.enable_autocast")
-            yield keys, "a dtype to cast to takes effect with parallel.enable_autocast only", f"{name}=null"
+            yield keys, "autocast_dtype has an effect only with parallel.enable_autocast", f"{name}=null"
     elif weight_dtype(parallel) == "float64":
         keys = ("parallel.enable_autocast", "parallel.params_dtype")
         yield (
@@ -100,7 +100,7 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
     if model.fp8 is None:
         if model.fp8_recipe != ModelConfig().fp8_recipe:
             keys = ("model.fp8_recipe", "model.fp8")
-            yield keys, "a recipe takes effect with model.fp8 only", _default("model.fp8_recipe")
+            yield keys, "model.fp8_recipe has an effect only with model.fp8", _default("model.fp8_recipe")
         return
     if weight_dtype(parallel) != "bfloat16" or parallel.enable_autocast:
         keys = ("model.fp8", "parallel.bf16")
@@ -144,7 +144,7 @@ def _loss_scale(config: RunConfig) -> Iterator[Finding]:
             yield (key, "optim.loss_scale"), f"{key} moves a scale, and optim.loss_scale fixes it", _default(key)
     if optim.initial_loss_scale < optim.min_loss_scale:
         keys = ("optim.initial_loss_scale", "optim.min_loss_scale")
-        yield keys, "the loss scale would start below its minimum", f"optim.initial_loss_scale={optim.min_loss_scale}"
+        yield keys, "the initial loss scale is below its minimum", f"optim.initial_loss_scale={optim.min_loss_scale}"
 
 
 def _default(key: str) -> str:

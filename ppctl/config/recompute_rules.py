@@ -31,9 +31,9 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
                 yield (f"train.{name}", _KEY), message, f"train.{name}=null"
     if train.recompute_stages is not None and granularity is None:
         keys = ("train.recompute_stages", _KEY)
-        yield keys, "recompute_stages names stages, and nothing is recomputed", "train.recompute_stages=null"
+        yield keys, "recompute_stages has no effect: recompute_granularity is null", "train.recompute_stages=null"
     if train.compile and granularity == "selective":
-        message = "torch.compile chooses what a layer keeps: single modules of it cannot be recomputed"
+        message = "torch.compile decides what a layer keeps: single modules of it cannot be recomputed"
         yield ("train.compile", _KEY), message, "train.compile=false"
     yield from _modules(config)
     partial = config.parallel.num_microbatches_with_partial_activation_checkpoints
@@ -55,8 +55,8 @@ def _modules(config: RunConfig) -> Iterator[Finding]:
         yield (name,), f"{name} names no module", remedy
     for module in modules:
         if module not in MODULES:
-            message = f"nothing to recompute is called {module}: {', '.join(MODULES)}{did_you_mean(module, MODULES)}"
-            yield (name,), message, remedy
+            known = f"{', '.join(MODULES)}{did_you_mean(module, MODULES)}"
+            yield (name,), f"there is no module {module} to recompute; there are {known}", remedy
         elif module in missing:
             yield (name,), f"the model has no {module} to recompute: {missing[module]}", remedy
 

@@ -193,7 +193,7 @@ def not_trained(config: RunConfig) -> list[Problem]:
     if not missing:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
-    message = f"this release plans this config but cannot train it yet: missing are {listed}"
+    message = f"this release can plan this config but not train it yet; missing: {listed}"
     return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]
 
 

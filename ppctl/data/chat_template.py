@@ -61,7 +61,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (TemplateError, SyntaxError, RecursionError) as error:  # Python's own: `break` outside a loop
-            message = f"the chat template is not one that Jinja reads: {error}"
+            message = f"Jinja cannot read the chat template: {error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
     def render(

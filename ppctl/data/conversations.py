@@ -148,7 +148,7 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
         wanted = 'messages with a "content" (or "value") that is text or a list of parts'
         return _wrong_form(line, CHAT, wanted, "messages without")
     if not any(each["role"] == _ASSISTANT for each in messages):
-        message = "nothing is learned from a conversation without a turn of the assistant"
+        message = "a conversation without an assistant turn has no token to train on"
         return Problem("PP-E422", message, "leave the line out", line.place)
     tools = line.value.get("tools")
     try:

@@ -110,12 +110,12 @@ def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
     with open(idx, "rb") as stream:
         head = stream.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise _broken(idx, "it does not begin as an index does (MMIDIDX)")
+        raise _broken(idx, "it does not begin with MMIDIDX, as an index does")
     _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise _broken(idx, f"it has version {version}, and {VERSION} is the one that there is")
+        raise _broken(idx, f"it has version {version}, and only {VERSION} is supported")
     if code not in CODES:
-        raise _broken(idx, f"its type code {code} is no type of tokens: {', '.join(map(str, CODES))} are")
+        raise _broken(idx, f"its type code {code} is not a token type; these are: {', '.join(map(str, CODES))}")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if size != expected:
         also = "; multimodal data, with a mode for each sequence, is not read" if size == expected + sequences else ""

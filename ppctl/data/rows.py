@@ -132,7 +132,9 @@ def make_rows(
             continue
         kept.append(one)
     if not kept:
-        message = f"nothing is learned from {description}: no token of an answer is in a row of {seq_length} tokens"
+        message = (
+            f"there is nothing to train on in {description}: no token of an answer is in a row of {seq_length} tokens"
+        )
         raise DataError(Problem("PP-E422", message, f"data.seq_length={2 * seq_length}", description))
     lengths = [min(len(one.tokens), longest) for one in kept]
     dtype = token_dtype(vocab_size)

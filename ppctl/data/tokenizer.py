@@ -74,7 +74,7 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
         remedy = f'name it in its tokenizer_config.json, as "eos_token": {json.dumps(next(iter(tokenizer.marks), ""))}'
         if not tokenizer.marks:
             message += ", nor has it a special token that could be named"
-            remedy = 'make it anew with one: its trainer takes special_tokens=["<|endoftext|>"]'
+            remedy = 'train it again with one: its trainer takes special_tokens=["<|endoftext|>"]'
         raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
     return tokenizer.eos
 

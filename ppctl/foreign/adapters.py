@@ -45,7 +45,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
             warnings.simplefilter("ignore")
             found: Any = peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
-        message = f"peft has no adapter for a module that model.lora.targets names: {str(error).splitlines()[0]}"
+        message = f"peft cannot adapt a module of model.lora.targets: {str(error).splitlines()[0]}"
         remedy = f"'model.lora.targets=[{','.join(_known(model, anatomy)[:2])}]'"
         raise ConfigError(Problem("PP-E542", message, remedy, "model.lora")) from error
     for parameter in found.parameters():
@@ -60,7 +60,7 @@ def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str
     last = anatomy.count - 1
     beyond = [layer for layer in adapters.layers if layer > last]
     if beyond:
-        raise _wrong(f"layers={beyond[0]} is no decoder layer; they are 0 to {last}", "model.lora.layers=[0]")
+        raise _wrong(f"layers={beyond[0]} is not a decoder layer; they are 0 to {last}", "model.lora.layers=[0]")
     known = _known(model, anatomy)
     remedy = f"'model.lora.targets=[{','.join(known[:2])}]'"
     inside: list[str] = []
@@ -77,12 +77,12 @@ def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str
 
 def _why(model: nn.Module, target: str, named: list[str], outside: list[str]) -> str:
     if outside:
-        return f"stands outside the decoder layers, as {outside[0]}"
+        return f"is outside the decoder layers, as {outside[0]}"
     if named:
         return "is a module of other decoder layers than model.lora.layers names"
     if any(path.endswith(f".{target}") for path, _ in model.named_parameters()):
-        return "is a tensor of several experts, and no module of the decoder layers"
-    return "is no module in the decoder layers"
+        return "is a tensor of several experts, not a module"
+    return "is not a module of the decoder layers"
 
 
 def _known(model: nn.Module, anatomy: Anatomy) -> list[str]:

@@ -55,7 +55,7 @@ def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
     embedding, head = tables.get_input_embeddings(), tables.get_output_embeddings()
     names = {id(module): path for path, module in model.named_modules()}
     if id(embedding) not in names or id(head) not in names:
-        raise CannotCut("it has no embedding or no head of its own")
+        raise CannotCut("it has no embedding or no head")
     name, layers = _layers_of(model)
     for path, module in _outside(model, name).items():
         if name.startswith(f"{path}.") or not path:
@@ -163,7 +163,7 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse hidden states that are no single one, [sequences, tokens, width], of a width that all layers share."""
     if len(shapes) > 1 or any(len(shape) != 3 or shape[:2] != (2, _TOKENS) for shape in shapes):
         listed = ", ".join(str(list(shape)) for shape in shapes)
-        reason = f"a hop carries one state of a width that all layers share, [2, {_TOKENS}, width]"
+        reason = f"a message carries one state, of the same width for all layers, [2, {_TOKENS}, width]"
         raise CannotCut(f"its layers return {listed} of 2 x {_TOKENS} tokens: {reason}")
 
 
@@ -174,7 +174,7 @@ def _sides(
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])
-        raise CannotCut(f"{name}.{wrong} is not called once, behind the layers before it")
+        raise CannotCut(f"{name}.{wrong} is not called exactly once, after the layers before it")
     begin, end = calls.index(0), calls.index(count - 1)
     first, last = [], []
     for path in outside:
@@ -184,5 +184,5 @@ def _sides(
         elif at and min(at) > end:
             last.append(path)
         else:
-            raise CannotCut(f"{path} has weights and runs neither before nor behind all layers")
+            raise CannotCut(f"{path} has weights and runs neither before nor after all layers")
     return tuple(first), tuple(last)

@@ -193,7 +193,7 @@ def _router_logits(
     try:
         found = {router_logits(config, anatomy, index, size) for index in routed}
         if len(found) > 1:
-            raise CannotCut("its routers record tensors of several shapes or dtypes, of which a hop carries one")
+            raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
     except CannotCut as error:
         raise _uncut(config, directory, error) from error
     except (*CODE_FAILS, NotImplementedError) as error:

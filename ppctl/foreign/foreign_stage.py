@@ -100,7 +100,7 @@ class ForeignStage(nn.Module, StageModel):
         refused. `beside` is what the model's forward gets by name on every stage: a mask, positions.
         """
         if packing.documents is not None or packing.positions is not None:
-            raise ValueError("a model of transformers takes rows as they are, without documents or positions")
+            raise ValueError("a model of transformers takes whole rows, without documents or positions")
         given, *logits = inputs
         if self.empty:
             return tuple(each.clone() for each in inputs)
@@ -174,7 +174,7 @@ class ForeignStage(nn.Module, StageModel):
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
         """Call each layer through its run from now on: one run for each, in order."""
         if len(runs) != len(self.own):
-            raise ValueError("a model of transformers calls its layers one by one: a run of several cannot stand in")
+            raise ValueError("a model of transformers calls its layers one by one: several cannot be replaced by one")
         for index, run in zip(self.own, runs, strict=True):
             self._own_layers[index].run = run
 
@@ -271,7 +271,9 @@ def build_foreign_stage(
     built, described = ({name: row.shape for name, row in each.items()} for each in (rows, expected))
     wrong = sorted(name for name in built | described if built.get(name) != described.get(name))
     if wrong:
-        message = f"this transformers builds other parameters than {foreign.transformers}, which described the model"
+        message = (
+            f"the installed transformers builds other parameters than {foreign.transformers}, which described the model"
+        )
         raise LookupError(f"{message}: {', '.join(wrong[:5])}")
     initialize({**stage.frozen, **stage.canonical_parameters()}, model, seed, parts)
     with torch.no_grad():
@@ -356,7 +358,7 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
 
 def _stacked(router_logits: Sequence[Tensor]) -> Tensor:
     if len({(each.shape, each.dtype) for each in router_logits}) > 1:
-        raise CannotCut("its routers record tensors of several shapes or dtypes, of which a hop carries one")
+        raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
     return torch.stack(tuple(router_logits))
 
 

@@ -143,7 +143,9 @@ def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Seq
         hook.remove()
     for index, (one, other) in enumerate(zip(states, again, strict=True)):
         if not torch.equal(one, other):
-            reason = "draws random numbers in training, or remembers earlier calls: its results are not the cut's alone"
+            reason = (
+                "draws random numbers in training, or keeps state between calls: its results would depend on the cut"
+            )
             raise CannotCut(f"{anatomy.layer(index)} {reason}")
 
 
@@ -220,7 +222,7 @@ def _called(stage: ForeignStage, given: Message, anatomy: Anatomy) -> Message:
         output: Message = stage(*given)
     except CODE_FAILS as error:
         at = anatomy.layer(stage.own[0]) if stage.own else anatomy.embedding if stage.embeds else anatomy.head
-        raise CannotCut(f"{at} or a layer behind it reads what another stage has: {line_of(error)}") from error
+        raise CannotCut(f"{at} or a later layer reads something from another stage: {line_of(error)}") from error
     return output
 
 
@@ -241,7 +243,7 @@ def _compare_gradients(found: Mapping[str, Tensor | None], expected: Mapping[str
         if (own is None) != (gradient is None) or (
             own is not None and gradient is not None and not _same(own, gradient)
         ):
-            raise CannotCut(f"{name}: its gradient differs, so that something beside the hidden state joins the stages")
+            raise CannotCut(f"{name}: its gradient differs, so something besides the hidden state connects the stages")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -32,7 +32,7 @@ def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> Rou
         if each.dim() != 3 or each.shape[1] != _SEQUENCES * _TOKENS:
             shape = list(each.shape[1:])
             message = f"the routers of {anatomy.layer(index)} record {shape} of {_SEQUENCES} x {_TOKENS} tokens"
-            raise CannotCut(f"{message}: a hop carries [tokens, experts]")
+            raise CannotCut(f"{message}: a message carries [tokens, experts]")
     return RouterLogits(recorded[0].shape[2], *(each.dtype == torch.float32 for each in recorded))
 
 

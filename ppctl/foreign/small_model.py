@@ -58,7 +58,7 @@ def _check_code(config: Any) -> None:
     try:
         make_model(config, "meta")
     except CODE_FAILS as error:
-        reason = f"transformers makes no model of this config, in any number of stages: {line_of(error)}"
+        reason = f"transformers cannot build a model from this config: {line_of(error)}"
         raise CannotCut(f"{reason} ({_place(error)})") from error
 
 

@@ -70,7 +70,7 @@ def _along(waiting: Sequence[Wait], rank: int) -> str:
 def _no_exchange(axis: str, ranks: Sequence[int], found: Sequence[Wait], still: float) -> str:
     states = {wait.state.rank: wait.state for wait in found}
     all_of = " and ".join(f"{rank}{_on(states[rank])}" for rank in ranks)
-    ends = f"ranks {all_of} have all started the same exchange along {axis}, and it does not end"
+    ends = f"ranks {all_of} have all started the same collective along {axis}, and it does not end"
     return f"nothing has moved for {still:.0f} s: {ends}; a connection between two of them may be dead"
 
 

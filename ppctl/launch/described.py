@@ -103,7 +103,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
         except (OSError, ValueError):
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             last = lines[-1] if lines else f"exit {done.returncode}"
-            message = f"the model at {directory} could not be looked at: {last}"
+            message = f"the model at {directory} could not be examined: {last}"
             raise ConfigError(Problem("PP-E528", message, place=str(directory))) from None
     return found
 

@@ -60,7 +60,7 @@ def _embedding(rules: Rules) -> Iterator[Problem]:
             message = "the embedding (E) must be the first layer of stage 0; here other layers come before it"
         yield Problem("PP-E013", message, place=rules.source.place(*found[0]))
     if len(found) > 1:
-        message = f"a layout has exactly one embedding (E), here are {len(found)}"
+        message = f"a layout has exactly one embedding (E), this one has {len(found)}"
         yield Problem("PP-E013", message, place=rules.source.place(*found[1]))
 
 
@@ -75,7 +75,7 @@ def _loss(rules: Rules) -> Iterator[Problem]:
             message = f"the loss (L) must be the last layer of the last stage, {last}; here other layers follow it"
         yield Problem("PP-E014", message, place=rules.source.place(*found[-1]))
     if len(found) > 1:
-        message = f"a layout has exactly one loss (L), here are {len(found)}"
+        message = f"a layout has exactly one loss (L), this one has {len(found)}"
         yield Problem("PP-E014", message, place=rules.source.place(*found[1]))
 
 

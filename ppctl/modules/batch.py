@@ -67,15 +67,16 @@ def divide(given: Any, config: PipelineConfig, device: torch.device) -> Batch:
     positional, named, labels = _taken_apart(given)
     tensors = [each for each in tree_leaves((positional, named)) if isinstance(each, Tensor) and each.dim()]
     if not tensors:
-        raise _refused("a batch without a tensor for the model", "step((inputs, labels))")
+        raise _refused("the batch has no tensor for the model", "step((inputs, labels))")
     first = tensors[0]
     rows, size, call = first.shape[0], config.pp_microbatch_size, config.pp_batch_size
     if rows % size or not rows:
         raise _refused(
-            f"{rows} sequences make no whole microbatches of {size}", f"{max(1, rows // size) * size} sequences"
+            f"{rows} sequences are not a whole number of microbatches of {size}",
+            f"{max(1, rows // size) * size} sequences",
         )
     if call > 1 and (call % size or rows % call):  # 1, the default, is no wish: all of the batch is one call
-        message = f"{rows} sequences make no whole schedule calls of pp_batch_size={call} in microbatches of {size}"
+        message = f"pp_batch_size={call} in microbatches of {size} does not divide {rows} sequences into whole calls"
         raise _refused(message, f"pp_batch_size={rows}")
     if config.pp_seq_len is not None and (first.dim() < 2 or first.shape[1] != config.pp_seq_len):
         message = f"pp_seq_len is {config.pp_seq_len}, and the model's first argument is {list(first.shape)}"

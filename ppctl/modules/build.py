@@ -76,7 +76,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
         anatomy = proved(its_config, place).anatomy
         if anatomy.routers:
             message = (
-                "output_router_logits=True: the model's own code adds to its loss, and a pipeline's is that of logits"
+                "output_router_logits=True adds to the model's own loss, and a pipeline computes the loss from logits"
             )
             raise ConfigError(Problem(CODE, message, "model.config.output_router_logits = False", str(place)))
         return anatomy

@@ -55,7 +55,7 @@ class StepLoss:
         if not isinstance(found, Tensor) or found.dim():
             what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             remedy = "loss_fn=lambda output, labels: torch.nn.functional.mse_loss(output, labels)"
-            raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, and a loss is one number", remedy))
+            raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, but a loss is one number", remedy))
 
     def _check(self, output: Any, labels: Any) -> None:
         """Raise ConfigError (PP-E130) for a result that cross entropy cannot be taken of."""

@@ -260,7 +260,7 @@ class Pipeline:
 def _check_gradients(training: bool) -> None:
     """Raise ConfigError (PP-E130) for a step where nothing has a gradient."""
     if training and not torch.is_grad_enabled():
-        message = "gradients are switched off here (no_grad or inference_mode), and a step makes them"
+        message = "gradients are disabled (no_grad or inference_mode), and a step computes them"
         raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
 
 

@@ -191,7 +191,7 @@ def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
         return
     counts = labels != NO_TOKEN
     if bool((~counts | (labels == tokens)).all()) and bool(counts.any()):
-        message = "the labels are the tokens themselves: they are compared place by place, and nothing shifts them here"
+        message = "the labels equal the tokens, and a pipeline does not shift them: label i belongs to logits i"
         remedy = "labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
         raise ConfigError(Problem("PP-E130", message, remedy))
 
@@ -238,7 +238,7 @@ def wanted_policy(config: PipelineConfig) -> str:
 
     policy = schedule_policy(config.pp_schedule)
     if policy is None or policy == AUTO:
-        why = "is searched for by a plan, which a module has not" if policy == AUTO else "is no schedule"
+        why = "needs a plan, and a module has none" if policy == AUTO else "is no schedule"
         known = ", ".join(name for name, each in POLICIES.items() if each.trains)
         raise ConfigError(Problem("PP-E130", f"pp_schedule={config.pp_schedule!r} {why}", f"one of {known}"))
     return policy
@@ -259,7 +259,7 @@ def whole_config(model: Any) -> tuple[Any, torch.dtype]:
     shapes = [{n: tuple(t.shape) for n, t in each.state_dict().items()} for each in (model, described)]
     if shapes[0] != shapes[1] or type(described) is not type(model) or len(dtypes) != 1:
         name = type(model).__name__
-        message = f"this {name} is not the causal language model that its config describes, in one dtype"
+        message = f"this {name} is not the causal language model of its config in a single dtype"
         remedy = "patch_inner_model=False patch_causal_lm_model=False with a forward that takes hidden states"
         raise ConfigError(Problem("PP-E132", message, remedy))
     return model.config, dtypes.pop()
@@ -303,7 +303,7 @@ def _refuse_lost_buffers(model: nn.Module) -> None:
         if (buffer := module._buffers[key]) is not None and buffer.device.type == "meta"
     ]
     if lost:
-        message = f"{', '.join(lost[:5])} has no values on meta, and no state dict has them"
+        message = f"{', '.join(lost[:5])} is on meta without values, and is in no state dict"
         raise ConfigError(
             Problem("PP-E132", message, "build the model on the CPU, or register the buffer as persistent")
         )

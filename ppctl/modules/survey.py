@@ -136,7 +136,9 @@ class _Forward:
             stage = OwnStage(blank, self.cut, number, place, self.aware)
             found = cast(stage(*cast((edges[-1] if edges else None, *arguments), casts.inputs)), casts.result)
             if not isinstance(found, Tensor):
-                message = f"part {number} returns a {type(found).__name__}, and one tensor can travel to the next part"
+                message = (
+                    f"part {number} returns a {type(found).__name__}, but only one tensor can be sent to the next part"
+                )
                 raise ConfigError(Problem(CODE, message, "return the hidden state alone where the head is None"))
             edges.append(found)
         return Survey(tuple(edges))
@@ -253,7 +255,7 @@ class _Watch(TorchDispatchMode):
     def _crossed(self, tensor: Tensor) -> None:
         where = self._running[-1] if self._running else "the model's own forward"
         what, made = self._names.get(tensor, "a tensor"), self._marks[tensor]
-        message = f"{where}, in part {self.part}, reads {what} of part {made}: only the hidden state travels"
+        message = f"{where}, in part {self.part}, reads {what} of part {made}: only the hidden state crosses a cut"
         self.problems.append(
             Problem(CODE, message, "parts that keep both on one stage, or a residual inside one module")
         )
@@ -270,7 +272,7 @@ class _Watch(TorchDispatchMode):
             self.problems.append(Problem(CODE, message, "parts in the order in which the forward calls their modules"))
         state = first_tensor((args, kwargs))
         if self._marks.get(state) != self.part:
-            message = f"the first tensor that {name} gets is no result of part {self.part}, and would not travel"
+            message = f"the first tensor that {name} gets is not a result of part {self.part}, and would not be sent"
             self.problems.append(Problem(CODE, message, "a module whose first argument is the hidden state"))
         edge = cast(torch.empty_like(state), self.around[self.part].result)
         self.edges.append(edge)

@@ -15,7 +15,7 @@ def whose_code(model: ModelConfig) -> tuple[Derived, ...]:
     foreign = foreign_of(model)
     if foreign is None:
         return ()
-    proof = f"a miniature in {len(foreign.stages)} stages had the bits of the whole"
+    proof = f"a miniature in {len(foreign.stages)} stages gave the same bits as the whole"
     equation = f"its own code, of transformers {foreign.transformers}, runs on every stage: {proof}"
     return (Derived("implementation", "transformers", "; ".join((equation, *foreign.notes))), *_kinds_of(foreign))
 

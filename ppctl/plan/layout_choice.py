@@ -62,7 +62,7 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
     homes = layers * num_stages * values["pp"] if values["model.mtp_num_layers"] else 0
     if layers > MOST_LAYERS_SEARCHED or num_stages > MOST_STAGES_SEARCHED or homes > MOST_HOMES_SEARCHED:
         message = (
-            f"layout=auto searches layouts of at most {MOST_LAYERS_SEARCHED} decoder layers on at most "
+            f"layout=auto searches for layouts of at most {MOST_LAYERS_SEARCHED} decoder layers on at most "
             f"{MOST_STAGES_SEARCHED} stages, and with multi-token prediction of at most {MOST_HOMES_SEARCHED} layers x "
             f"stages x pp; here {layers} layers on {num_stages} stages and pp {values['pp']}"
         )

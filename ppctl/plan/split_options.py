@@ -86,10 +86,10 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
-        raise Unfit(f"a layout says all that {names} could say; only one of them can be meant", {"layout": None})
+        raise Unfit(f"a layout already determines what {names} set; use only one of them", {"layout": None})
     if not any(set(used) <= compatible for compatible in _COMPATIBLE):
         names = " and ".join(f"{key}={value_text(values[key])}" for key in used)
-        raise Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
+        raise Unfit(f"{names} divide the layers in different ways; use only one of them")
     if NAMES in used:
         return _by_names(values), f"{NAMES} names the modules of every stage"
     if PER_STAGE in used or ROUND in used:
@@ -118,7 +118,9 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
     if ranks < 0 or rest < 0 or (ranks == 0) != (rest == 0) or (ranks and rest % (ranks * vpp)):
         unit = f"{ranks} ranks x vpp {vpp}"
         chosen = " and ".join(f"{key}={count}" for key, count in ends.items())
-        message = f"{chosen} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which is not even"
+        message = (
+            f"{chosen} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which cannot be split evenly"
+        )
         fitted = layers - rest + max(1, round(rest / max(1, ranks * vpp))) * ranks * vpp
         raise Unfit(message, *({"model.num_layers": fitted},) if ranks > 0 else ())
     middle = rest // ranks if ranks else 0

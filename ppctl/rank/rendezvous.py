@@ -108,7 +108,7 @@ def _start(store: Store, rank: int, patience: timedelta) -> int:
         try:
             store.wait([f"{_STARTS}/{number + 1}"], patience)
         except RuntimeError as error:
-            message = f"rank 0 has not come to the store within {patience.total_seconds():g} s"
+            message = f"rank 0 did not reach the store within {patience.total_seconds():g} s"
             raise TrainingError(Problem("PP-E709", message, "ppctl explain PP-E709")) from error
         number = store.add(_STARTS, 0)
     return number
@@ -118,7 +118,7 @@ def _why_no_store(text: str, own: OwnRank, waited: float) -> Problem | None:
     """The problem in an error of the rendezvous; None where it is of another kind (a port in use)."""
     joined = re.search(r"(\d+)/(\d+) clients joined", text)
     if joined is not None:
-        message = f"only {joined[1]} of {joined[2]} ranks came to the store on {host_name()} within {waited:g} s"
+        message = f"only {joined[1]} of {joined[2]} ranks reached the store on {host_name()} within {waited:g} s"
         return Problem("PP-E709", message, "ppctl explain PP-E709")
     if not re.search(r"trying to connect|failed to connect|Connection refused|resolve|getaddrinfo", text):
         return None

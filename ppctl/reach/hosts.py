@@ -89,7 +89,7 @@ async def _why_unreached(host: str, port: int, limit: float) -> str | None:
     except OSError as error:
         # The limit's own TimeoutError has no number.
         reason = f"nothing answered for {limit:g} s" if error.errno is None else _reason(error.errno)
-        loopback = f" ({host} is an address that its own machine alone knows)" if host.startswith("127.") else ""
+        loopback = f" ({host} is an address that only its own machine can use)" if host.startswith("127.") else ""
         return reason + loopback
     writer.close()
     return None

@@ -80,7 +80,7 @@ def _different_runs(ranks: Mapping[int, Any]) -> Problem | None:
     different = [rank for rank, each in ranks.items() if each["digest"] != ranks[0]["digest"]]
     if not different:
         return None
-    message = f"ranks {', '.join(map(str, different))} hold another config or plan than rank 0"
+    message = f"ranks {', '.join(map(str, different))} have another config or plan than rank 0"
     remedy = "start every rank with the same version of ppctl, and let only one launch write the run directory"
     return Problem("PP-E742", message, remedy)
 

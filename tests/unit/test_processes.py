@@ -51,7 +51,7 @@ def test_a_run_whose_launcher_was_killed_is_lost_at_once(tmp_path: Path, capsys:
         launcher.kill()
         launcher.wait()
     assert told(run, capsys)["state"] == "lost"
-    assert f"process that ran it ({launcher.pid} on " in told(run, capsys)["message"]
+    assert f"its process ({launcher.pid} on " in told(run, capsys)["message"]
 
 
 def told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

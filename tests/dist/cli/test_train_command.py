@@ -252,7 +252,7 @@ def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_
     for rank, run in enumerate(runs):
         record = json.loads((run / "errors" / f"rank-{rank:04d}.json").read_text())
         assert (record["code"], record["exit_code"], record["action"]) == ("PP-E742", 2, None)
-        assert record["message"] == "ranks 1 hold another config or plan than rank 0"
+        assert record["message"] == "ranks 1 have another config or plan than rank 0"
         assert not (run / "metrics.jsonl").exists()
 
 

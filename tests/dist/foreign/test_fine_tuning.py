@@ -46,7 +46,7 @@ def test_from_a_directory_and_conversations_to_adapters_that_peft_loads(home: Pa
     assert main(["plan", *TYPED, "model.lora.dropout=0.1"]) == 2
     assert "model.lora.dropout=0" in capfd.readouterr().err
     assert main(["plan", *(word.replace("[q_proj,v_proj]", "[lm_head]") for word in TYPED)]) == 2
-    assert "lm_head stands outside the decoder layers, as lm_head; these have down_proj, " in capfd.readouterr().err
+    assert "lm_head is outside the decoder layers, as lm_head; these have down_proj, " in capfd.readouterr().err
     assert main(["train", *TYPED]) == 0
     (run,) = Path("runs", "run").iterdir()
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -238,7 +238,7 @@ def test_who_fails_within_an_exchange_is_named_with_its_axis(
     if kind == "die":
         assert first.startswith(f"error PP-E702: rank {rank} (stage {stage}) failed in {stage}F1: killed by signal 9")
     elif kind == "deaf":
-        assert re.search(rf"ranks \d on \S+ and \d on \S+ have all started the same exchange along {axis}", first)
+        assert re.search(rf"ranks \d on \S+ and \d on \S+ have all started the same collective along {axis}", first)
     else:
         assert first.startswith(f"error PP-E706: rank {rank} (stage {stage}) failed in {stage}F1: ")
         assert re.search(rf"rank {waiting} in an exchange along {axis}\b", first), done.stderr

@@ -131,13 +131,13 @@ CASES = {
     ),
     "no lists": Case("PP-E131", "one list of names", dict(module_fqns_per_model_part=["embed", "head"])),
     "layers counted": Case("PP-E130", "layers_per_stage counts", dict(layers_per_stage=2)),
-    "rows": Case("PP-E130", "no whole microbatches of 3", dict(parts(*GOOD), pp_microbatch_size=3)),
+    "rows": Case("PP-E130", "not a whole number of microbatches of 3", dict(parts(*GOOD), pp_microbatch_size=3)),
     "calls": Case("PP-E130", "pp_batch_size=6", dict(parts(*GOOD), pp_batch_size=6)),
     "length": Case("PP-E130", "pp_seq_len is 9", dict(parts(*GOOD), pp_seq_len=9)),
     "dtype": Case("PP-E130", "dtype='int8' is no floating dtype", dict(parts(*GOOD), dtype="int8")),
     "form": Case("PP-E130", "a mapping, not a Tensor", parts(*GOOD), batch=torch.ones(2)),
     "schedule": Case("PP-E130", "is no schedule", dict(parts(*GOOD), pp_schedule="2f2b")),
-    "auto": Case("PP-E130", "searched for by a plan", dict(parts(*GOOD), pp_schedule="auto")),
+    "auto": Case("PP-E130", "needs a plan", dict(parts(*GOOD), pp_schedule="auto")),
     "chunks": Case("PP-E130", "1f1b runs one chunk", parts(*PARTS[4])),
     "too few": Case(
         "PP-E304",
@@ -157,9 +157,9 @@ CASES = {
     "a loss that raises": Case("PP-E553", "ValueError: not of these", dict(parts(*GOOD), loss_fn=raises)),
     "no logits": Case("PP-E130", "not [1, 16]", parts(["a"], ["b"]), lambda: FailsLater(), batch=state()),
     "two tensors": Case(
-        "PP-E132", "only the hidden state travels", parts(["a"], ["b"]), lambda: TwoTensors(), batch=state()
+        "PP-E132", "only the hidden state crosses a cut", parts(["a"], ["b"]), lambda: TwoTensors(), batch=state()
     ),
-    "no values": Case("PP-E132", "0.table has no values", parts(["0"], ["1"]), on_meta),
+    "no values": Case("PP-E132", "0.table is on meta without values", parts(["0"], ["1"]), on_meta),
     "residual in a forward that is patched": Case(
         "PP-E132",
         "the model's own forward, in part 1, reads a tensor of part 0",
@@ -314,7 +314,7 @@ def test_no_rank_waits_for_one_that_makes_another_call() -> None:
     assert "rank 0 a step of 8 microbatches" in first[1] and "rank 1 a step of 4 microbatches" in first[1]
     assert "rank 0 an evaluation of 4 microbatches" in first[2] and "rank 1 a step of" in first[2]
     assert "not a int" in first[3]
-    assert "gradients are switched off here" in first[4]
+    assert "gradients are disabled" in first[4]
 
 
 def configs_that_differ() -> list[str]:

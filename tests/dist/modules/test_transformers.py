@@ -181,7 +181,7 @@ def test_what_a_pipeline_would_do_otherwise_than_transformers_is_refused() -> No
     pipeline = ppctl.pipeline(model_of("Llama"))
     tokens, labels = data()[0]
     cases: dict[str, dict[str, Any]] = {
-        "nothing shifts them": dict(input_ids=tokens, labels=tokens.clone()),
+        "does not shift them": dict(input_ids=tokens, labels=tokens.clone()),
         "not token_type_ids": dict(input_ids=tokens, token_type_ids=tokens, labels=labels),
         "takes input_ids": dict(attention_mask=tokens, labels=labels),
     }

@@ -55,4 +55,4 @@ def test_ranks_that_differ_all_stop_before_the_first_message(
     with pytest.raises(RanksFailed) as caught:
         run_ranks(compare, 3, mapping, seed, p2p_capacity)
     assert [failure.kind for failure in caught.value.failures] == ["ConfigError"] * 3
-    assert all("PP-E742: ranks 1 hold another config or plan" in f.message for f in caught.value.failures)
+    assert all("PP-E742: ranks 1 have another config or plan" in f.message for f in caught.value.failures)

@@ -60,12 +60,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "several states in one": (
         "DeepseekV4",
         dict(num_hidden_layers=4),
-        r"return \[2, 4, 4, 64\] of 2 x 4 tokens: a hop",
+        r"return \[2, 4, 4, 64\] of 2 x 4 tokens: a message",
     ),
     "weights around all layers": ("XLNet", dict(n_layer=2), "transformer.mask_emb: weights of the module around"),
     "layers that are no modules": ("XLM", dict(n_layers=2), "lists of modules are transformer.attentions of 2, "),
     "two stacks of layers": ("HrmText", {}, "lists of modules are model.L_module.layers of 16, model.H_module.layers"),
-    "sizes of which no model is made": ("Nemotron", {}, r"makes no model of this config.*\(__init__ in modeling_nemo"),
+    "sizes of which no model is made": ("Nemotron", {}, r"cannot build a model from this.*\(__init__ in modeling_nemo"),
 }
 
 
@@ -155,7 +155,7 @@ def _another_order(stage: ForeignStage) -> None:
 
 
 PLANTED = {
-    _nothing_arrives: "lm_head or a layer behind it reads what another stage has",
+    _nothing_arrives: "lm_head or a later layer reads something from another stage",
     _zeros_arrive: "lm_head: with all hidden states .* what the model's own code adds to the loss differs",
     _no_gradient_goes_back: r"its gradient differs",
     _another_order: r"differs",

@@ -62,7 +62,7 @@ def test_the_text_shows_the_vocabulary_equations_table_and_schedule(capsys) -> N
 def test_a_plan_of_nothing_says_that_nothing_was_given(capsys) -> None:
     code, _, err = run(capsys)
     assert code == 0
-    assert "nothing was given: this is the plan of the defaults" in err
+    assert "no arguments: this is the plan of the defaults" in err
     assert "nothing was given" not in run(capsys, "pp=1")[2]
 
 
@@ -236,7 +236,7 @@ def test_a_schedule_that_hangs_has_no_times(capsys, tmp_path) -> None:
     code, out, _ = run(capsys, "pp=2", "gbs=2", f"pipeline.pp_schedule_csv={tmp_path}/s.csv")
     assert code == 2
     (line,) = [line for line in out.splitlines() if "it never ends" in line]
-    assert line.startswith("schedule ") and line.endswith(": 2 microbatches; it never ends, and has no times")
+    assert line.startswith("schedule ") and line.endswith(": 2 microbatches; it deadlocks, and has no times")
     assert not [line for line in out.splitlines() if "step about" in line or "tokens/s" in line]
 
 

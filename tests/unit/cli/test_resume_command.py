@@ -89,7 +89,7 @@ def test_what_changes_the_mathematics_is_refused_unless_allowed(run: RunDir, typ
     ("changes", "says"),
     [
         ({}, None),
-        ({"pipeline": {"scale_grads_in_schedule": True}}, "every microbatch weighs alike"),
+        ({"pipeline": {"scale_grads_in_schedule": True}}, "every microbatch has the same weight"),
         ({"model": EXPERTS | {"moe_aux_loss_coeff": 0.01}}, "experts are balanced within each microbatch"),
         ({"model": {"moe_aux_loss_coeff": 0.01}}, None),
         ({"model": EXPERTS | {"moe_z_loss_coeff": 0.01}}, None),
@@ -211,7 +211,7 @@ def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
 @pytest.mark.parametrize("key", ["log.trace", "log.torch_profile", "log.gradients"])
 def test_steps_to_keep_that_are_done_are_refused_with_some_that_are_not(run: RunDir, key: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"PP-E648: {key}=4:6 begins with step 4, and the run goes on after"
+        ConfigError, match=f"PP-E648: {key}=4:6 begins with step 4, but the run continues after"
     ) as caught:
         prepared(run, f"{key}=4:6")
     (problem,) = caught.value.problems
@@ -221,7 +221,7 @@ def test_steps_to_keep_that_are_done_are_refused_with_some_that_are_not(run: Run
 
 @pytest.mark.parametrize("typed", ["log.name=other", "log.dir=elsewhere"])
 def test_a_run_stays_where_it_is(run: RunDir, typed: str) -> None:
-    with pytest.raises(ConfigError, match="a run keeps its directory"):
+    with pytest.raises(ConfigError, match="a resumed run keeps its directory"):
         prepared(run, typed, "--allow")
 
 

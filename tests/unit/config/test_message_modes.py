@@ -8,11 +8,11 @@ from ppctl.config.schema import ParallelConfig
 from ppctl.errors import ConfigError
 
 BROKEN = [
-    (["parallel.batch_p2p_comm=true"], "cannot overlap with compute", "parallel.overlap_p2p_comm=false"),
-    (["parallel.batch_p2p_sync=true"], "that is off", "parallel.batch_p2p_sync=false"),
+    (["parallel.batch_p2p_comm=true"], "cannot overlap with computation", "parallel.overlap_p2p_comm=false"),
+    (["parallel.batch_p2p_sync=true"], "which is off", "parallel.batch_p2p_sync=false"),
     (
         ["parallel.overlap_p2p_comm=false", "pipeline.p2p_capacity=4"],
-        "after a batch no message is under way",
+        "no message overlaps with computation",
         "pipeline.p2p_capacity=null",
     ),
     (

@@ -120,5 +120,5 @@ def test_an_unknown_scale_and_another_one_on_resume_are_refused():
     with pytest.raises(RefusedError, match=r"PP-E104.*no scale smok; did you mean smoke"):
         compose(["+scale=smok"])
     small = compose(["+scale=smoke"])
-    with pytest.raises(RefusedError, match="a run keeps the scale"):
+    with pytest.raises(RefusedError, match="a resumed run keeps its scale"):
         override(small.config, small.provenance, ["scale=smoke"])

@@ -21,7 +21,7 @@ def test_a_refusal_is_told_at_once_with_what_an_address_of_one_machine_means() -
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         found = unreached({3: unheard.getsockname()}, 60.0)
-    assert found == {3: "the connection was refused (127.0.0.1 is an address that its own machine alone knows)"}
+    assert found == {3: "the connection was refused (127.0.0.1 is an address that only its own machine can use)"}
 
 
 def test_silence_is_told_when_the_time_is_over() -> None:
