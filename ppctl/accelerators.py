@@ -43,15 +43,15 @@ class Efficiency(NamedTuple):
     matmul: float
     fp8_matmul: float
     grouped: float
-    """Of a product's rate, what the experts' grouped products reach."""
+    """Rate of the experts' grouped products, relative to other products."""
     attention: float
     attention_backward: float
     memory: float
     link: float
     tensor_exposed: float
-    """Of tensor parallelism's collectives, what products do not hide."""
+    """Share of tensor parallelism's collectives that products do not hide."""
     dispatch: float
-    """Of links, by kernels made for sending tokens to experts."""
+    """Share of a link's bandwidth that kernels for expert dispatch reach."""
     kernel: float
     """Seconds per kernel that cannot be hidden."""
 

@@ -42,7 +42,7 @@ class Operations:
     during: str
     count: int
     launches: int
-    """Those that start a kernel: all that make or change values on the device."""
+    """Operations that launch a kernel: those that make or change values on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StageMemory:
     in_backward: int
     """At most, beside what was there when its backward began."""
     received: int = 0
-    """Of `kept`, the message that came in: its memory goes back to a pool, and not to the device."""
+    """The part of `kept` that is the received message, whose memory returns to a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rehearsed:
     """At most."""
     optimizer_bytes: int
     peak_bytes: int
-    """Of what the rank's own code allocates; workspaces of libraries are not seen."""
+    """Peak of what the rank's own code allocates; workspaces of libraries are not seen."""
     peak_action: str
     """The action at the peak; `update` behind the schedule."""
     stages: tuple[StageMemory, ...]

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 Lengths = tuple[tuple[int, ...], ...]
-"""Of each row the tokens of its documents, in order; they add up to the row."""
+"""For each row the lengths of its documents, in order; they add up to the row."""
 
 
 class Block(NamedTuple):
@@ -46,7 +46,7 @@ class Halves:
 
     @property
     def positions(self) -> tuple[range, range]:
-        """Where its tokens stand in the whole sequence."""
+        """Positions of its tokens in the whole sequence."""
         first, second = self.rank * self.chunk, (2 * self.ranks - 1 - self.rank) * self.chunk
         return range(first, first + self.chunk), range(second, second + self.chunk)
 

@@ -29,7 +29,7 @@ class ArrayReader:
     """Reads boxes of tensors of one checkpoint. Holds one chunk besides."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Of format 2; of format 1: `ppctl.pretrained.compare`."""
+        """Reads format 2; for format 1 see `ppctl.pretrained.compare`."""
         self.manifest = manifest
         self._chunks = ChunkReader(path)
 
@@ -59,7 +59,7 @@ class Difference:
     """The first of them, and its values in both."""
     values: tuple[float, float] = (math.nan, math.nan)
     norm: float = math.nan
-    """Of the second tensor less the first one, in float64."""
+    """The second tensor minus the first, in float64."""
     relative: float = math.nan
     """That over the norm of the first."""
     largest: float = math.nan

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its values. Raises KeyError for a dtype that the format lacks."""
+        """Bytes of its values. Raises KeyError for a dtype that the format lacks."""
         return DTYPES[self.dtype][1] * prod(self.box.shape)
 
     @property

@@ -51,8 +51,8 @@ def verify(path: Path) -> Manifest:
 def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] = lambda size: None) -> Verified:
     """Look at everything (without `values`: at sizes, headers and the manifest's seal), and collect what is wrong.
 
-    `progress` is told of bytes of values as they are read. Raises CheckpointError where the manifest cannot be read,
-    OSError where the disk cannot.
+    `progress` is called with the number of bytes of values that were read. Raises CheckpointError if the manifest
+    cannot be read, OSError if the disk cannot.
     """
     manifest = read_manifest(path)
     problems = [damaged(path, f"{name}: {fault}") for name, fault in _untold(manifest)]
@@ -115,7 +115,7 @@ def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind]]) -> list[Problem]:
-    """Where the tensors of a checkpoint are not those of a model, strictly in both directions (PP-E502).
+    """Differences between the tensors of a checkpoint and those of a model, in both directions (PP-E502).
 
     `wanted` are the kinds as which ranks hold each: one, if they agree.
     """

@@ -147,7 +147,7 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
 
 @contextmanager
 def _directory(kept: str | None) -> Iterator[Path]:
-    """Where the two runs are written."""
+    """The directory for the two runs."""
     if kept is not None:
         yield Path(kept)
         return

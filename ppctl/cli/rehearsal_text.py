@@ -205,7 +205,7 @@ def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int
 
 
 def _range(counts: Sequence[int]) -> str:
-    """Of sorted counts."""
+    """The text of sorted counts."""
     return f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
 
 

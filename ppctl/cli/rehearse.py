@@ -138,7 +138,7 @@ class _Ranks:
         self.shown = shown
         self.running: set[subprocess.Popen[str]] = set()
         self.failure: PpctlError | None = None
-        """Of the first rank that failed: it ends the others."""
+        """The first rank that failed; its failure ends the others."""
         self.ended = False
         self._lock = Lock()
         """Held where a process starts, so that none starts behind the end."""

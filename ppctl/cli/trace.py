@@ -106,7 +106,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
 
 
 def _none_traced(run: RunDir) -> Problem:
-    """Steps that a run has not reached yet are told: going on with it is enough."""
+    """The problem of steps that a run has not reached yet: resuming it is enough."""
     done, config = run.status().get("step") or 0, run.read_config()
     message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {short_path(run.path)}"
     asked = config.log.trace

@@ -247,7 +247,7 @@ def run_to_end(
 
 @contextmanager
 def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[TextIO]:
-    """Where rank 0's lines go: to `out`, on a terminal above a block that shows how far the run is."""
+    """Prints rank 0's lines to `out`; on a terminal above a block that shows the run's progress."""
     if out is not sys.stdout or not is_live():
         yield out
         return

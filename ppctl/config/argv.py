@@ -82,7 +82,7 @@ class _Sorter:
         self.typed: dict[str, tuple[str, str]] = {}
         """Key -> its quoted value, and how it was typed."""
         self.sweeps: list[tuple[str, list[str]]] = []
-        """Of each list of values: how it was typed, and the values."""
+        """For each list of values: how it was typed, and the values."""
         self.foreign: list[tuple[Foreign, Problem]] = []
         """Flags of Megatron's that are keys here, and the problem of each alone."""
         self.multirun = False

@@ -35,7 +35,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0) -> BatchSizes:
-        """Those of a config, behind `step` completed steps that took `consumed` samples."""
+        """The sizes of a config, after `step` completed steps that took `consumed` samples."""
         return cls(train.global_batch_size, rampup_of(train), step, consumed)
 
     def at(self, step: int) -> int:

@@ -45,7 +45,7 @@ class Draft:
     """Key -> the value that the command line has replaced: remedies go back to it."""
 
     def place(self, key: str) -> str:
-        """Where `key` got its value, for a problem."""
+        """The source of the value of `key`, for a problem."""
         return f"{key} ({self.provenance.get(key, DEFAULT)})"
 
     def get(self, key: str) -> Any:

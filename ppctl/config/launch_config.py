@@ -55,14 +55,14 @@ class LaunchConfig:
     env: dict[str, str] = key(dict)
     """Environment variables set for every rank."""
     start_limit: str = key("30m", TIME)
-    """How long the ranks may take to start, a checkpoint's loading included; then the job ends, naming the culprit."""
+    """Time limit for the start of the ranks, including loading; then the job ends and names the rank at fault."""
     edge_limit: str = key("2m", TIME)
-    """How long one connection may take to answer, or one group to meet, when all are touched before the first step."""
+    """Time limit for each connection and each group in the test before the first step."""
     first_step_limit: str = key("60m", TIME)
-    """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
+    """Time limit without progress in the first step (compilation), in a save, in an evaluation; then the job ends."""
     step_limit: str | None = key(None, TIME, known_as="--distributed-timeout-minutes")
-    """How long nothing may move in later steps; none: ten times the slowest step so far, at least 2 minutes and at most
-    the longest of the other limits."""
+    """Time limit without progress in later steps; none: ten times the slowest step so far, at least 2 minutes and at
+    most the longest of the other limits."""
     account: str | None = key(None, ONE_LINE, options="-A --account", slurm=True)
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = key(None, ONE_LINE, options="-q --qos", slurm=True)
@@ -88,13 +88,13 @@ class LaunchConfig:
     setup: list[str] | None = key(None, slurm=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
     health_check: str | None = key(None, ONE_LINE, verbatim=True, slurm=True)
-    """SLURM: a command run once on every node first; a node where it fails is left out and the job requeued."""
+    """SLURM: a command that runs first on every node; the job is requeued without nodes where it fails."""
     sbatch_args: list[str] | None = key(None, slurm=True)
     """SLURM: further options of sbatch, as [--mail-type=END]."""
     srun_args: list[str] | None = key(None, slurm=True)
     """SLURM: further options of the srun that starts the ranks."""
     after: str | None = key(None, ONE_LINE, options="-d --dependency --kill-on-invalid-dep", slurm=True)
-    """SLURM: a run (directory, id, job number) that must have finished first."""
+    """SLURM: a run (directory, id, job number) that must finish first."""
     python: str | None = key(None, ONE_LINE, slurm=True)
     """SLURM: the interpreter that runs the ranks; none takes the one that submits."""
     code: str = key("pinned", one_of("pinned", "live"), slurm=True)
@@ -107,7 +107,7 @@ class LaunchConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    """What is written about a run, and where."""
+    """What a run records, and where."""
 
     name: str = key("run", DIRECTORY_NAME)
     """Name of the run: a directory under `dir`."""

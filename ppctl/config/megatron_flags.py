@@ -248,7 +248,7 @@ SEVERAL = (
     "--ddp-param-name-patterns-for-fp32-local-accumulation --validation-set-names --tokenizer-special-tokens "
     "--test-data-path --retriever-report-topk-accuracies --spec"
 )
-"""Those of these flags that have one value or more."""
+"""The flags above that take one value or more."""
 
 
 def found_in(table: dict[str, str], flag: str) -> str | None:
@@ -299,7 +299,7 @@ DEFAULTS = (
     Default("train.eval_steps", 100, "train.eval_interval"),
     Default("checkpoint.keep", 0),
 )
-"""Of keys whose meaning is the same. Source: Megatron-LM's argument parser of August 2026."""
+"""Megatron's defaults of keys with the same meaning. Source: Megatron-LM's argument parser, August 2026."""
 
 
 def defaults_left(given: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

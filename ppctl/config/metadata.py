@@ -44,7 +44,7 @@ class Facts:
     mathematics: bool = False
     """Whether another value changes what is computed: `resume` refuses it without --allow."""
     training: bool = False
-    """Of a key of `model`: whether it changes only how the model is trained, not what its weights are."""
+    """For a key of `model`: whether it changes only how the model is trained, not what its weights are."""
     layout: bool = False
     """Whether a layout is written for one value of it: another value sets a recipe's layout aside."""
     slurm: bool = False

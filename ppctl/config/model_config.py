@@ -37,12 +37,12 @@ class ModelConfig:
     """Whose code runs the model of model.from: `transformers`, the model's own forward on every stage; `ppctl`, blocks
     of ppctl's (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's where it knows the family, else transformers'."""
     hf_overrides: dict[str, str] = key(dict, training=True)
-    """Fields of config.json by other values, where the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
+    """Other values for fields of config.json, if the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
     lora: dict[str, Any] = key(dict, training=True)
     """Train low-rank adapters beside frozen weights, where the code is transformers': `rank` and `targets`, names of
     the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank."""
     transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
-    """What was found in a model whose code is transformers', as JSON: model.from sets it, nobody has to type it."""
+    """The description of a model whose code is transformers', as JSON. Set by model.from, never typed."""
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
     """Decoder layers, MTP layers not counted."""
     hidden_size: int = key(256, positive(MOST_WIDTH), names="--hidden-size")
@@ -69,27 +69,27 @@ class ModelConfig:
     )
     """vocab_size is rounded up to a multiple of this times tp, as Megatron does (not that of model.from)."""
     max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
-    """Longest sequence that the model is meant for."""
+    """Longest sequence that the model supports."""
     position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"))
     """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
     rotary_base: float = key(10000.0, positive())
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = key(1.0, positive(1))
-    """Share of every head that is rotated, from its first dimension on (not of MLA's heads)."""
+    """Fraction of every head that is rotated, from its first dimension on (not for MLA)."""
     rotary_interleaved: bool = False
-    """A rotated pair is two neighbours (DeepSeek) instead of half a head apart (Llama)."""
+    """Rotate pairs of neighbouring elements (DeepSeek) instead of elements half a head apart (Llama)."""
     rotary_scaling_factor: float | None = key(None, positive(), known_as="--rope-scaling-factor")
-    """How many times longer the context is made; none leaves RoPE unscaled."""
+    """Factor by which the context is extended; none leaves RoPE unscaled."""
     rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
-    """How the context is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
+    """How the context is extended: `yarn`, or `llama3` as Llama 3.1 does."""
     original_max_position_embeddings: int = key(
         4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
     )
     """Longest sequence before the extension."""
     beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
-    """Frequencies with more turns than this within the original length are kept (llama3: high_freq_factor)."""
+    """Frequencies with more rotations than this within the original length are kept (llama3: high_freq_factor)."""
     beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
-    """Frequencies with fewer turns are divided by the factor, those between interpolated (llama3: low_freq_factor)."""
+    """Frequencies with fewer rotations are divided by the factor, those between interpolated (low_freq_factor)."""
     mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = key(0.0, not_negative())
@@ -119,11 +119,11 @@ class ModelConfig:
     """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
     dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
     fp8_recipe: str = key("rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True)
-    """Which numbers share a scale: `rowwise`, a row's; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
+    """Which values share a scale: `rowwise`, a row; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
     attention_dropout: float = key(0.0, BELOW_ONE, training=True)
-    """Share of attention probabilities that is dropped: by ppctl's own attention, in place of fused kernels."""
+    """Fraction of attention probabilities that is dropped; uses ppctl's own attention instead of fused kernels."""
     hidden_dropout: float = key(0.0, BELOW_ONE, training=True)
-    """Share of each block's output, and of the embedding's, that is dropped."""
+    """Fraction of each block's output, and of the embedding's, that is dropped."""
     # Multi-head latent attention
     multi_latent_attention: bool = False
     """Keys and values from a compressed latent (MLA) in place of grouped heads."""
@@ -141,7 +141,7 @@ class ModelConfig:
     num_moe_experts: int | None = key(None, positive(MOST_HEADS), names="--num-experts")
     """Routed experts of an MoE layer; none makes every layer dense."""
     moe_router_topk: int = key(2, positive(MOST_HEADS))
-    """Experts that a token goes to."""
+    """Experts per token."""
     moe_ffn_hidden_size: int | None = key(None, positive(MOST_INNER_WIDTH))
     """Width of one expert; none means ffn_hidden_size."""
     moe_shared_expert_intermediate_size: int | None = key(None, positive(MOST_INNER_WIDTH))
@@ -151,15 +151,15 @@ class ModelConfig:
     moe_router_score_function: str = key("softmax", one_of("softmax", "sigmoid"))
     """How scores are normalised: `softmax` or `sigmoid`."""
     moe_router_pre_softmax: bool = False
-    """Softmax: the chosen experts' weights are their shares of all experts', and do not add up to 1."""
+    """Softmax over all experts before the choice, so that the chosen experts' weights do not add up to 1."""
     moe_router_enable_expert_bias: bool = False
     """Balance experts by a bias on their scores instead of by a loss."""
     moe_router_bias_update_rate: float = key(1e-3, not_negative(), training=True)
-    """How far that bias moves in one step."""
+    """Step size of that bias."""
     moe_router_num_groups: int | None = key(None, positive(MOST_HEADS))
     """Groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = key(None, positive(MOST_HEADS))
-    """Groups that a token may use."""
+    """Groups that a token may be routed to."""
     moe_router_topk_scaling_factor: float | None = key(None, positive())
     """Factor on the chosen experts' weights."""
     moe_router_load_balancing_type: str = key("aux_loss", one_of("aux_loss", "seq_aux_loss", "none"), training=True)
@@ -172,6 +172,6 @@ class ModelConfig:
     mtp_num_layers: int | None = key(None, not_negative(MOST_PREDICTED), names="--mtp-num-layers", layout=True)
     """Multi-token prediction layers after the decoder; none means none."""
     mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
-    """Weight of the MTP losses, in the loss that is trained."""
+    """Weight of the MTP losses in the training loss."""
     mtp_loss_scaling_pieces: list[Any] | None = key(None, mtp_pieces.PIECES, training=True)
     """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""

@@ -84,7 +84,7 @@ class ModelParallelConfig:
         known_as="pipeline_parallel_degree",
         layout=True,
     )
-    """Ranks that the layers are spread over (pp)."""
+    """Pipeline ranks, over which the layers are divided (pp)."""
     virtual_pipeline_model_parallel_size: int | None = key(
         None,
         positive(MOST_STAGES),

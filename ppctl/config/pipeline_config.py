@@ -51,7 +51,7 @@ class PipelineConfig:
     """Let ppctl stand in for what an inner model's forward calls on other stages. False: that forward takes hidden
     states itself and is called as it is, with None for other stages' modules, as that of ppctl's own blocks does."""
     patch_causal_lm_model: bool = True
-    """The same of the forward of the model itself, around an inner one or without one."""
+    """The same for the forward of the model itself, with or without an inner model."""
     patch_stage_backward_maybe_with_nosync: bool = False
     """Stages under fully_shard sum their gradients once, behind a stage's last backward, and not after each one. The
     data parallelism of a run always does."""
@@ -59,8 +59,8 @@ class PipelineConfig:
     """dtype of the messages whose shapes are computed in advance; none takes that of the parameters, and in
     `ppctl.pipeline` that of the stages' results."""
     scale_grads_in_schedule: bool = key(False, mathematics=True)
-    """Every microbatch weighs alike: its loss is the mean over its own tokens, and the schedule divides the sum of
-    gradients by the number of microbatches (torch's scale_grads). Else every token of the batch weighs alike."""
+    """Give every microbatch the same weight: its loss is the mean over its own tokens, and the schedule divides the sum
+    of gradients by the number of microbatches (torch's scale_grads). Otherwise every token has the same weight."""
     loss_fn: Callable[..., Any] | None = key(None, support=Support(PYTHON))
     """`loss_fn(logits, labels)` in place of cross entropy: the sum over a microbatch's tokens, or with
     scale_grads_in_schedule their mean. Labels that do not count are -100. Python only; in `ppctl.pipeline` any function

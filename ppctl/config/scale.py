@@ -32,7 +32,7 @@ STEPS = 20
 WORK = 10_000
 """The most layers x microbatches of all steps: about two minutes of a two-core machine."""
 LAYERS = 8
-"""Of `axes`: two for each of its 4 stages at most."""
+"""Decoder layers under `axes`: at most two for each of its 4 stages."""
 AXIS = 2
 """Its ranks along each axis."""
 

@@ -54,8 +54,8 @@ class ParallelConfig(ModelParallelConfig):
     data_parallel_size: int | None = key(None, positive(MOST_RANKS), names="dp")
     """None derives it: world / (tp x cp x pp)."""
     order: str = key(ORDER, RANK_ORDER)
-    """In which order ranks count along the axes, neighbours first: tp, cp, ep, dp and pp, once each. Experts' tensors
-    have the place of tp, and their copies that of dp."""
+    """Order in which ranks are numbered along the axes, neighbours first: tp, cp, ep, dp and pp, once each. For
+    experts, etp takes the place of tp and edp that of dp."""
     pipeline_model_parallel_layout: Any = key(None, names="layout --pipeline-model-parallel-layout")
     """A layout string, a list of stages, `auto`, `@file`; none is the even split."""
     num_layers_in_first_pipeline_stage: int | None = key(
@@ -89,7 +89,7 @@ class ParallelConfig(ModelParallelConfig):
     data_parallel_sharding: str = key(
         "none", one_of("none", "optimizer_gradients", "full"), known_as="--data-parallel-sharding-strategy"
     )
-    """What the ranks of a data-parallel group share out: `none`, `optimizer_gradients`, or `full` (weights as well)."""
+    """What data-parallel ranks shard: nothing (`none`), `optimizer_gradients`, or `full` (weights as well)."""
 
     def __post_init__(self) -> None:
         """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""
@@ -113,14 +113,14 @@ class RunPipelineConfig(PipelineConfig):
 
 @dataclass(kw_only=True, slots=True)
 class CostConfig:
-    """What a plan is priced with. Changes what is predicted, never what is run."""
+    """How a plan is priced. Changes predictions only, never the run."""
 
     device: str | None = key(None, one_of(*DEVICES, any_case=True))
     """A device preset: a100, h100, h800, h200, b200, b300, gb200, gb300, cpu; none takes h100, or cpu on the CPU."""
     profile: str | None = key(None, NOT_EMPTY)
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
     allocator: str = key("torch", one_of("torch", "megatron", "megatron_te_2.11"))
-    """Who keeps what: `torch` (ppctl's own blocks), `megatron` or `megatron_te_2.11` (Transformer Engine's)."""
+    """Whose activations to count: `torch` (ppctl's blocks), `megatron` or `megatron_te_2.11` (Transformer Engine)."""
     matmul: str | None = key(None, one_of("fp8", "bf16"))
     """Rate of the linear layers' products: `fp8` or `bf16`; none takes what training uses (model.fp8, else the
     weights' own)."""

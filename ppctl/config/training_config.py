@@ -31,7 +31,7 @@ REFUSE, CUT, LEAVE_OUT = "refuse", "cut", "leave_out"
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """What is read and how long a sample is."""
+    """The training data and the length of a sample."""
 
     path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
     """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
@@ -39,9 +39,9 @@ class DataConfig:
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
     """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
     validation_path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--valid-data-path", verbatim=True)
-    """What evaluation reads, written as data.path; none holds out a share of data.path."""
+    """Data for evaluation, in the form of data.path; none holds out a share of data.path."""
     validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
-    """Share of the samples of data.path that is held out, from the end of each corpus; training never reads it."""
+    """Fraction of the samples of data.path that is held out for evaluation, from the end of each corpus."""
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
     format: str = key(TEXT, one_of(TEXT, CHAT, COMPLETION))
@@ -49,7 +49,7 @@ class DataConfig:
     assistant's turns are; `completion`, an object of prompt and completion, of which this is. Rows are then whole
     conversations, filled up."""
     text_key: str = key("text", NOT_EMPTY, verbatim=True)
-    """The field of a line that is its text, in format=text."""
+    """For format=text: the field of a .jsonl line that has the text."""
     chat_template: str | None = key(
         None, NOT_EMPTY, known_as="--chat-template --sft-tokenizer-prompt-format", verbatim=True
     )
@@ -57,13 +57,13 @@ class DataConfig:
     pack: bool = False
     """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
     too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT))
-    """A conversation longer than a row: `refuse` it, `cut` its end off, or `leave_out` all of it."""
+    """What to do with a conversation longer than a row: `refuse`, `cut` (its end) or `leave_out`."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
-    """Count positions from 0 in every document of a sample; data.tokenizer defines which token ends one."""
+    """Start positions at 0 in every document of a sample; data.tokenizer defines which token ends one."""
     reset_attention_mask: bool = key(False, names="--reset-attention-mask")
-    """Let no token attend to another document of its sample, nor multi-token prediction look into one."""
+    """Prevent attention, and multi-token prediction, across the documents of a sample."""
     eod_mask_loss: bool = key(False, names="--eod-mask-loss")
-    """Leave out the loss of what follows the mark at a document's end."""
+    """Leave out the loss of the token after a document's end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class OptimConfig:
     lr: float = key(3e-4, positive(), names="lr", known_as="learning_rate")
     """Peak learning rate."""
     min_lr: float = key(0.0, not_negative())
-    """Learning rate at the end of its decay."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = key(0, not_negative(), known_as="--lr-warmup-iters")
     """Updates over which the learning rate rises linearly. Neither this nor the decay moves on in a step that fp16
     leaves out."""
@@ -95,7 +95,7 @@ class OptimConfig:
     lr_decay_style: str = key(
         "cosine", one_of(*lr_pieces.STYLES), names="--lr-decay-style", known_as="lr_scheduler_type"
     )
-    """How the rate falls behind the warm-up: `cosine`, `linear`, `constant` (not at all), `inverse-square-root`, `WSD`
+    """How the rate falls after the warm-up: `cosine`, `linear`, `constant` (not at all), `inverse-square-root`, `WSD`
     (stable until lr_wsd_decay_steps before the end), or `piecewise`, as lr_pieces say."""
     lr_decay_steps: int | None = key(None, positive(), names="--lr-decay-iters")
     """Updates, those of the warm-up included, after which the rate is min_lr; none: train.steps."""
@@ -120,20 +120,20 @@ class OptimConfig:
     clip_grad: float = key(1.0, not_negative())
     """Largest global gradient norm; 0 does not clip."""
     loss_scale: float | None = key(None, positive())
-    """fp16: a fixed factor on the loss; none moves it by the rule below."""
+    """fp16: a fixed loss scale; none adjusts it by the rule below."""
     initial_loss_scale: float = key(2.0**32, positive())
-    """fp16: the factor that a run starts with; the first steps overflow until it fits, and are left out."""
+    """fp16: the initial loss scale; the first steps overflow until it fits, and are skipped."""
     min_loss_scale: float = key(1.0, positive())
-    """fp16: the factor never falls below it."""
+    """fp16: the lowest loss scale."""
     loss_scale_window: int = key(1000, positive())
-    """fp16: steps without overflow after which the factor doubles."""
+    """fp16: steps without overflow after which the scale doubles."""
     hysteresis: int = key(2, positive())
-    """fp16: overflows before the factor is halved."""
+    """fp16: overflows before the scale is halved."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """How long and on how much."""
+    """Length and batch of the training, evaluation and recomputation."""
 
     steps: int = key(100, positive(), names="steps", known_as="--train-iters max_steps")
     """Optimizer steps of the whole run."""
@@ -149,13 +149,13 @@ class TrainConfig:
     micro_batch_size: int = key(
         1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
     )
-    """Sequences that one forward takes."""
+    """Sequences per microbatch."""
     seed: int = key(1234, not_negative(), mathematics=True)
     """Seed of initial weights and of the order of samples."""
     eval_interval: int = key(0, not_negative())
-    """Steps between evaluations, of which there is one after the last step too; 0 never evaluates."""
+    """Steps between evaluations; 0 never evaluates. There is also one after the last step."""
     eval_steps: int = key(0, not_negative(), known_as="--eval-iters")
-    """Batches of one evaluation, always the same ones; a held-out sample is read once at most."""
+    """Batches per evaluation, always the same ones; a held-out sample is read at most once."""
     exit_after: str | None = key(None, TIME, known_as="--exit-duration-in-mins")
     """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
     compile: bool = False
@@ -180,19 +180,19 @@ class TrainConfig:
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
     nonfinite: str = key("stop", one_of("stop"))
-    """What a non-finite loss or gradient norm does: `stop`."""
+    """What to do on a non-finite loss or gradient norm: `stop`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When to save and what to start from."""
+    """When to save, and from what to start."""
 
     interval: int = key(0, not_negative(), known_as="--save-interval")
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
     keep: int = key(2, not_negative())
-    """How many checkpoints stay; 0 keeps all."""
+    """Number of checkpoints to keep; 0 keeps all."""
     keep_every: int = key(0, not_negative())
-    """Checkpoints of every so many steps stay besides; 0 for none."""
+    """Also keep the checkpoints of every N-th step; 0 for none."""
     async_: bool = key(True, names="--async-save")
     """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
     as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""

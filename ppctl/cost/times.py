@@ -171,7 +171,7 @@ class Machine(NamedTuple):
     narrow: bool
     """8-bit products: their inputs are narrowed first, and dispatched so."""
     topk: int = 1
-    """Experts that a token goes to."""
+    """Experts per token."""
     expert_groups: int | None = None
     """Most domains that a token's experts lie on, where routing is limited to groups."""
 

@@ -22,7 +22,7 @@ from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
 
 Lengths = tuple[tuple[int, ...], ...]
-"""Of each row: the tokens of its documents, in order; they add up to the row."""
+"""For each row the lengths of its documents, in order; they add up to the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StepBatch:
     positions: torch.Tensor | None = None
     """[m, b, s] int64, where positions restart in every document."""
     documents: tuple[Lengths, ...] | None = None
-    """Of each micro-batch the lengths of its rows' documents, where these are kept apart."""
+    """For each micro-batch the lengths of its rows' documents, if these are kept separate."""
 
 
 @dataclass(eq=False)

@@ -112,7 +112,7 @@ class Blend:
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 
     def _sorted(self, ids: Ids, seq_length: int) -> Sequence[tuple[Corpus | Rows, npt.NDArray[np.bool_], Ids]]:
-        """Of each corpus: where its samples stand in `ids`, and their ids in the corpus."""
+        """For each corpus: the positions of its samples in `ids`, and their ids in the corpus."""
         firsts = self._firsts(seq_length)
         number = np.searchsorted(firsts, ids, side="right") - 1
         found = [(corpus, number == i, ids[number == i] - firsts[i]) for i, corpus in enumerate(self.corpora)]
@@ -124,7 +124,7 @@ class Blend:
 
     @cached_property
     def _cycle(self) -> tuple[Ids, Ids]:
-        """Of each slot of the cycle: which corpus, and how many slots it has had before in this cycle."""
+        """For each slot of the cycle: its corpus, and how many slots that had before in this cycle."""
         assert self.quotas is not None
         times = np.concatenate([(2 * np.arange(quota) + 1) / (2 * quota) for quota in self.quotas])
         which = np.repeat(np.arange(len(self.quotas)), self.quotas)

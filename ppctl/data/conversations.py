@@ -41,11 +41,11 @@ class Learned(NamedTuple):
 
     tokens: Tokens
     learned: npt.NDArray[np.bool_]
-    """Of each token: whether the model is trained to write it. Never the first, which nothing precedes."""
+    """For each token, whether it is trained on. Never the first, which nothing precedes."""
     place: str
     text: str
     begins: npt.NDArray[np.int64]
-    """Of each token: its first character in `text`. Behind the text for an end that was added."""
+    """For each token, the position of its first character in `text`; beyond the text for an added end."""
 
     def runs(self) -> list[tuple[bool, str]]:
         """The text in pieces, and whether each is learned; an end that was added is `<end>`."""

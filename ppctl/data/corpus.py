@@ -23,7 +23,7 @@ from ppctl.errors import DataError, Problem
 WHOLE = 256 * 1024 * 1024
 """Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
 _PAGES, _PAGE = 256, 4096
-"""Of a larger one: as many pages of as many bytes, evenly spread."""
+"""For a larger one: this many pages of this many bytes, evenly spread."""
 
 
 class Details(NamedTuple):

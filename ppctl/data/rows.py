@@ -31,11 +31,11 @@ class Rows:
     conversations: Corpus
     """All tokens one behind the other."""
     learned: npt.NDArray[np.bool_]
-    """Of each of these tokens."""
+    """For each of these tokens, whether it is trained on."""
     firsts: npt.NDArray[np.int64]
     """[conversations + 1]: where each begins."""
     rows: Sequence[Sequence[int]]
-    """Of each row its conversations."""
+    """The conversations of each row."""
     seq_length: int
     filling: int
     """The token behind a row's last."""
@@ -97,7 +97,7 @@ class Rows:
         return replace(self, rows=self.rows[begin:end], digest=digest, description=description)
 
     def _parts(self, row: int) -> list[tuple[int, slice]]:
-        """Of each conversation in a row: where it begins there, and which tokens it is."""
+        """For each conversation in a row: where it begins, and its tokens."""
         found, begin = [], 0
         for number in self.rows[row]:
             here = slice(int(self.firsts[number]), int(self.firsts[number + 1]))

@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
 
     ids: Tokens
     begins: npt.NDArray[np.int64]
-    """Of each token its first character."""
+    """Position of each token's first character."""
     ends: npt.NDArray[np.int64]
     """The character behind its last; a mark that the text does not hold ends where it begins."""
 

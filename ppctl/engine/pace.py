@@ -28,7 +28,7 @@ AHEAD = 4
 
 
 class Heartbeat(Protocol):
-    """Where the engine says what it is about to do."""
+    """What the engine calls before and after each action."""
 
     def enter(self, index: int) -> None:
         """The action with this index in the rank's list begins."""
@@ -56,7 +56,7 @@ class HostPace:
         self.length = length
         self.heartbeat = heartbeat
         self.at = 0
-        """The action that fails, if something does."""
+        """The index of the action that the host or the device is in."""
         self.begin = heartbeat.work
 
     def enter(self, index: int) -> None:

@@ -78,7 +78,7 @@ class Recorder:
         return [(index, self._starts[index] + shift, self._ends[index] + shift) for index in self._stamped]
 
     def stamps_now(self) -> list[tuple[int, float, float]]:
-        """Those of the step that has just ended; empty where the device is not through with it."""
+        """The stamps of the step that has just ended; empty if the device has not finished it."""
         return self.stamps()
 
     def spans(self) -> list[Span]:
@@ -154,7 +154,7 @@ class CudaRecorder(Recorder):
         return self._readable
 
     def stamps_now(self) -> list[tuple[int, float, float]]:
-        """Those of the step that has just ended: behind a wait for the device, such as that for the gradient norm."""
+        """The stamps of the step that has just ended; call it after a wait for the device, as for the gradient norm."""
         passed = self._stamped and self._now.ends[self._stamped[-1]].query()
         return self._stamps_of(self._now, self._time_of(self._now)) if passed else []
 

@@ -17,9 +17,9 @@ class Growth(NamedTuple):
     token: float = 0.0
     pair: float = 0.0
     line: float = 0.0
-    """By token of one sequence: what all sequences share, as tables of positions."""
+    """Per token of one sequence: what all sequences share, such as tables of positions."""
     square: float = 0.0
-    """By pair of tokens of one sequence: as masks that all share."""
+    """Per pair of tokens of one sequence: such as masks that all share."""
 
     def of(self, sequences: int, length: int) -> float:
         """For so many sequences of so many tokens."""
@@ -27,7 +27,7 @@ class Growth(NamedTuple):
         return self.constant + self.line * length + self.square * length**2 + sequences * each
 
     def scaled(self, factor: float) -> Growth:
-        """Of numbers that are so many times as wide."""
+        """The same for elements that are so many times as wide."""
         return Growth(*(factor * value for value in self))
 
 
@@ -61,7 +61,7 @@ class LayerCost(NamedTuple):
     reads: tuple[int, ...] = ()
     """The tables that it is called with: recomputed, it keeps all of them."""
     keeps: tuple[int, ...] = ()
-    """Of these the ones that it keeps for its backward."""
+    """Those that it keeps for its backward."""
     back: tuple[Growth, Growth] | None = None
     """Operations of both halves of a backward, for the input's gradient and for weights'. None where all weights are
     trained: both together are two forwards."""
@@ -94,14 +94,14 @@ class Measured(NamedTuple):
     before: Growth
     """Bytes beside these while layers run forward: a stand-in for the embedding's result."""
     first: LayerCost
-    """Of what stands before the layers."""
+    """Costs of the part before the layers."""
     last: LayerCost
-    """Of what stands behind them, up to the logits."""
+    """Costs of the part after them, up to the logits."""
     layers: tuple[LayerCost, ...]
-    """By kind."""
+    """Costs by kind of layer."""
 
     def cost(self, kind: str, structure: int) -> LayerCost | None:
-        """Of the embedding, of a decoder layer of this structure, of the loss without its function."""
+        """Costs of the embedding, of a decoder layer of this structure, or of the loss without its function."""
         if kind == "decoder":
             return self.layers[structure]
         return {"embedding": self.first, "loss": self.last}.get(kind)

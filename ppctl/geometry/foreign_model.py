@@ -18,7 +18,7 @@ from ppctl.geometry.foreign_costs import Measured, measured_for, measured_from
 from ppctl.geometry.rows import Parameter
 
 VERSION = 3
-"""Of the text; an older model is described anew."""
+"""Version of the text; an older model is described again."""
 _READ = (2, VERSION)
 """Texts of runs that go on: in version 2 what is `other` by now was a matrix, which AdamW treats alike."""
 
@@ -41,7 +41,7 @@ class Anatomy:
     returned: int
     """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
     early: tuple[str, ...] = ()
-    """Those of `last` that the model lists before its layers."""
+    """Modules of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()
     """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty where that
     adds nothing."""
@@ -114,7 +114,7 @@ class ForeignModel(NamedTuple):
     """Rows of what runs before the layers."""
     last: tuple[Parameter, ...]
     layers: tuple[int, ...]
-    """By layer, which of `kinds` it is."""
+    """For each layer, its index in `kinds`."""
     kinds: tuple[LayerKind, ...]
     measured: tuple[Measured, ...]
     """What the parts cost, by width of numbers and by length."""
@@ -127,7 +127,7 @@ class ForeignModel(NamedTuple):
     adapters: Adapters | None = None
     """What is trained in place of the weights, which are frozen then."""
     router_logits: RouterLogits | None = None
-    """Of models whose code adds a loss over the routers of all layers."""
+    """For models whose code adds a loss over the routers of all layers."""
     gradients: int = 0
     """How many were compared in the proof; 0 where it was made by an older ppctl."""
 
@@ -141,7 +141,7 @@ class ForeignModel(NamedTuple):
         return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 
     def rows(self, kind: str, structure: int) -> tuple[Parameter, ...]:
-        """Those of one layer: of the embedding, of a decoder layer of this structure, of the loss."""
+        """The rows of one layer: the embedding, a decoder layer of this structure, or the loss."""
         if kind == "decoder":
             return self.kinds[structure].rows
         return {"embedding": self.first, "loss": self.last}.get(kind, ())

@@ -82,7 +82,7 @@ class Kind(NamedTuple):
     cp_comm_type: str = "p2p"
     """How its attention exchanges what ranks that share a sequence have of it."""
     structure: int = 0
-    """Of a model of transformers: which of its kinds of layers (`ForeignModel.kinds`)."""
+    """For a transformers model: the index in `ForeignModel.kinds`."""
 
 
 def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:

@@ -24,13 +24,13 @@ class Matrices(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Of one step of the Newton-Schulz iteration on one: X Xt, its square, and their sum times X (Jordan 2024)."""
+        """FLOPs of one Newton-Schulz step: X Xt, its square, and their sum times X (Jordan 2024)."""
         small, large = sorted((self.rows, self.columns))
         return 4 * small * small * large + 2 * small**3
 
 
 def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
-    """By entry, how many of its matrices each rank owns: longest processing time first (Graham 1969).
+    """For each entry, how many of its matrices each rank owns: longest processing time first (Graham 1969).
 
     The matrix with the most operations goes to the rank with the fewest so far; of equal ones the earlier entry, of
     equal ranks the lower: every rank of a job finds the same.

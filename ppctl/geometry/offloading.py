@@ -15,7 +15,7 @@ SMALLEST = 2**10
 
 
 def offloaded_layers(parallel: ParallelConfig, layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Of a stage's `layers`, in model order, the decoder layers whose activations are moved to host memory."""
+    """The decoder layers among a stage's `layers`, in model order, whose activations are moved to host memory."""
     if not (parallel.cpu_offloading and parallel.cpu_offloading_activations):
         return ()
     decoder = [layer for layer in layers if layer.kind == "decoder"]

@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def at(cls, position: Mapping[str, int], sizes: object) -> Parts:
-        """Those of a rank with this position on the axes of both views, whose sizes are attributes of `sizes`."""
+        """The parts of a rank at this position on the axes of both views; `sizes` has the axes' sizes."""
         return cls(*(Place(position[axis], getattr(sizes, axis)) for axis in cls._fields))
 
     def on(self, axis: str) -> Place:

@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
     name: str
     """Canonical, with {layer} and {expert} for their indexes: `layers.{layer}.moe.experts.{expert}.w1.weight`."""
     shape: tuple[int, ...]
-    """Of one; modules stack experts, [experts, *shape]."""
+    """Shape of one expert's parameter; modules stack experts, [experts, *shape]."""
     role: Role
     splits: Splits = ()
     """Dims are those of the stack where there is one: its dim 0 are the experts."""
@@ -52,7 +52,7 @@ class Parameter(NamedTuple):
     copy_of: str | None = None
     """The canonical name of the parameter that this is a further use of."""
     units: int = 0
-    """Of the dim that tp splits: the parts that cannot be divided (groups of keys and values); 0 where all can be."""
+    """Number of indivisible parts of the dim that tp splits (key/value groups); 0 if every element can be split."""
 
     @property
     def size(self) -> int:

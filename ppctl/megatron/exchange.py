@@ -16,9 +16,9 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.megatron.neighbours import Handle, Neighbours
 
 Sends = Mapping[str, torch.Tensor | None]
-"""By move (`send_next`, `send_prev`): the tensor, or None for nothing."""
+"""Move (`send_next`, `send_prev`) -> the tensor, or None for nothing."""
 Receives = Mapping[str, bool]
-"""By move (`recv_prev`, `recv_next`): whether something comes."""
+"""Move (`recv_prev`, `recv_next`) -> whether something is received."""
 
 
 class OverlapError(ConfigError, AssertionError):

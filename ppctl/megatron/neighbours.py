@@ -23,7 +23,7 @@ MOVES = ("send_prev", "recv_next", "send_next", "recv_prev")
 """In this order both ends of a pair list what they exchange, gradients first: one rank may be both neighbours."""
 
 Moves = Mapping[str, torch.Tensor]
-"""By the name of the move: the tensor to send, or to receive into."""
+"""Name of the move -> the tensor to send, or to receive into."""
 
 
 class Handle(NamedTuple):

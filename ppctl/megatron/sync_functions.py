@@ -73,7 +73,7 @@ class Synchroniser:
 def _calls(
     functions: Any, name: str, chunks: Sequence[nn.Module], stages: Sequence[int]
 ) -> dict[int, Callable[[], object]]:
-    """By stage, the call of its function on its parameters."""
+    """Stage -> the call of its function on its parameters."""
     if functions is None:
         return {}
 

@@ -70,7 +70,7 @@ class Attention(nn.Module):
         return core_attention(q, k, v, self.kernels, documents, dropped=dropped, shared=self.shared)
 
     def _keys_values(self) -> tuple[Linear | Projection, Linear | Projection]:
-        """Of the rank's own groups: where more ranks than groups split the heads, one that it has as others have."""
+        """The rank's key/value groups; if there are more ranks than groups, several ranks have the same one."""
         if self.split is None or self.groups % self.split.size == 0:
             return self.wk, self.wv
         first = self.groups * self.split.rank // self.split.size * self.head_dim

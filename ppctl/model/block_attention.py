@@ -44,7 +44,7 @@ class BlockAttention(NamedTuple):
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, _: Lengths | None) -> tuple[Tensor, Tensor]:
-    """By products and a softmax, in float32 or wider: any device, dtype and widths. Scores [b, heads, s, t] live."""
+    """Products and a softmax, in float32 or wider: any device, dtype and widths. Holds scores [b, heads, s, t]."""
     scores, values = _scores(q, k, scale, causal), _wide(v)
     log_sum = scores.logsumexp(-1)
     out = (scores - log_sum[..., None]).exp_() @ values[:, :, None]
@@ -144,7 +144,7 @@ def _flash_backward(
     causal: bool,
     documents: Lengths | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `_flash`. Never run. The kernel reads log-sums as contiguous; the two empty tensors are dropout's."""
+    """Backward of `_flash`. Never run. The kernel needs contiguous log-sums; the two empty tensors are dropout's."""
     tokens = [_tokens(heads, _flash_width(q, v), documents) for heads in (gradient, q, k, v, out)]
     log_sum = (log_sum if documents is None else log_sum.transpose(0, 1).flatten(1)).contiguous()
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
@@ -174,7 +174,7 @@ def _filled(heads: Tensor, width: int) -> Tensor:
 
 
 def _bounds(documents: Lengths | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Where documents begin among queries and among keys, and how long the longest is."""
+    """Start of each document among queries and keys, and the length of the longest."""
     if documents is None:
         return None, None, q.shape[2], k.shape[2]
     bounds, longest = _bounds_on(q.device, documents), max(max(row) for row in documents)

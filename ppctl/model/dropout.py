@@ -59,7 +59,7 @@ def name_key(name: str) -> int:
 
 
 def row_keys(keys: Tensor, rows: Tensor) -> RowKeys:
-    """Of `keys` (int64) and the numbers of rows (int64), which broadcast: the words of each row."""
+    """The words of each row, from `keys` (int64) and row numbers (int64), which broadcast."""
     mixed = _mix(keys + rows * _GOLDEN)
     return RowKeys((mixed << 32 >> 32).to(torch.int32), (mixed >> 32).to(torch.int32))
 

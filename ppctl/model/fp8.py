@@ -72,7 +72,7 @@ class Fp8:
     """How a run multiplies in 8 bits."""
 
     gradients: torch.dtype
-    """Of outputs' gradients; all else is e4m3."""
+    """Format of outputs' gradients; everything else is e4m3."""
     blockwise: bool
     """Scales for 1 x 128 numbers of an activation and 128 x 128 of a weight, instead of one for each row."""
     multiply: Multiply

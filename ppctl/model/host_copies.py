@@ -45,7 +45,7 @@ class HostBuffers:
         self._pinned = pinned
         self._free: dict[int, deque[_Free]] = {}
         self.bytes = 0
-        """Of all buffers that were made."""
+        """Bytes of all buffers that were made."""
 
     def take(self, size: int) -> _Free:
         """A buffer of at least `size` bytes, the one that was given back first."""

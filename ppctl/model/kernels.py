@@ -40,7 +40,7 @@ class Kernels:
     """The kernels of a run on one rank."""
 
     attention: tuple[SDPBackend, ...] = ()
-    """Of scaled_dot_product_attention: the first that can compute a call does. Empty: in torch's own order."""
+    """Backends of scaled_dot_product_attention, in order of preference. Empty: torch's own order."""
     attend_documents: AttendDocuments | None = None
     """Attention of all documents of a microbatch at once; None takes one document after the other."""
     drops: bool = False
@@ -109,7 +109,7 @@ class Capability:
 
     @classmethod
     def of(cls, device: torch.device, *, packed: bool) -> Capability:
-        """Of this process's device. Only for `packed` documents is varlen_attn looked up, which takes a second."""
+        """The capability of this process's device. Looks up varlen_attn, which takes a second, only if `packed`."""
         if device.type != "cuda":
             return cls(device.type)
         compute = torch.cuda.get_device_capability(device)

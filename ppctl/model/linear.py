@@ -1,4 +1,4 @@
-"""Where a matrix meets an activation: every product with one, and the embedding's rows, of ppctl's own models.
+"""Every product of an activation with a weight, and the embedding lookup, in ppctl's own models.
 
 Must not know layers, names, ranks or weights' values. Outside this file no module of `model/` reads a matrix
 (tests/torch/model/test_linear.py), so that another number format or another moment for weight gradients changes

@@ -98,7 +98,7 @@ class LayerStorages:
         self._offload, self._before = offload, before
         self._alive = alive
         self._moved: dict[tuple[int, int], Moved] = {}
-        """By storage and version, until they are fetched; then those who need one hold it."""
+        """(storage, version) -> its copy, until it is fetched; then its users hold it."""
         self._out: Event = None
         self._back: Event = None
         self._arrived = False

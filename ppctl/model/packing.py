@@ -61,7 +61,7 @@ class Packing(NamedTuple):
         bounds: Sequence[Tensor] | None = None,
         draws: Draws | None = None,
     ) -> Packing:
-        """Of microbatch `mb`: its part of `positions` [m, b, s], its rows' `lengths` and their `bounds`, if wanted."""
+        """For microbatch `mb`: its part of `positions` [m, b, s], its rows' `lengths`, and their `bounds` if given."""
         documents = None if lengths is None else Documents(lengths[mb], None if bounds is None else bounds[mb])
         return cls(None if positions is None else positions[mb], documents, draws)
 

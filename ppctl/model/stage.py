@@ -128,13 +128,13 @@ class StageModule(nn.Module):
         return self._own_halves(torch.arange(length, device=device)[None] if given is None else given)
 
     def _own_halves(self, x: Tensor) -> Tensor:
-        """Of x [b, s] what ranks that share sequences leave to this one."""
+        """This context-parallel rank's part of x [b, s]."""
         if self.context.size == 1:
             return x
         return own_halves(x, Halves(self.context.rank, self.context.size, x.shape[1]), 1)
 
     def _own_run(self, x: Tensor) -> Tensor:
-        """Of that, [b, s], what belongs to the tokens that the rank has between blocks."""
+        """The part of x [b, s] for the tokens that this rank has between blocks."""
         if self.split is None or not self.split.sequence:
             return x
         return x.chunk(self.split.size, dim=1)[self.split.rank]

@@ -137,7 +137,7 @@ class SameCall:
         return found - 1 if found else None
 
     def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
-        """Of all ranks: number, its negative, one more than a rank that failed. One form, wherever a rank stands."""
+        """For all ranks: the number, its negative, and 1 + a rank that failed. The same form on every rank."""
         ends = torch.tensor([number, -number, self._rank + 1 if failed else 0])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
         largest, smallest, who = ends.tolist()

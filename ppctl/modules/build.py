@@ -145,7 +145,7 @@ def _shapes_of(model: nn.Module) -> str:
 
 
 def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
-    """Where the stages go. Raises ConfigError (PP-E130) where the schedule runs another number of them on a rank."""
+    """The placement of the stages. Raises ConfigError (PP-E130) if the schedule needs another number per rank."""
     if config.pp_schedule_csv is not None:
         place = _schedule_in(config.pp_schedule_csv).placement
         if (place.pp, place.num_stages) != (pp, num_stages):

@@ -34,9 +34,9 @@ class Prepared:
 
     survey: Survey
     schedule: Schedule
-    """Of a call of a step, with its messages."""
+    """The schedule of a call in a step, with its messages."""
     forwards: Schedule
-    """Of a call of an evaluation."""
+    """The schedule of an evaluation."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class BatchRun:
         self._loss = StepLoss(self.config, self.batch.microbatches)
 
     def programs(self, first: int, *, last_call: bool) -> list[StageProgram]:
-        """Those of the schedule call that begins with microbatch `first`; `last_call` where no other follows."""
+        """The programs of the schedule call that starts with microbatch `first`; `last_call`: no other follows."""
         return [self._program(number, first, last_call=last_call) for number in self.stages.numbers]
 
     def _program(self, number: int, first: int, *, last_call: bool) -> StageProgram:

@@ -31,13 +31,13 @@ class StageDtypes:
     """What the forward of one stage does with dtypes, by names within the whole model."""
 
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Of its floating parameters and buffers: the dtype in which the forward reads them."""
+    """The dtype in which the forward reads its floating parameters and buffers."""
     weights: torch.dtype | None = None
-    """That of its parameters, where they have one."""
+    """The dtype of its parameters, if they have one."""
     around: Casts = UNCHANGED
-    """Of the stage as a whole."""
+    """Casts around the stage as a whole."""
     modules: Mapping[str, Casts] = field(default_factory=dict)
-    """Of modules within it."""
+    """Casts around modules within it."""
 
 
 def dtypes_of(stage: Any) -> StageDtypes:

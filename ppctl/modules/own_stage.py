@@ -19,7 +19,7 @@ from ppctl.modules.names import Cut, saved
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and those by name."""
 Forms = Mapping[str, Any]
-"""By module, what it returns: tensors on meta in place of values."""
+"""Module -> what it returns, with tensors on meta in place of values."""
 
 
 class _Departed(Exception):

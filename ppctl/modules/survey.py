@@ -40,7 +40,7 @@ class Survey:
     edges: tuple[Tensor, ...]
     """What travels from each part to the next one, on meta."""
     forms: Forms = field(default_factory=dict)
-    """By module, what it returns, on meta."""
+    """Module -> what it returns, on meta."""
     output: Any = None
     """What the model returns, on meta; None where that was not seen."""
 

@@ -18,7 +18,7 @@ from ppctl.tensor_halves import to_ranks
 from ppctl.turns import hand_over
 
 Gradients = tuple[Block, Tensor, Tensor]
-"""Of the keys and of the values that a block saw."""
+"""Gradients of the keys and of the values that a block used."""
 
 
 class Hop(NamedTuple):
@@ -51,7 +51,7 @@ class GradientSums:
 
     def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
         self._own = k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
-        """Of the rank's own keys and values, side by side, as they travel."""
+        """Gradients of the rank's own keys and values, concatenated as they are sent."""
         self._group = group
         self._is_own = True
 
@@ -68,7 +68,7 @@ class GradientSums:
         raise NotImplementedError
 
     def _add_others(self, gradients: list[Gradients]) -> None:
-        """Those of other ranks' keys and values."""
+        """Adds the gradients of other ranks' keys and values."""
         raise NotImplementedError
 
 

@@ -86,7 +86,7 @@ def _gathered_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) ->
 
 
 def _summed_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Of all ranks' rows the sum over the ranks, for the own ones; gradients are gathered."""
+    """The sum over the ranks for this rank's own rows; gradients are gathered."""
     found: Tensor = _Share.apply(rows, shared, group, _scatter_rows, _gather_rows)  # type: ignore[no-untyped-call]  # torch's own
     return found
 
@@ -107,7 +107,7 @@ class _Share(torch.autograd.Function):
 
 
 def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """By an exchange in which everybody gets the same rows: gathers need as many rows on every rank."""
+    """Gathers rows with an all_to_all, because a gather needs equally many rows on every rank."""
     own = [len(rows)] * len(shared)
     return exchange(rows.repeat(len(shared), 1), group, own, shared)
 

@@ -152,7 +152,7 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
 
 
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
-    """Of each pp_rank the most that it holds at any size of the batch; of equal sizes the first."""
+    """The highest cost of each pp_rank over all batch sizes; of equal ones the first."""
     return tuple(max(of_rank, key=lambda cost: cost.peak_bytes) for of_rank in zip(*held, strict=True))
 
 

@@ -35,7 +35,7 @@ class ConfigValues:
         return getattr(getattr(self.config, section), field)
 
     def source(self, key: str) -> str:
-        """Where the value came from: "default", a file and line, "command line", "derived: ..."."""
+        """The source of the value: "default", a file and line, "command line", "derived: ..."."""
         return self.provenance.get(ALIASES.get(key, key), "default")
 
     def is_set(self, key: str) -> bool:

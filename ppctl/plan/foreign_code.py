@@ -11,7 +11,7 @@ from ppctl.plan.types import Derived
 
 
 def whose_code(model: ModelConfig) -> tuple[Derived, ...]:
-    """Of a model of transformers: what was proved, and what is trained otherwise than there."""
+    """Notes on a transformers model: what was proved, and what is trained differently."""
     foreign = foreign_of(model)
     if foreign is None:
         return ()

@@ -21,7 +21,7 @@ from ppctl.schedule.policies import forwards_alone
 from ppctl.topology import ParallelSizes, RankGrid
 
 LIMIT_KEYS = ("limit_bytes", "reserve_bytes", "ranks_per_device", "tight")
-"""Of plan.json: what a rank may hold, which changes nothing of what it runs."""
+"""Entries of plan.json that do not change what ranks run."""
 _NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing", "traffic", *LIMIT_KEYS)
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
@@ -42,7 +42,7 @@ class Plan:
     schedule: Schedule
     """Lowered: with messages, gradient sync and capacities."""
     num_microbatches: int
-    """Of one schedule call."""
+    """Microbatches of one schedule call."""
     bubble_fraction: float
     step_time_s: float
     time_calibrated: bool
@@ -60,7 +60,7 @@ class Plan:
     limit: DeviceLimit | None = None
     """What a rank may hold; none where the config does not say what the device has."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
-    """By pp_rank, what one of its ranks sends in a step."""
+    """pp_rank -> what one of its ranks sends in a step."""
     smaller: tuple[SmallerBatch, ...] = ()
     """The sizes on the way of a batch that grows, in their order."""
     derived: tuple[Derived, ...] = ()
@@ -262,6 +262,6 @@ class RankPlan:
     stages: tuple[StageSpec, ...]
     """In chunk order."""
     actions: tuple[Action, ...]
-    """Of the lowered training schedule."""
+    """Its list in the lowered training schedule."""
     in_first_pipeline: bool
     """Whether its pipeline is that of rank 0, which speaks for the others."""

@@ -88,7 +88,7 @@ def _layers(values: ConfigValues) -> set[str]:
 
 
 def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
-    """Where measured costs come from, and whether they had to be taken apart for a plan of this layout."""
+    """The source of measured costs, and whether they had to be regrouped for this layout."""
     if measured is None:
         return ()
     kinds = [[LayerType(layer.kind) for layer in layers] for layers, _ in measured.stages]

@@ -135,7 +135,7 @@ class Step:
     """A forward, a backward or a sum in a replay, and the most bytes of activations while it runs."""
 
     index: int
-    """Of its action in the list."""
+    """Index of its action in the list."""
     most: int
 
 

@@ -47,7 +47,7 @@ class Rehearsal:
 
     @cached_property
     def peaks(self) -> tuple[RankPeak, ...]:
-        """Of all pp_ranks of the kinds that were rehearsed, by pp_rank."""
+        """Peaks of all pp_ranks of the rehearsed kinds, by pp_rank."""
         found = [peak for kind, each in self.measured for peak in peaks_of(self.plan, self.short, kind, each)]
         return tuple(sorted(found, key=lambda peak: peak.pp_rank))
 

@@ -45,7 +45,7 @@ _AGAIN = 3
 where what was found does not fit: its receives and its sums of gradients are known only then."""
 
 _MARGIN = 0.02
-"""Of a rank's limit, what such a search leaves: what is not counted differs a little between orders."""
+"""Share of a rank's limit that such a search leaves free: memory that it does not count differs between orders."""
 
 _QUICK = 2
 """How many orders the first of these limits follows from: one microbatch after another, and what a rule makes then."""
@@ -168,12 +168,12 @@ class _Timed(NamedTuple):
 
     seconds: float
     number: int
-    """Of equal candidates the first is taken."""
+    """Its place among the candidates: of equal ones the first is taken."""
     schedule: Schedule
 
 
 class _Search:
-    """Of one placement: what is found, the named schedules and one microbatch after another, by the plan's own bytes.
+    """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another.
 
     In a device's memory what waits for W counts as what it is; under `pipeline.schedule_memory` activations are whole
     until W.
@@ -270,7 +270,7 @@ class _Search:
         return _Timed(float(f"{_seconds(self.way, proof):.9g}"), number, plain)  # equal but for rounding
 
     def _proof(self, plain: Schedule) -> Proof:
-        """Of a candidate, which lives as long as this search."""
+        """The proof of a candidate, which lives as long as this search."""
         if id(plain) not in self.proofs:
             self.proofs[id(plain)] = presumed(self.values, plain, self.way.frozen_stages)
         return self.proofs[id(plain)]
@@ -283,7 +283,7 @@ class _Search:
 
 
 def _seconds(way: Way, proof: Proof) -> float:
-    """Of one call, as the plan predicts it."""
+    """Seconds of one call, as the plan predicts it."""
     trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
     return step_time(trace)
 

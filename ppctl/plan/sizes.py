@@ -54,7 +54,7 @@ class Batch:
 
     micro_batch_size: int
     num_microbatches: int
-    """Of one schedule call, on every data-parallel rank."""
+    """Microbatches of one schedule call, on every data-parallel rank."""
     accumulation: int
     """Schedule calls per optimizer step."""
     derived: tuple[Derived, ...]
@@ -294,7 +294,7 @@ def _divide_context(values: ConfigValues, violations: Violations) -> None:
 
 
 def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pairs: list[list[int]]) -> None:
-    """Where `ranks` exchange heads; `pairs` are the levels that cp can have."""
+    """Problems of `ranks` that exchange heads; `pairs` are the possible levels of cp."""
     tp, heads = values["tp"], values["model.num_attention_heads"]
     if heads % tp or heads // tp % ranks == 0:
         return

@@ -26,7 +26,7 @@ def step_traffic(
     micro_batch_size: int,
     calls: int,
 ) -> tuple[tuple[Exchange, ...], ...]:
-    """By pp_rank, of a step of so many schedule calls."""
+    """pp_rank -> the exchanges of a step of so many schedule calls."""
     model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
     microbatches = calls * schedule.num_microbatches
     scatters, muon = config.launch.device != "cpu", config.optim.name == "muon"

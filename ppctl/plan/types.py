@@ -46,7 +46,7 @@ class StageSpec:
     params: int
     """Parameters built here, replicas included."""
     replicated_params: int
-    """Of these, copies of a parameter whose canonical owner is an earlier use (tied output, MTP's embedding)."""
+    """How many of these are copies of a parameter with an earlier use (tied output, MTP's embedding)."""
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
     flops_backward: int | None = None
@@ -110,14 +110,14 @@ class Exchange(NamedTuple):
     """A collective by torch's name, or `send`."""
     number: int
     bytes: int
-    """That it sends, as rings do: of a gather or scatter other ranks' parts of the whole, of an all_reduce both."""
+    """Bytes that it sends in a ring: for a gather or scatter other ranks' parts, for an all_reduce both."""
 
 
 class DeviceLimit(NamedTuple):
     """What one rank may hold of its device, in bytes."""
 
     limit_bytes: int
-    """Of the device; where ranks share it, one rank's part."""
+    """Memory of the device; if ranks share it, one rank's part."""
     reserve_bytes: int
     """Kept free for what torch does not allocate: CUDA's context, communicators."""
     ranks: int = 1
@@ -141,7 +141,7 @@ class StageCost(NamedTuple):
     """Recomputation included."""
     weight_grad_s: float
     message_s: float
-    """Of the activation that it sends; 0 for the last stage."""
+    """Time of the activation that it sends; 0 for the last stage."""
     message_bytes: int
     activation_bytes: int
     """Kept from its forward to its backward."""
@@ -174,7 +174,7 @@ class Timing:
     mfu: float | None = None
     """Against the preset's dense bf16 peak; none where that is not known."""
     bubbles: tuple[float, ...] = ()
-    """By pp_rank: the share of the pipeline's time that it does not compute."""
+    """pp_rank -> the share of the pipeline's time in which it does not compute."""
     critical: tuple[tuple[str, float], ...] = ()
     """The longest chain of a call, in seconds: forward, backward, messages, gradients."""
     stages: tuple[StageCost, ...] = ()

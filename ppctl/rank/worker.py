@@ -220,7 +220,7 @@ def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
 
 
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
-    """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
+    """The device of this rank. Raises ConfigError for an environment in which it would hang."""
     # The launcher's environment is not always the rank's: a job's setup and a node's own profile come later.
     plan, routed = shared.plan, shared.plan.params_active < shared.plan.params_total
     missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=routed)

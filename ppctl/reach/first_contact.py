@@ -40,7 +40,7 @@ _SETTLE = 1.0
 """Seconds after a limit in which all ranks that wait write where."""
 _REMEDY = "ppctl doctor, started on these hosts as the run was, times their edges; launch.edge_limit=5m waits longer"
 _TAG = 5
-"""Of messages round a group; channels have 1 to 4."""
+"""Tag of messages around a group; channels have 1 to 4."""
 _CPU = torch.device("cpu")
 
 

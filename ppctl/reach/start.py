@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["call_roll", "join_world", "warm_up"]
 
 Exchanges = Mapping[str, Collection[str]]
-"""Of groups beside collectives, by axis, as `group_contacts` names them."""
+"""Axis -> exchanges of its group other than collectives, as `group_contacts` names them."""
 
 
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:

@@ -48,7 +48,7 @@ class Lanes:
     sizes: Sequence[float]
     """What one microbatch holds on a stage from its F to its I."""
     grows: list[float]
-    """By lane, what its rank holds more behind an entry."""
+    """For each lane, how much more its rank holds after an entry."""
     limits: Sequence[float]
     """What a pp_rank may hold, in the same unit, and a billionth more: sums of sizes are rounded."""
     sums: list[float]
@@ -118,7 +118,7 @@ class Lanes:
         return sum(self.seconds[KINDS * stage : KINDS * (stage + 1)])
 
     def firsts(self) -> list[float]:
-        """By lane of an F or I, the earliest start of its first microbatch: the way there through all stages."""
+        """For each lane of F or I, the earliest start of its first microbatch, through all earlier stages."""
         first, clock, lane = [0.0] * len(self.seconds), 0.0, 0
         while lane >= 0:
             first[lane] = clock
@@ -170,7 +170,7 @@ class Lanes:
 
 
 def _growths(size: float, put_off: float) -> tuple[float, float, float]:
-    """Of an F, an I and a W."""
+    """How much memory an F, an I and a W add."""
     return size, put_off - size, -put_off
 
 

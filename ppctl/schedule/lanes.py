@@ -1,4 +1,4 @@
-"""Where a rank's list holds what: for every operation of a stage, the place of each of its microbatches.
+"""The positions of actions in a rank's list: for every operation of a stage, the index of each microbatch.
 
 Schedules hold many actions and few lanes, and lists of numbers are compared at C speed: what judges whole lists
 (`verify`) asks here. Must not know what is right or wrong. Standard library only.
@@ -16,10 +16,10 @@ Key = tuple[Op, int]
 """An operation and a stage."""
 
 Lanes = dict[Key, list[int]]
-"""By operation and stage: the index in the rank's list by microbatch, -1 where there is none (REDUCE_GRAD has one)."""
+"""(operation, stage) -> the index in the rank's list for each microbatch, -1 for none (REDUCE_GRAD has one)."""
 
 Wanted = dict[Key, list[Action]]
-"""By operation and stage: the actions that a rank has to run."""
+"""(operation, stage) -> the actions that a rank has to run."""
 
 
 def wanted_lanes(schedule: Schedule) -> list[Wanted]:

@@ -37,7 +37,7 @@ class Rule:
     alternate: bool = True
     """Behind an I, a forward goes before the next I."""
     make_room: bool = True
-    """Where memory holds a forward up, weight gradients go before an I."""
+    """If memory delays a forward, weight gradients go before an I."""
     late_forward: float = 0.5
     """A forward starts although an I arrives before its end where it is late by at most this part of the forward."""
     late_weights: float = 0.5
@@ -123,7 +123,7 @@ class _ByRule(_Run):
         self.rule = rule
         self.stride, self.offset = _ranking(lanes, rule.first)
         self.room = _rooms(lanes, limits)
-        """By stage, what its rank may hold before a forward of it starts."""
+        """Stage -> what its rank may hold before a forward of it starts."""
         self.limits = limits
         self.after_gradient = [False] * lanes.placement.pp
 
@@ -212,7 +212,7 @@ def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
 
 
 def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
-    """By stage, its rank's limit less one microbatch of the stage and of every later one, and less what an I adds."""
+    """For each stage its rank's limit, minus one microbatch of it and of every later stage, minus what an I adds."""
     room = [0.0] * lanes.placement.num_stages
     for pp_rank, (stages, limit) in enumerate(zip(lanes.stages_of, limits, strict=True)):
         limit -= lanes.reserve(pp_rank)

@@ -35,7 +35,7 @@ class MeasuredStep:
 
     step: int
     ranks: tuple[RankStamps, ...]
-    """By rank."""
+    """The stamps of each rank."""
 
     def to_json(self) -> dict[str, Any]:
         """Times in whole microseconds since the first rank began."""
@@ -88,7 +88,7 @@ class Ledger:
     gradients: float = 0.0
     """In what the schedule has beside them: sums of gradients."""
     waiting: dict[int, float] = field(default_factory=dict)
-    """By pp_rank: until it had made what this rank needed next."""
+    """pp_rank -> seconds spent waiting until it had made what this rank needed next."""
     messages: float = 0.0
     """From there until this rank went on."""
     host: float = 0.0
@@ -115,7 +115,7 @@ class Ledger:
 
 
 def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> list[Ledger]:
-    """By pp_rank of one pipeline."""
+    """The ledgers of one pipeline, by pp_rank."""
     trace = step.trace(schedule, pipeline)
     made = {(op is Op.F, stage, mb): over for _, (op, stage, mb), _, over in trace.spans if op in PASSED_ON}
     last = max((span.end for span in trace.spans), default=0.0)

@@ -98,7 +98,7 @@ def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[
 
 
 def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, Action]]:
-    """By rank, where it is stuck if the two of a pair start at once, and what it waits for there.
+    """rank -> where it is stuck if the two of a pair start at the same time, and what it waits for.
 
     The lists of a compute-only schedule are run without times, each as far as it gets.
     """

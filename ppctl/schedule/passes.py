@@ -180,7 +180,7 @@ class _ReceivingEnd:
 
 
 def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
-    """By receive, the index of the last action of its rank's list that the message follows from; -1: from none.
+    """Receive -> the index of the last action of its rank's list that the message depends on; -1 for none.
 
     The message follows from all that its sender has used by then, also for other microbatches: in 1F1B the first
     gradient comes only after the sender's warm-up, which needs as many activations of this rank. And it follows from
@@ -212,7 +212,7 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
 
 
 def _neighbours_on_rank(place: Placement) -> list[tuple[int | None, int | None]]:
-    """By stage, the stages of the same rank before and behind it."""
+    """Stage -> the previous and the next stage of the same rank."""
     before: list[int | None] = []
     behind: list[int | None] = [None] * place.num_stages
     last: dict[int, int] = {}
@@ -267,7 +267,7 @@ class _Route(NamedTuple):
 
 
 class _Routes(NamedTuple):
-    """By operation and stage, the route that its input comes by and the one that its result goes by; and the lines."""
+    """(operation, stage) -> the routes of its input and of its result; and the lines."""
 
     comes: dict[Op, list[_Route | None]]
     goes: dict[Op, list[_Route | None]]

@@ -50,7 +50,7 @@ class RankMemory:
     behind: int = 0
     """At most behind the last action, all bytes counted."""
     halves: Mapping[Op, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-    """Of split backwards, by operation and stage: what it frees, and at most more while it runs. Else W frees all."""
+    """Split backwards: (operation, stage) -> what it frees, and its extra memory while it runs. Else W frees all."""
 
 
 class Level(NamedTuple):
@@ -75,7 +75,7 @@ class Picture:
     limit: int | None = None
     """Bytes of one device."""
     planned: Trace | None = None
-    """Of a measured step: what was planned, to be drawn below it on the same axis, from its own first action on."""
+    """For a measured step: the planned one, to be drawn below it on the same axis, from its own first action on."""
 
 
 def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple[tuple[Level, ...], ...]:

@@ -126,9 +126,9 @@ class Policy:
     for_more_chunks: str = ""
     """The policy to take where a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
-    """By pp, the fewest microbatches that it makes lists for: of fewer it takes those of such a list that exist."""
+    """pp -> the fewest microbatches that it makes lists for; for fewer it drops the missing ones from such a list."""
     needs_microbatches: Callable[[int], int] = lambda pp: 1
-    """By pp, the fewest microbatches that it runs."""
+    """pp -> the fewest microbatches that it runs."""
     use: str = ""
     """When to take it: what `ppctl explain pp_schedule` says of it."""
 

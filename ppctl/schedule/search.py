@@ -76,7 +76,7 @@ class Found:
 
     schedule: Schedule
     seconds: float
-    """Of its simulated step."""
+    """Seconds of its simulated step."""
     bound: float
     """Seconds that no order of this placement undercuts."""
     named: tuple[Named, ...]

@@ -34,7 +34,7 @@ class Task:
 
 
 def placements(pp: int, vpp: int) -> list[Placement]:
-    """Where the stages may be: on a loop, and with two chunks per rank on a V."""
+    """The possible placements: a loop, and a V for two chunks per rank."""
     return [Placement(kind, pp, pp * vpp) for kind in ("loop", "v") if kind == "loop" or vpp == 2]
 
 

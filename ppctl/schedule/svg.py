@@ -17,7 +17,7 @@ from ppctl.schedule.picture import KINDS, Picture
 from ppctl.schedule.trace import Span, step_time
 
 _WIDTH, _GAP, _MARGIN = 640, 24, 16
-"""Of a picture, between two, and around all of them, in pixels."""
+"""Width of a picture, gap between two, and margin around all, in pixels."""
 _LANE, _ROW, _HEAD, _FOOT = 15, 18, 38, 14
 """Height of a block, of a rank with what is below it, above the ranks, and below a picture."""
 _LABEL = 46

@@ -71,7 +71,7 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
 
 
 class _Done(NamedTuple):
-    """By stage, how many microbatches are through F, I and W."""
+    """Stage -> how many microbatches have finished F, I and W."""
 
     forward: list[int]
     gradient: list[int]

@@ -15,7 +15,7 @@ from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace, step_time
 
 SHARE = 0.1
-"""By how much a stage is made faster or slower."""
+"""The share by which a stage is made faster or slower."""
 
 
 class StageChange(NamedTuple):
@@ -27,7 +27,7 @@ class StageChange(NamedTuple):
     backward: float
     """Mean of B, or of I and W together."""
     faster: float
-    """By how much the step would change if all that the stage does took a tenth less."""
+    """Change of the step if the stage's work took a tenth less time."""
     slower: float
     """The same if it took a tenth more."""
 

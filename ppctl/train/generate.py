@@ -63,7 +63,7 @@ class Generator:
         return int(self.next_token)
 
     def _packing(self) -> Packing:
-        """Where documents are in the window: as in training, every rank finds them itself."""
+        """The documents in the window: as in training, every rank finds them itself."""
         positions, documents = find_documents(self.window[None].cpu(), self.session.document_end)
         at_once = self.session.kernels.attend_documents is not None
         bounds = bounds_of(documents, self.window.device) if documents is not None and at_once else None
@@ -81,7 +81,7 @@ class Generator:
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
 
     def _at_position(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of logits [s, words] those of the last token that was seen, on every rank that shares the sequence."""
+        """The logits [words] of the last token, from logits [s, words], on every rank that shares the sequence."""
         place = self.session.parts.cp
         if place.size == 1:
             return logits[self.position]
@@ -92,7 +92,7 @@ class Generator:
         return own
 
     def _all_words(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the logits of a rank's own words, on all tensor-parallel ranks."""
+        """The logits of the whole vocabulary, from a rank's part of them, on all tensor-parallel ranks."""
         group = self.session.groups.get("tp")
         return logits if group is None else gather_runs(logits, 0, self.session.config.model.vocab_size, group)
 
@@ -110,7 +110,7 @@ def drawn(logits: torch.Tensor, dice: torch.Generator) -> torch.Tensor:
 
 SAMPLE_LENGTH = 200
 SHORT_SAMPLE_LENGTH = 32
-"""Of a large model, so that a finished run does not keep its devices; and of a miniature, which has as many stages."""
+"""Tokens drawn from a large model, so that a finished run frees its devices, and from miniatures of one."""
 SAMPLE_FLOPS = 1e12
 """Most operations of the long sample: seconds on a CPU. Every token computes the whole window again."""
 _PROMPT_LENGTH = 64

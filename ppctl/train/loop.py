@@ -36,9 +36,9 @@ class TrainingEnd:
     stopped: bool
     """Whether a signal ended it before the last step."""
     loss: float | None
-    """Of the last step that this process ran; None if there was none left to run."""
+    """Loss of the last step that this process ran; None if no step was left."""
     eval_loss: float | None
-    """Of the last evaluation, if there was one."""
+    """Loss of the last evaluation, if there was one."""
     checkpoint: Path | None
     why: str | None = None
     """Why it stopped before the last step."""
@@ -124,7 +124,7 @@ def train(
 
 
 class _Begin(NamedTuple):
-    """Where a run begins: completed steps, the position in the data, and the checkpoint that it goes on from."""
+    """The start of a run: completed steps, the position in the data, and the checkpoint that it continues from."""
 
     step: int = 0
     consumed_samples: int = 0

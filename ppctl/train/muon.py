@@ -45,7 +45,7 @@ class Muon:
         self.lr = optim.lr
         self.matrices = {name: master for name, master in masters.items() if rows[name].hidden_matrix}
         self.shapes = {name: rows[name].shape[-2:] for name in self.matrices}
-        """Of one matrix: [rows, columns]."""
+        """Shape of one matrix: [rows, columns]."""
         on_cpu = any(master.device.type == "cpu" for master in masters.values())
         self.together = 1 if on_cpu else BUCKET_ELEMENTS
         """Elements of one shape that go through the iteration at once, unless one matrix has more."""
@@ -99,7 +99,7 @@ class Muon:
 
 
 def orthogonalised(x: Tensor, steps: int) -> Tensor:
-    """Of matrices [number, rows, columns] in bfloat16, whose memory is used, those with singular values near 1.
+    """Matrices [number, rows, columns] in bfloat16 with singular values moved to about 1; overwrites x.
 
     On a GPU all go through the iteration at once. On the CPU each goes through torch's own, in memory of its own: there
     a product of several matrices, or of one that begins elsewhere than memory is given out, rounds otherwise.

@@ -41,15 +41,15 @@ class StagePrograms:
         self.batch: StepBatch | None = None
         """The step's samples, on ranks that read data."""
         self.bounds: Sequence[Tensor] | None = None
-        """By microbatch, where documents begin in it; for kernels that take all documents at once."""
+        """For each microbatch, where documents begin in it; for kernels that take all documents at once."""
         self.losses: dict[int, Tensor] = {}
-        """By microbatch of the step, on the rank that owns the loss: each one's share of the step's loss."""
+        """For each microbatch of the step, its share of the step's loss; on the rank that owns the loss."""
         self.samples: Tensor | None = None
         """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
         """The same of the MTP modules: the mean over them."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor
-        """Of the MTP modules' losses in the loss of the step."""
+        """Weight of the MTP modules' losses in the loss of the step."""
         self.added: dict[int, Tensor] = {}
         """What the model itself adds to the loss of each microbatch."""
         self.first = 0

@@ -116,7 +116,7 @@ def check_reports(reports: Reports, step: int, last_stage: int) -> None:
 
 
 def _without(column: Numbers, nothing: float) -> dict[int, int]:
-    """By rank, the whole numbers of a column that are not `nothing`."""
+    """rank -> the whole number in a column, where it is not `nothing`."""
     ranks = np.flatnonzero(column != nothing)
     return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
 

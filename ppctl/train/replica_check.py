@@ -44,7 +44,7 @@ class ReplicaCheck:
         self.session = session
         self.every = session.config.train.check_replicas
         self._names: list[list[tuple[int, str]]] = []
-        """Of each pp_rank the stage and name of its tensors; exchanged once."""
+        """For each pp_rank the stage and name of its tensors; exchanged once."""
 
     def is_due(self, step: int) -> bool:
         """Whether copies are compared after this many steps."""

@@ -1,4 +1,4 @@
-"""A run's checkpoints: saved beside training where it goes on behind them, told in its log and in its figures.
+"""Saves a run's checkpoints, in the background if training continues, and reports them in log and metrics.
 
 Knows the keys of `checkpoint` and who is told. Must not know when a checkpoint is due, nor files.
 """

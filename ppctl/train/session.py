@@ -157,7 +157,7 @@ class Session:
 
     @property
     def exchanges(self) -> dict[str, list[str]]:
-        """By group, how its ranks exchange something otherwise than in collectives (`reach/first_contact.py`)."""
+        """Group -> how its ranks exchange something other than by collectives (`reach/first_contact.py`)."""
         listed = self.config.model.cp_comm_type
         ways = {listed} if isinstance(listed, str) else set(listed)
         found: dict[str, list[str]] = {

@@ -78,7 +78,7 @@ class _Place(NamedTuple):
     parameter: tuple[int, ...]
     """The shape of the rank's parameter."""
     local: tuple[int | slice, ...]
-    """Where the box is in that."""
+    """The position of the box in it."""
     start: int
     """Its first element in the rank's master read flat."""
 
@@ -182,7 +182,7 @@ class Loaded(NamedTuple):
     """The checkpoint that a run goes on from, and the state saved in it."""
 
     path: Path | None
-    """Of the newest on the disk, where the run goes on from copies in memory."""
+    """Its directory; if the run continues from copies in memory, that of the newest checkpoint on disk."""
     state: dict[str, Any]
 
 

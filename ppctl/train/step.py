@@ -75,7 +75,7 @@ class Trainer:
     def _take(self, session: Session) -> None:
         """Run steps of this session's batch from now on: what a rank holds stays, what counts microbatches is new."""
         self.session = session
-        """That of the present step's batch."""
+        """The size of the present step's batch."""
         self.stages = StagePrograms(session, self._said)
         self.gradients.session = session
         self.programs = self.gradients.watched(self.stages.make())

@@ -18,7 +18,7 @@ from ppctl.config.schema import RunConfig
 
 TRACES, SNAPSHOTS = "profile_traces", "memory_snapshot"
 _MOST_EVENTS = 100_000
-"""Of a memory's history: torchtitan's number."""
+"""Entries of a memory history: torchtitan's number."""
 
 
 def step_profiles(

@@ -35,7 +35,7 @@ class Use(NamedTuple):
     """The weight as the node that keeps this use's place among others (`PutOff.place`)."""
     make: Make
     version: int
-    """Of what `make` reads, summed: in-place operations count it up."""
+    """Sum of the versions of what `make` reads; in-place operations increase it."""
 
 
 def operands(weight: Tensor, make: Make) -> Iterator[Tensor]:

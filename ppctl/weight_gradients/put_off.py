@@ -1,4 +1,4 @@
-"""What one microbatch's I puts off, and how W hands it to autograd.
+"""The weight gradients that the I of a microbatch defers, and how W hands them to autograd.
 
 Knows autograd, and which weights' gradients may wait. Must not know which products there are (`products`), stages or
 schedules.
@@ -26,7 +26,7 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients.delivery import AT_ONCE, LEAVE_WHOLE, TOGETHER, Make, Use, deliver, operands, version_of
 
 PLAIN: set[type[Tensor]] = {Tensor}
-"""The types of tensors whose products are put off. Where layers are measured on tensors without values, theirs too."""
+"""The types of tensors whose products are deferred. Measurements on tensors without values add theirs."""
 
 
 class PutOff:
@@ -48,13 +48,13 @@ class PutOff:
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters whose gradients are put off, in the order of their first uses."""
+        """The parameters whose gradients are deferred, in the order of their first uses."""
         return tuple(self._taken.values())
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether this use of a weight is put off; then all other uses of its parameter must be, too.
+        """Whether this use of a weight is deferred; then all other uses of its parameter must be deferred, too.
 
-        Otherwise the order would be lost in which autograd adds up a weight's uses.
+        Otherwise autograd's order of adding up a weight's uses would be lost.
         """
         base = parameter_of(weight)
         if base is None or id(base) in self._whole:
@@ -200,9 +200,9 @@ _in_backward = False
 
 @contextmanager
 def collecting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
-    """Put weight gradients off into `gradients`: around an F and, as `backward`, around its I.
+    """Defer weight gradients into `gradients`: around an F and, as `backward`, around its I.
 
-    Around I because recomputation runs parts of the forward there, which must be the same; and for `WeightGradStore`.
+    Also around I, because recomputation runs parts of the forward there, and for `WeightGradStore`.
     """
     global _collecting, _in_backward
     before = _collecting, _in_backward
@@ -214,7 +214,7 @@ def collecting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
 
 
 def keep_collecting() -> Callable[[], None]:
-    """What brings back the present state of collecting, for work that goes on after other work has run."""
+    """A function that restores the present state of collecting, for work that continues after other work."""
     state = _collecting, _in_backward
 
     def restore() -> None:
@@ -225,14 +225,14 @@ def keep_collecting() -> Callable[[], None]:
 
 
 def putting_off(weight: Tensor) -> PutOff | None:
-    """Where the weight gradient of a product with `weight` is put off to; None where it is computed in the backward."""
+    """What collects the deferred weight gradient of a product with `weight`; None if it is not deferred."""
     if _collecting is None or not torch.is_grad_enabled() or not _collecting.takes(weight):
         return None
     return _collecting
 
 
 class _Store:
-    """Where an autograd function of the user's own puts off its weight gradients, as in DeepSeek's DualPipe.
+    """Lets a user's autograd function defer its weight gradients, as in DeepSeek's DualPipe.
 
     In its backward: `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
     `.grad`. `f` is called in the W of the same stage and microbatch. Where the weight has hooks, as one with a float32
