@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser("verify", help="check every byte; exit 3 where something is wrong")
     verify.add_argument("path", metavar="PATH", help=one)
-    verify.add_argument("--quick", action="store_true", help="only sizes, headers and the manifest's seal")
+    verify.add_argument("--quick", action="store_true", help="check only sizes, headers and the manifest's seal")
 
     diff = actions.add_parser("diff", help="compare two checkpoints of any cut; exit 1 if they differ")
     for name in ("A", "B"):
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune = actions.add_parser("prune", help="delete old checkpoints of a run that is not running")
     prune.add_argument("path", metavar="PATH", help="a run, or a directory of checkpoints")
     prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
-    words = "and those of every M-th step"
+    words = "also keep those of every M-th step"
     prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help=words)
     for each in (inspect, verify, diff, prune):
         each.add_argument("--json", action="store_true", help="print one JSON object")
-    words = "the last option: would a run with these KEY=VALUE load it, names, shapes, dtypes and optimizer?"
+    words = "the last option: would a run with these KEY=VALUE load it? Compares names, shapes, dtypes and optimizer"
     _add_for(verify, words)
     words = "the last option: the model as ppctl plan takes it (--dcp, --torch-dist); whose code runs it (--hf: "
     _add_for(importing, words + f"{_IMPLEMENTATION}, {_OVERRIDES}FIELD)")

@@ -81,9 +81,7 @@ complete -c ppctl -a '(__ppctl_words)'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    words = (
-        f"{', '.join(SHELLS)}: print its script; words: print what may stand in place of the last WORD (for scripts)"
-    )
+    words = f"{', '.join(SHELLS)}: print its script; words: print completions of the last WORD (for scripts)"
     parser.add_argument("shell", choices=(*SHELLS, "words"), help=words)
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="what was typed after ppctl")
 

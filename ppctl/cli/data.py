@@ -33,14 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenize.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
     words = "the field of a .jsonl line that is its text (default: text)"
     tokenize.add_argument("--text-key", default="text", metavar="KEY", help=words)
-    show = actions.add_parser("show", help="count the tokens of a .bin and .idx, or of conversations, and show one")
-    words = "the path of .bin and .idx without these; with --format, a .jsonl file or a quoted glob"
+    show = actions.add_parser(
+        "show", help="count the tokens of a .bin and .idx, or of conversations, and show one document"
+    )
+    words = "the path of .bin and .idx without these endings; with --format, a .jsonl file or a quoted glob"
     show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
     words = f"the number of its tokens to show (default: {_SHOWN})"
     show.add_argument("--tokens", type=int, default=_SHOWN, metavar="N", help=words)
     show.add_argument("--tokenizer", metavar="DIR", help="byte, or a directory: also show the document as text")
-    words = "read conversations (chat), or prompts with completions, and mark with + what is learned of one"
+    words = "read conversations (chat), or prompts with completions; + marks tokens that are trained on"
     show.add_argument("--format", choices=("chat", "completion"), help=words)
     show.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's own template)")
     show.add_argument("--json", action="store_true", help="print one JSON object")

@@ -44,9 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help=words)
     words = "measure the file system of this directory (default: the working directory)"
     parser.add_argument("--dir", default=".", metavar="DIR", help=words)
-    words = "prove instead that this Hugging Face directory's model can be cut, with its own code (needs transformers)"
+    words = (
+        "only prove that the model of this Hugging Face directory can be cut, with its own code (needs transformers)"
+    )
     parser.add_argument("--model", metavar="DIR", help=words)
-    parser.add_argument("--anew", action="store_true", help="with --model: prove it again, though the answer is kept")
+    parser.add_argument(
+        "--anew", action="store_true", help="with --model: prove it again, even if the result is cached"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -72,7 +72,7 @@ class _Interrupted(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    words = "RUN: that run's config from its first step on; A B: two runs that are there"
+    words = "RUN: repeat this run's config from its first step; A B: compare two existing runs"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=words)
     parser.add_argument("--dir", default="runs", metavar="DIR", help="the directory with all runs (default: runs)")
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"steps to compare (default: {_STEPS})")

@@ -31,11 +31,11 @@ from ppctl.topology import RankGrid
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     add_run_arguments(parser)
-    words = "a second run: the two ledgers side by side, and what each stage took in both"
+    words = "a second run, to show both side by side"
     parser.add_argument("other", nargs="?", metavar="B", help=words)
-    parser.add_argument("--step", type=int, metavar="N", help="the step, of those that were traced; default: the last")
+    parser.add_argument("--step", type=int, metavar="N", help="which of the traced steps (default: the last)")
     parser.add_argument(
-        "--pipeline", type=int, default=0, metavar="N", help="the pipeline that rank N is in; default: 0"
+        "--pipeline", type=int, default=0, metavar="N", help="the pipeline that contains rank N (default: 0)"
     )
     add_timeline_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -122,3 +122,14 @@ def count_in_flight(mapping):
     trainer.step(0)
     assert not census.alive
     return census.peak, session.plan.pp_ranks[session.own.pp_rank].in_flight
+
+
+def live_and_planned(mapping):
+    """(Bytes of live storages at the peak of the second step, RankCost) of this rank."""
+    with LiveBytes() as live:
+        session = session_of(mapping)
+        trainer = trainer_of(session)
+        trainer.step(0)
+        live.peak = 0
+        trainer.step(1)
+    return live.peak, session.plan.pp_ranks[session.own.pp_rank]

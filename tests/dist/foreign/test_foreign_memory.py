@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from dense_runs import CPU, trainer_of
-from live_memory import LiveBytes
+from live_memory import live_and_planned
 from own_worlds import in_own_worlds
 from ranks import run_ranks
 
-from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import DataConfig, LaunchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from ppctl.foreign.describe import describe
 from ppctl.geometry.foreign_model import Adapters, ForeignModel
 from ppctl.plan import RankCost
-from ppctl.plan.build import build_plan
-from ppctl.train.session import build_session
 
 CLOSE = 0.03
 LENGTH, ROWS = 128, 4
@@ -105,20 +101,6 @@ def run_of(text: Path, kind: str, way: str, width: str, adapted: str = "") -> Ru
     for key in ("recompute_granularity", "recompute_method"):
         setattr(config.train, key, values.get(key))
     return config
-
-
-def live_and_planned(mapping: dict[str, Any]) -> tuple[int, RankCost]:
-    """(Bytes of live storages at the peak of the second step, what the plan says) of this rank."""
-    config = from_mapping(mapping)
-    plan = build_plan(config, {})
-    assert not plan.problems, plan.problems
-    with LiveBytes() as live:
-        session = build_session(config, plan, dist.get_rank(), CPU)
-        trainer = trainer_of(session)
-        trainer.step(0)
-        live.peak = 0
-        trainer.step(1)
-    return live.peak, plan.pp_ranks[session.own.pp_rank]
 
 
 def each(mappings: list[dict[str, Any]]) -> list[tuple[int, RankCost]]:

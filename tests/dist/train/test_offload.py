@@ -15,7 +15,7 @@ import torch.distributed as dist
 from axis_runs import config_of as axes_config
 from axis_runs import train_all, world_of
 from dense_runs import CPU, trainer_of
-from live_memory import LiveBytes
+from live_memory import live_and_planned
 from ranks import run_ranks
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -204,20 +204,12 @@ def apart(lent: list[int]) -> Iterator[None]:
         yield
 
 
-def live_and_planned(mapping: dict[str, Any]) -> tuple[int, int, int, int]:
+def both_memories(mapping: dict[str, Any]) -> tuple[int, int, int, int]:
     """Runs in a rank: bytes on the device at the peak of the second step, planned; the same of the host."""
-    config = from_mapping(mapping)
-    plan = build_plan(config, {})
-    assert not plan.problems, plan.problems
     lent: list[int] = []
-    with LiveBytes() as live, apart(lent):
-        session = build_session(config, plan, dist.get_rank(), CPU)
-        trainer = trainer_of(session)
-        trainer.step(0)
-        live.peak = 0
-        trainer.step(1)
-    cost = plan.pp_ranks[session.own.pp_rank]
-    return live.peak, cost.peak_bytes, max(lent), cost.host_bytes
+    with apart(lent):
+        live, cost = live_and_planned(mapping)
+    return live, cost.peak_bytes, max(lent), cost.host_bytes
 
 
 @pytest.mark.parametrize(
@@ -235,7 +227,7 @@ def live_and_planned(mapping: dict[str, Any]) -> tuple[int, int, int, int]:
 def test_live_storages_at_the_peak_are_the_planned_bytes(
     text: Path, layers: int, vpp: int, more: dict[str, Any]
 ) -> None:
-    found = run_ranks(live_and_planned, 2, to_mapping(config_of(text, DENSE, layers, vpp=vpp, **more)))
+    found = run_ranks(both_memories, 2, to_mapping(config_of(text, DENSE, layers, vpp=vpp, **more)))
     for rank, (live, planned, lent, host) in enumerate(found):
         assert planned == pytest.approx(live, rel=0.03), f"rank {rank}, on the device"
         assert host <= lent <= 1.125 * host, f"rank {rank}, on the host: buffers come in eight sizes for a power of two"

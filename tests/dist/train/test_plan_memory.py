@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from dense_runs import CPU, trainer_of
-from live_memory import LiveBytes
+from live_memory import live_and_planned
 from own_worlds import in_own_worlds
 from ranks import run_ranks
 
-from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import DataConfig, LaunchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from ppctl.plan.build import build_plan
-from ppctl.train.session import build_session
 
 DENSE = ModelConfig(
     num_layers=8, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, num_query_groups=2, vocab_size=320
@@ -37,21 +33,6 @@ def config_of(path: Path, model: ModelConfig, **parallel: object) -> RunConfig:
         train=TrainConfig(global_batch_size=32, micro_batch_size=4),
         launch=LaunchConfig(device="cpu"),
     )
-
-
-def live_and_planned(mapping):
-    """(bytes of live storages at the peak of the second step, RankCost) of this rank."""
-    config = from_mapping(mapping)
-    plan = build_plan(config, {})
-    assert not plan.problems, plan.problems
-    with LiveBytes() as live:
-        session = build_session(config, plan, dist.get_rank(), CPU)
-        trainer = trainer_of(session)
-        trainer.step(0)
-        live.peak = 0
-        trainer.step(1)
-    cost = plan.pp_ranks[session.own.pp_rank]
-    return live.peak, cost
 
 
 WIDTHS = [
