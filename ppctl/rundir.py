@@ -1,7 +1,7 @@
 """A run directory: its files, and how each is written and read.
 
 The only module that knows these names. Must not know what the values mean: a config, a plan and a record are written
-and read whole. Both towers use it. Who holds a run, and what is kept of its earlier starts, is in `run_starts`.
+and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in `run_starts`.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                          edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>

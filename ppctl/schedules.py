@@ -1,4 +1,4 @@
-"""The functions of `ppctl.megatron` and the engine's door, under the name that they had before."""
+"""The functions of `ppctl.megatron` and `run_schedule`, under their earlier import path."""
 
 from ppctl import megatron
 from ppctl.engine.interpreter import Engine, EngineError, run_schedule

@@ -1,4 +1,15 @@
-"""Checkpoints by canonical global name: atomic, verified, and readable in any cut of the model."""
+"""Checkpoints by canonical global name: atomic, verified, and readable in any cut of the model.
+
+boxes, shards      which part of a tensor, and its values; holders: who holds and who writes it
+shard_file         the file of a rank; manifest: what is in all of them; format_1: the old format
+saver              the order of a save; disk: its work on the file system
+background         a save beside training (decision 50), from host_memory, by the node's writer
+local_copy         copies in memory that outlive the process (decision 51); local_copies: on all hosts
+reading            loading, one tensor at a time (streaming)
+agreement          one result or one error for all ranks
+verification       what is wrong with a checkpoint; arrays and chunks: its values without torch
+gradients          what `log.gradients` keeps of a step; step_parity compares two runs (decision 58)
+"""
 
 from __future__ import annotations
 

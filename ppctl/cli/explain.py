@@ -86,8 +86,14 @@ def _choice(topic: str, found: Sequence[Key]) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal, but no wider than READABLE."""
-    return "\n\n".join(_filled(paragraph) for paragraph in text.split("\n\n"))
+    """Paragraphs and lists, wrapped: `* ` begins an item."""
+    return "\n\n".join(_paragraph(paragraph) for paragraph in text.split("\n\n"))
+
+
+def _paragraph(text: str) -> str:
+    if not text.startswith("* "):
+        return _filled(text)
+    return "\n".join(_filled(item, "* ") for item in text[2:].split("\n* "))
 
 
 def _filled(text: str, label: str = "") -> str:

@@ -147,7 +147,7 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
         # argparse allows words on both sides of an option only in parsers without subcommands.
         mixed = getattr(module, "INTERMIXED", False)
         return parser.parse_intermixed_args(tokens) if mixed else parser.parse_args(tokens)
-    from ppctl.cli import overrides  # the door of the config room, which other commands do not need
+    from ppctl.cli import overrides  # imports ppctl.config, which other commands do not need
 
     return overrides.parse(parser, name, tokens)
 

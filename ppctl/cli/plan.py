@@ -138,7 +138,7 @@ def _patience_asked() -> Iterator[None]:
 
 def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
     """The values that `model.from` sets."""
-    from ppctl.launch.weights import values_of  # imports the room of families: a tenth of a plan's time, rarely needed
+    from ppctl.launch.weights import values_of  # imports ppctl.families: a tenth of a plan's time, rarely needed
 
     return values_of(source, implementation, overrides, lora)
 

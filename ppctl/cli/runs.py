@@ -78,7 +78,7 @@ def _shown(one: dict[str, Any]) -> str:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ppctl.cli import compare_runs  # with the room of configs, which lists of runs do without
+    from ppctl.cli import compare_runs  # imports ppctl.config, which lists of runs do not need
 
     first, second = (find_run(name, Path(args.dir)) for name in args.compare)
     found = compare_runs.comparison((first, second))

@@ -1,1 +1,9 @@
-"""Process groups and the channels between pipeline ranks."""
+"""Process groups and the channels between pipeline ranks.
+
+groups           process groups from the grid of ranks, and numbers that all ranks learn over them
+communicator     the messages of a pipeline
+channels         one-way connections, their channel_ends and receive buffers
+connections      the process groups that carry them
+message_batches  messages that travel together; variable_shapes: messages with shapes that vary
+modes            how a config wants messages to be sent
+"""

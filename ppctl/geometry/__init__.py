@@ -1,1 +1,9 @@
-"""What a decoder is made of: its layers, their parameters, and what of them is recomputed. Torch-free."""
+"""What a decoder is made of: its layers, their parameters, and what of them is recomputed. Torch-free.
+
+layers           layers of a stage, and what it recomputes; offloading: what it leaves to the host
+parameters       one table with a row (rows) for every parameter; adapters has the rows of LoRA
+parts            the part of a parameter that a rank holds
+canonical_names  rows by their names in the whole model
+foreign_model    the same for models of transformers; foreign_costs: their measured costs
+matrix_owners    which rank owns which matrix (decision 67)
+"""

@@ -1,1 +1,12 @@
-"""Processes: who starts them, who watches them, how they end."""
+"""Processes: who starts them, who watches them, how they end.
+
+    environment    what started this process
+    run_directory  the run directory before its ranks start
+    supervisor     runs a job on this machine: watch starts, watches and ends its ranks, process is one of them
+    outcome        how a job ended
+    machine        what this machine has
+    weights        the weights that a run starts from; described: models whose code is transformers'
+    slurm          SLURM's commands
+
+A submitted job runs `script`, then on every node `enter`, in every task `rank`, and at the end `leave`.
+"""

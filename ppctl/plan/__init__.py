@@ -1,10 +1,19 @@
 """The plan: everything that follows from a RunConfig, checked, priced and frozen.
 
-`plan` and `types` hold what both towers read, and `build` makes it from a `derivation`: `sizes` (world and batch; of
-one that grows: `rampup`), `layout_choice`, `schedule_choice` (and `schedule_search`, where it is `auto`), `stages`
-(what each holds). Then come `memory` and `prices` (what that costs), `memory_limit` (with `memory_reserve`: what of a
-device is not a plan's) and `foreign_code` (what is said of transformers' code). `config_values` is the config with its
-sources; `violations` finds remedies that work. Must not know torch, Hydra or processes.
+    plan, types        the values that launcher and ranks read
+    build              makes them from a derivation, in this order:
+    sizes              the world and the batch; rampup: a batch that grows
+    layout_choice      the layout, with split_options and auto_layout
+    schedule_choice    the schedule, with schedule_search, schedule_file and extra_warmup
+    stages             what each stage holds; sharing: what replicas divide; offloading: what waits on the host
+    memory, prices     what that costs, also from a measured profile; traffic: what ranks send
+    memory_limit       what fits a device; memory_reserve: what torch does not allocate
+    violations         problems, with remedies that were tried; config_values: the config with its sources
+    foreign_code       notes on transformers' code
+    plan_picture       the plan as a picture
+    parity, rehearsal  plans for `ppctl parity` and `ppctl rehearse`; rehearsal_result
+
+Must not know torch, Hydra or processes.
 """
 
 from ppctl.plan.build import build_plan, plan_checked

@@ -1,4 +1,4 @@
-"""The Plan, one rank's part of it, and plan.json: what both towers read.
+"""The Plan, one rank's part of it, and plan.json: what launcher and ranks read.
 
 Knows what a plan holds, and the keys of plan.json, a superset of what `ppctl plan --json` prints. Must not know how a
 plan is derived (`build`), torch, Hydra, files or processes.

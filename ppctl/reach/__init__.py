@@ -1,6 +1,6 @@
-"""Whether the ranks of a job reach each other: tried before the first step, and what is dead is named (PP-E707).
+"""Tests before the first step whether the ranks of a job reach each other; a broken connection is PP-E707.
 
-`start` is this room's door, with its three trials in their order:
+`start` runs three tests, in this order:
 
     call_roll    every rank has come and has the same run, and every host reaches every other one (`roll_call`, `hosts`)
     join_world   the ranks make the default process group

@@ -1,1 +1,13 @@
-"""Schedules as values: actions, policies, passes, verification, simulation, drawing."""
+"""Schedules as values: actions, policies, passes, verification, simulation, drawing.
+
+action           the value: actions, channels, Schedule
+policies         every schedule as a function, with zero_bubble, v_blocks and schedule_table
+passes           lowering: messages, gradient sums, capacities; batching, partial_recompute
+executor         how lists of actions run
+verify           proof that a schedule is complete, ordered and free of deadlock, with lanes and pairs
+simulate, trace  a schedule and costs in, a trace out; compare sets all policies side by side
+search           finds a schedule for given costs and memory: search_task, lane_orders, list_scheduler
+sync_events      when gradients may be communicated
+measured_step    a traced step of all ranks; message_times and what_if read it
+picture          what is drawn, by text_timeline, page, perfetto and svg
+"""

@@ -66,7 +66,7 @@ class _Mode(TorchFunctionMode):
             made = function(*args, **kwargs)
             if parameter_of(made) is not None:
                 return made
-        # Inside a transform of torch.func (vmap, grad) no autograd function of this room runs.
+        # Inside a transform of torch.func (vmap, grad) no autograd function of this package runs.
         product = None if torch._C._are_functorch_transforms_active() else _PRODUCTS.get(function)
         found = None if product is None else product(self.gradients, *args, **kwargs)
         if found is not None:

@@ -14,17 +14,17 @@ import ppctl
 
 PACKAGE = Path(ppctl.__file__).parent
 
-DOORS = {
+LAZY = {
     "rich": "a terminal",
     "ppctl.cli.live": "rich, on a terminal",
     "ppctl.data": "numpy",
-    "ppctl.launch.weights": "the room of families, for model.from alone",
+    "ppctl.launch.weights": "ppctl.families, for model.from alone",
     "ppctl.config.yaml_file": "yaml",
-    "ppctl.cli.overrides": "the room of configs, which commands without overrides do not need",
-    "ppctl.cli.compare_runs": "the room of configs, for runs --compare alone",
+    "ppctl.cli.overrides": "ppctl.config, which commands without overrides do not need",
+    "ppctl.cli.compare_runs": "ppctl.config, for runs --compare alone",
     "ppctl.cli.plan": "the planner and Hydra, for layout --suggest and ckpt verify --for alone",
     "ppctl.checkpoint.arrays": "numpy, for ckpt diff alone",
-    "ppctl.config": "the room of configs, for an option or a problem alone",
+    "ppctl.config": "the schema, for an option or a problem alone",
     "difflib": "a misspelt command",
 }
 """What a function of a command may import, and what stands behind it."""
@@ -76,7 +76,7 @@ def test_no_module_needs_itself_lazy_imports_and_those_for_types_included() -> N
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("ppctl.cli.")))
 def test_a_command_imports_at_its_top_all_but_what_few_calls_need(name: str) -> None:
     lazy = [found for found in imports_in(MODULES[name].read_text()) if found.inside]
-    assert [found for found in lazy if not any(f"{found.target}.".startswith(f"{door}.") for door in DOORS)] == []
+    assert [found for found in lazy if not any(f"{found.target}.".startswith(f"{known}.") for known in LAZY)] == []
 
 
 def test_an_import_in_a_function_is_found() -> None:

@@ -25,9 +25,9 @@ def test_pytest_looks_into_every_directory_of_tests(pytestconfig: pytest.Config)
 
 
 def test_a_test_lies_in_the_room_of_what_it_tests() -> None:
-    """Tests of a module beside the rooms, of all of ppctl, or of the tests themselves lie beside the rooms, too."""
+    """Tests of a module beside the packages, of all of ppctl, or of the tests themselves lie beside the directories."""
     package = TESTS.parent / "ppctl"
-    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
+    packages = {path.parent.name for path in package.glob("*/__init__.py")}
     beside = {path.stem for path in package.glob("*.py")}
     beside |= {
         "first_run",
@@ -46,7 +46,7 @@ def test_a_test_lies_in_the_room_of_what_it_tests() -> None:
     files = [
         file.relative_to(TESTS) for tier in ("unit", "torch", "dist") for file in (TESTS / tier).rglob("test_*.py")
     ]
-    assert {path.parts[1] for path in files if len(path.parts) == 3} <= rooms
+    assert {path.parts[1] for path in files if len(path.parts) == 3} <= packages
     assert {path.stem.removeprefix("test_") for path in files if len(path.parts) == 2} <= beside
     assert [path for path in files if len(path.parts) > 3] == []
 

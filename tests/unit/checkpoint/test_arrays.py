@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from array_checkpoints import arrays, save
 
-from ppctl.checkpoint import arrays as room
+from ppctl.checkpoint import arrays as reader_of_arrays
 from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
@@ -45,7 +45,7 @@ def test_equal_tensors_of_one_cut_are_not_read_and_of_two_cuts_are(
 def test_differences_are_told_with_place_values_and_norms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(room, "_BLOCK", block)
+    monkeypatch.setattr(reader_of_arrays, "_BLOCK", block)
     changed = arrays()
     changed[WQ] = changed[WQ].copy()
     changed[WQ][3, 4] += 3.0

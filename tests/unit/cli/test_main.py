@@ -1,4 +1,4 @@
-"""The front door: commands, exit codes, and imports that stay light."""
+"""`ppctl` itself: commands, exit codes, and imports that stay light."""
 
 import json
 import os
