@@ -18,7 +18,7 @@ from ppctl.cli.trace_text import SeenStep
 from ppctl.cli.train import program, short_path
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.quantities import steps_of
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
@@ -100,7 +100,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
         why = error.strerror if isinstance(error, OSError) else error
         message = f"the file of step {step} cannot be used: {type(error).__name__}: {why}"
         others = [number for number in found if number != step]
-        remedy = f"--step {max(others)}" if others else f"rm -r '{found[step]}'"
+        remedy = f"--step {max(others)}" if others else f"rm -r {pasted(found[step])}"
         raise ConfigError(Problem("PP-E643", message, remedy, str(found[step]))) from None
     return measured, plan
 
