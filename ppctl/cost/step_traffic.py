@@ -160,6 +160,20 @@ def step_sums(
     return found
 
 
+def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: ParallelSizes, width: int) -> int:
+    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide.
+
+    A bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies.
+    """
+    rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
+    sums = [
+        bucket
+        for *_, own in _groups(rows, sizes, _apart(sizes))
+        for bucket in buckets([held(row.elements, row.axes, sizes) for row in own])
+    ]
+    return width * max((sum(bucket) for bucket in sums if len(bucket) > 1), default=0)
+
+
 def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:
     """The rows without those that belong to one rank each."""
     return [row for row in rows if not (sums.owned and row.hidden_matrix)]
