@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def named_run(args: argparse.Namespace) -> RunDir:
     """The run that RUN and --dir name. Raises ConfigError if there is none, or more than one."""
     return find_run(args.run, Path(args.dir))
+
+
+def program() -> str:
+    """How to call ppctl here: by its name if it is on the PATH, else by its path."""
+    if shutil.which("ppctl"):
+        return "ppctl"
+    script = Path(sys.executable).with_name("ppctl")
+    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
+
+
+def short_path(path: Path) -> str:
+    """A path, relative to the working directory if it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

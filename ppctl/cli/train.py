@@ -24,7 +24,7 @@ from ppctl.checkpoint.local_copy import refused_on_one_host
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
-from ppctl.cli.runs import checkpoint_of
+from ppctl.cli.runs import checkpoint_of, program, short_path
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment
@@ -199,20 +199,6 @@ def command_line(command: str, args: argparse.Namespace) -> str:
     """The command line with full names, ready to paste."""
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
     return " ".join(filter(None, (program(), command, shlex.join(recipes), retyped(args.overrides))))
-
-
-def program() -> str:
-    """How to call ppctl here: by its name if it is on the PATH, else by its path."""
-    if shutil.which("ppctl"):
-        return "ppctl"
-    script = Path(sys.executable).with_name("ppctl")
-    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
-
-
-def short_path(path: Path) -> str:
-    """A path, relative to the working directory if it is below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def run_to_end(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.cli.main import main
+from ppctl.cli.runs import program
 from ppctl.config.schema import RunConfig
 from ppctl.rundir import RunDir
 
@@ -87,9 +88,9 @@ def test_no_runs_is_no_mistake(
 @pytest.mark.parametrize(
     ("run", "says", "follows"),
     [
-        ("old", ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"], "ppctl resume {} steps=200"),
+        ("old", ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"], "{program} resume {path} steps=200"),
         ("dead", ["lost, step 1 of 100\n", "loss 5.5000, 1,024 tokens/s\n"], "ppctl train"),
-        ("alive", ["running, step 0 of 100\n"], "ppctl logs {} -f"),
+        ("alive", ["running, step 0 of 100\n"], "{program} logs {path} -f"),
         ("new", ["failed, step 0 of 100\n"], "ppctl train"),
     ],
 )
@@ -99,7 +100,21 @@ def test_the_status_has_loss_speed_total_and_what_to_type_next(
     assert main(["status", run]) == 0
     out = capsys.readouterr().out
     assert [part for part in says if part not in out] == []
-    assert out.endswith(f"\nnext: {follows.format(runs[run].path)}\n")
+    assert out.endswith(f"\nnext: {follows.format(program=program(), path=runs[run].path)}\n")
+
+
+@pytest.mark.parametrize(("beat", "told"), [(0, False), (1, True)])
+def test_heartbeats_that_are_older_than_the_last_step_of_a_lost_run_are_not_told(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], beat: int, told: bool
+) -> None:
+    row = {"version": 1, "rank": 0, "state": "starting", "step": beat, "index": -1, "since": 2000.0, "working": False}
+    row |= {"stopped": False, "pid": 1, "exchanges": []}
+    runs["dead"].write_heartbeats("node", {"host": "node", "time": 2000.0, "ranks": [row]})
+    os.utime(runs["dead"].path / "heartbeats" / "node.json", (2000.0, 2000.0))
+    assert main(["status", "dead"]) == 0
+    out = capsys.readouterr().out
+    assert "lost, step 1 of 100\n" in out
+    assert ("waits for" in out) is told
 
 
 def test_a_run_that_goes_on_has_a_time_that_is_left(
