@@ -71,7 +71,8 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"note: {line}")
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
-    config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started)
+    command = shlex.join(["resume", str(run.path)])
+    config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started, command)
     typed = shlex.join(["resume", str(run.path), *args.overrides, *["--allow"] * args.allow])
     return Launch(config, plan, f"{program()} {typed}", data, time.perf_counter() - began), checkpoint
 

@@ -120,11 +120,12 @@ def accepted(composed: Composed | None, plan: Plan | None, problems: Sequence[Pr
 
 
 def adapt_to_machine(
-    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started
+    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started, command: str = "train"
 ) -> tuple[RunConfig, Mapping[str, Any]]:
     """`config` with its device and its GPU environment, and what its data is.
 
-    Raises ConfigError with all problems if it cannot run on this machine.
+    `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run that it names). Raises
+    ConfigError with all problems if it cannot run on this machine.
     """
     from ppctl.data.examine import examine  # numpy
 
@@ -142,10 +143,10 @@ def adapt_to_machine(
         problems.append(_other_world(started, world, arguments))
     elif not started.is_rank and config.launch.target == "env":
         message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
-        remedy = f"{typed_again('train', arguments)} launch.target=local"
+        remedy = f"{typed_again(command, arguments)} launch.target=local"
         problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
     else:
-        problems += shortage(device, ranks_here, arguments, os.environ, share=share)
+        problems += shortage(device, ranks_here, arguments, os.environ, share=share, command=command)
     one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
     problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
     config, conflicts = with_gpu_environment(

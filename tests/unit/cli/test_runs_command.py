@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,28 @@ def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> Non
         ["old", "job", "finished", "2"],
     ]
     assert rows[4][4] == "4.2500"
+
+
+@pytest.mark.usefixtures("runs")
+def test_on_a_narrow_terminal_the_times_get_shorter_and_long_values_stand_below(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig()
+    config.optim.lr, config.checkpoint.resume = 1e-3, "/".join(["", *["directory"] * 9])
+    runs["new"].write_config(config)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    seen = {}
+    for columns in (60, 54, 50):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["runs"]) == 0
+        seen[columns] = capsys.readouterr().out.splitlines()
+        assert max(map(len, seen[columns])) <= columns
+    assert [max(map(len, lines)) for lines in seen.values()] == [56, 53, 48]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["runs", "--compare", "old", "new"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split() == ["key", "A", "B"] and lines[4].split() == ["optim.lr", "0.0003", "0.001"]
+    assert lines[5:8] == ["checkpoint.resume", "  A  null", f"  B  {config.checkpoint.resume}"]
 
 
 def test_as_json(runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]) -> None:
