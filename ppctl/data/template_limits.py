@@ -6,7 +6,7 @@ slow machine the same conversations are refused as on a fast one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, MappingView, Set, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Set, Sized, ValuesView
 from functools import wraps
 from types import NoneType
 from typing import Any
@@ -200,7 +200,7 @@ def size_of(value: Any, plain: tuple[type, ...] = (object,)) -> int:
         if isinstance(each, Mapping):
             waiting += each.keys()
             waiting += each.values()
-        elif isinstance(each, list | tuple | set | MappingView):
+        elif isinstance(each, list | tuple | set | KeysView | ValuesView | ItemsView):
             waiting += each
         elif not isinstance(each, plain):
             raise TemplateError(f"it puts out a {type(each).__name__}, whose text would name a place in memory")
