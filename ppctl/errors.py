@@ -14,8 +14,30 @@ Knows nothing of what the problems are about. `ppctl explain CODE` prints a code
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The place of a problem that lies in many places: the first ones, and how many more there are."""
+    return "\n".join([*names[:most], f"and {len(names) - most} more"] if len(names) > most else names)
+
+
+def pasted(*words: object) -> str:
+    """Words of a remedy as a shell takes them, also those with blanks, quotes and control characters: one line."""
+    return " ".join(map(_quoted, map(str, words)))
+
+
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    body = "".join(f"\\{each}" if each in "\\'" else each if each.isprintable() else _octal(each) for each in word)
+    return f"$'{body}'"
+
+
+def _octal(letter: str) -> str:
+    return "".join(f"\\{byte:03o}" for byte in letter.encode(errors="surrogateescape"))
 
 
 @dataclass(frozen=True, slots=True)

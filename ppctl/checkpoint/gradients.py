@@ -117,15 +117,7 @@ class KeptStep:
 
 def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
     rank = int(file.stem.removeprefix("rank-"))
-    read_header(file)  # is it whole?
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
+    for key, stored in read_header(file).items():
         name, _, offset = key.removeprefix("gradient.").partition("@")
-        shape = tuple(entry["shape"])
-        place = tuple(map(int, offset.split(","))) if offset else (0,) * len(shape)
-        dtype = _NUMPY[entry["dtype"]]
-        yield name, KeptPart(rank, Box(place, shape), file, 8 + length + entry["data_offsets"][0], dtype)
+        place = tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape)
+        yield name, KeptPart(rank, Box(place, stored.shape), file, stored.offset, _NUMPY[stored.dtype])

@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint_folder import MANIFEST, STATE
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, listed
 from ppctl.files import check_regular
 
 FORMAT = 2
@@ -303,8 +303,8 @@ def _lost(manifest: Manifest, file: str, size: int) -> str:
         for shard in record.shards
         if shard.file == file and shard.bytes[1] > max(size, shard.bytes[0])
     )
-    lines = [f"{name}: bytes {begin} to {end}" for (begin, end), name in lost[:_LISTED]]
-    return "\n".join([*lines, f"and {len(lost) - _LISTED} more"] if len(lost) > _LISTED else lines)
+    lines = [f"{name}: bytes {begin} to {end}" for (begin, end), name in lost]
+    return listed(lines, _LISTED)
 
 
 def changed(file: str, begin: int, end: int, tensor: str) -> str:

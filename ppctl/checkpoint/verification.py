@@ -21,7 +21,7 @@ from ppctl.checkpoint_folder import STATE
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed
 from ppctl.config.schema import RunConfig
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
 
 Kind = tuple[tuple[int, ...], str]
 """Whole shape, and dtype by torch's name."""
@@ -135,7 +135,7 @@ def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind
 
 
 def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
-    remedy = f"give the model the sizes that it was saved with: they are in '{path / STATE}'"
+    remedy = f"give the model the sizes that it was saved with: they are in {pasted(path / STATE)}"
     return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
 
 

@@ -21,7 +21,7 @@ from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, mis
 from ppctl.cli import ckpt_text
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, width
 from ppctl.cli.table import prose
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.directory import read_config_file
 from ppctl.run_starts import at_rest
 from ppctl.rundir import RunDir
@@ -157,7 +157,7 @@ def _folder(text: str | None, root: Path) -> Path | None:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     message = f"{path} cannot be read: {error.strerror}"
-    return CheckpointError(Problem("PP-E505", message, f"ls -ld '{path}'", str(error.filename or path)))
+    return CheckpointError(Problem("PP-E505", message, f"ls -ld {pasted(path)}", str(error.filename or path)))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -260,7 +260,7 @@ def _prune(args: argparse.Namespace) -> int:
     if folder is None:
         message = f"{args.path} is a single checkpoint, not a run or a directory of checkpoints"
         parent = Path(args.path).absolute().parent
-        raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt prune '{parent}' --keep {args.keep}"))
+        raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt prune {pasted(parent)} --keep {args.keep}"))
     with at_rest(RunDir(folder.parent)):
         kept = checkpoint_folder.complete(folder)
         needed = _needed(folder, kept)
@@ -273,7 +273,7 @@ def _prune(args: argparse.Namespace) -> int:
                 checkpoint_folder.remove(path)
         except OSError as error:
             message = f"{folder} cannot be changed: {error.strerror}"
-            raise CheckpointError(Problem("PP-E505", message, f"ls -ld '{folder}'", str(folder))) from error
+            raise CheckpointError(Problem("PP-E505", message, f"ls -ld {pasted(folder)}", str(folder))) from error
     report = {
         "path": str(folder),
         "dry_run": args.dry_run,
@@ -299,7 +299,7 @@ def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
         except CheckpointError:
             continue
     message = f"none of the {len(kept)} checkpoints in {folder} is good, and nothing is deleted"
-    remedy = f"ppctl ckpt verify '{kept[-1]}'" if kept else f"ls -l '{folder}'"
+    remedy = f"ppctl ckpt verify {pasted(kept[-1])}" if kept else f"ls -l {pasted(folder)}"
     raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
 
 
@@ -335,7 +335,7 @@ def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
             overrides[key.removeprefix(_OVERRIDES)] = value
         else:
             message = f"--for {word}: the config.json of a Hugging Face directory describes the model"
-            remedy = f"ppctl ckpt import --hf '{source}' OUT --for {_IMPLEMENTATION}=transformers"
+            remedy = f"ppctl ckpt import --hf {pasted(source)} OUT --for {_IMPLEMENTATION}=transformers"
             raise ConfigError(Problem("PP-E105", message, remedy, "command line"))
     values = dict(model_values(source, implementation, overrides))
     given = {"implementation": implementation, "hf_overrides": overrides}

@@ -37,11 +37,10 @@ def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any]) -> str:
-    """The comparison in tables: keys, then a dozen steps from the first common one to the last."""
+def text(found: dict[str, Any], columns: int) -> str:
+    """The comparison in tables, of so many columns: keys, then a dozen steps from the first common one to the last."""
     named = aligned(zip("AB", found["ids"], strict=True))
-    rows = [("key", *"AB"), *((name, *map(value_text, pair)) for name, pair in found["keys"].items())]
-    lines = [named, "", aligned(rows) if found["keys"] else "no key differs", ""]
+    lines = [named, "", _keys(found["keys"], columns) if found["keys"] else "no key differs", ""]
     steps = found["steps"]
     if steps:
         last = len(steps) - 1
@@ -52,6 +51,15 @@ def text(found: dict[str, Any]) -> str:
         lines.append("no step was done by both")
     speeds = [f"{name} {'-' if speed is None else f'{speed:,.0f}'}" for name, speed in _speeds(found)]
     return "\n".join([*lines, "", f"tokens/s, median: {', '.join(speeds)}{_faster(found)}"])
+
+
+def _keys(keys: dict[str, Any], columns: int) -> str:
+    """The keys that differ, with both values; values that are too long for the table, as paths are, stand below it."""
+    room = (columns - max(map(len, keys)) - 4) // 2
+    rows = [(name, *map(value_text, pair)) for name, pair in keys.items()]
+    short = [row for row in rows if max(map(len, row[1:])) <= room]
+    below = [f"{name}\n  A  {a}\n  B  {b}" for name, a, b in rows if max(len(a), len(b)) > room]
+    return "\n".join([aligned([("key", *"AB"), *short]) if short else "key", *below])
 
 
 def _row(step: dict[str, Any]) -> tuple[str, ...]:

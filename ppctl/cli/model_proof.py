@@ -16,6 +16,7 @@ from ppctl.errors import PpctlError
 from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.launch.described import Description, describe
+from ppctl.launch.weights import unread_weights
 
 _WIDTH, _INDENT = 80, " " * 9
 
@@ -60,7 +61,7 @@ def _told(found: Description, directory: Path, overrides: Mapping[str, str]) -> 
         "stages": list(model.stages),
         "gradients": model.gradients,
         "dropout": {name: read_config_file(directory).get(name) for name in overrides},
-        "notes": list(model.notes),
+        "notes": [*model.notes, *unread_weights(directory)],
         "kept": None if found.kept is None else str(found.kept),
         "wrong": [],
     }

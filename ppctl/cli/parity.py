@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -141,7 +142,8 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
     plan, problems = plan_of(composed, [])
     refuse(problems)
     assert plan is not None  # there were no problems
-    config, _ = adapt_to_machine(composed.config, plan, args.overrides, detect(os.environ))
+    command = shlex.join(["parity", *args.runs])
+    config, _ = adapt_to_machine(composed.config, plan, args.overrides, detect(os.environ), command)
     return with_paths(config), plan
 
 

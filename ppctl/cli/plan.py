@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     composed, plan, problems = planned(args.overrides, args.problems)
     if not args.overrides and not args.problems:
         note(f"note: {_NOTHING}")
-    for line in composed.notes if composed else ():
+    for line in [*composed.notes, *_on_weights(composed)] if composed else ():
         note(f"note: {line}")
     if args.dump_schedule is not None:
         problems += _dump(plan, problems, Path(args.dump_schedule))
@@ -77,6 +77,19 @@ def _run(args: argparse.Namespace) -> int:
         _show(composed, plan, problems)
     print_problems(problems)
     return exit_code(problems, force=args.force)
+
+
+def _on_weights(composed: Composed) -> list[str]:
+    """What is wrong with the weights of `model.from`, which a plan does not need."""
+    source = composed.config.model.from_
+    if source is None:
+        return []
+    from ppctl.launch.weights import find_weights, unread_weights  # as in `_read_model`
+
+    try:
+        return unread_weights(find_weights(source))
+    except ConfigError:
+        return []  # it is among the problems
 
 
 def planned(

@@ -16,7 +16,7 @@ from ppctl.checkpoint_folder import AUTO, step_of
 from ppctl.cli import train
 from ppctl.cli.console import note
 from ppctl.cli.plan import plan_of
-from ppctl.cli.runs import add_run_arguments, named_run
+from ppctl.cli.runs import add_run_arguments, named_run, program
 from ppctl.config.checks import WATCHED
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.keys import keys_with, value_of
@@ -71,9 +71,10 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"note: {line}")
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
-    config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started)
+    command = shlex.join(["resume", str(run.path)])
+    config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started, command)
     typed = shlex.join(["resume", str(run.path), *args.overrides, *["--allow"] * args.allow])
-    return Launch(config, plan, f"{train.program()} {typed}", data, time.perf_counter() - began), checkpoint
+    return Launch(config, plan, f"{program()} {typed}", data, time.perf_counter() - began), checkpoint
 
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:

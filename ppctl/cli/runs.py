@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from ppctl import checkpoint_folder
 from ppctl.cli.console import UNFOLDED, width
-from ppctl.cli.table import aligned, folded
+from ppctl.cli.table import aligned, fits, folded
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
 from ppctl.run_starts import QUIET, holder, is_held, quiet_for
@@ -22,6 +25,7 @@ from ppctl.runs import find_run, list_runs
 
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
+_TIMES = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%m-%d %H:%M")
 LOST = "lost"
 """The state of a run that has started by its status.json, and has no process any more."""
 
@@ -36,6 +40,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def named_run(args: argparse.Namespace) -> RunDir:
     """The run that RUN and --dir name. Raises ConfigError if there is none, or more than one."""
     return find_run(args.run, Path(args.dir))
+
+
+def program() -> str:
+    """How to call ppctl here: by its name if it is on the PATH, else by its path."""
+    if shutil.which("ppctl"):
+        return "ppctl"
+    script = Path(sys.executable).with_name("ppctl")
+    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
+
+
+def short_path(path: Path) -> str:
+    """A path, relative to the working directory if it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +100,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     first, second = (find_run(name, Path(args.dir)) for name in args.compare)
     found = compare_runs.comparison((first, second))
-    print(json.dumps(found, indent=1) if args.json else compare_runs.text(found))
+    print(json.dumps(found, indent=1) if args.json else compare_runs.text(found, width(UNFOLDED)))
     return 0
 
 
@@ -135,10 +153,16 @@ def _why_lost(run: RunDir, state: str) -> str | None:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The runs as a table."""
+    """The runs as a table; on a narrow terminal the time of day without seconds, or without its year."""
+    columns = width(UNFOLDED)
+    tables = [_table(found, form) for form in _TIMES]
+    return next((each for each in tables if fits(each, columns)), tables[-1])
+
+
+def _table(found: list[dict[str, Any]], time_form: str) -> str:
     rows = [("id", "name", "state", "step", "loss", "when")]
     for one in found:
         loss = "" if one["loss"] is None else f"{one['loss']:.4f}"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"])) if one["time"] else ""
+        when = time.strftime(time_form, time.localtime(one["time"])) if one["time"] else ""
         rows.append((one["id"], one["name"], one["state"], str(one["step"]), loss, when))
     return aligned(rows)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.jobs import RunJob, combined_state, job_of
-from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run
+from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import PpctlError
 from ppctl.hang.waits import published_states, root, waits
@@ -82,11 +82,11 @@ def _next(report: dict[str, Any]) -> str | None:
     """The command that usually follows."""
     where, state = shlex.quote(report["path"]), report["state"]
     if state in STARTED:
-        return f"ppctl logs {where} -f"
+        return f"{program()} logs {where} -f"
     if state == "finished":
-        return f"ppctl resume {where} steps={2 * report['total']}" if report["total"] else None
+        return f"{program()} resume {where} steps={2 * report['total']}" if report["total"] else None
     if state in ("failed", "stopped", "interrupted", LOST):
-        return f"ppctl resume {where}" if report["checkpoint"] else report["command"]
+        return f"{program()} resume {where}" if report["checkpoint"] else report["command"]
     return None
 
 
@@ -119,11 +119,18 @@ def _text(report: dict[str, Any], columns: int) -> str:
     """The run in lines of at most so many columns, but for its ranks' table, paths and what is to be pasted."""
     parts = [prose(_said(report), columns)]
     now = time.time()
-    if report["state"] in (*STARTED, LOST) and report["ranks"]:
+    if _tells(report):
         parts += ["", _table(report["ranks"], now, columns), prose(_ages(report["ranks"], now), columns), ""]
     parts += [f"checkpoint {report['checkpoint']}"] * bool(report["checkpoint"])
     parts.append(f"directory {report['path']}")
     return "\n".join([*parts, "", f"next: {report['next']}"] if report["next"] else parts)
+
+
+def _tells(report: dict[str, Any]) -> bool:
+    """Whether the ranks' last heartbeats say more than the steps on record: those of a run that was lost between two of
+    them may be older than its last step."""
+    lost, rows = report["state"] == LOST, report["ranks"]
+    return bool(rows) and (report["state"] in STARTED or (lost and max(r["step"] for r in rows) >= report["step"]))
 
 
 def _said(report: dict[str, Any]) -> list[str]:

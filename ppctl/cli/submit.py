@@ -19,7 +19,8 @@ from typing import Any
 from ppctl.cli.console import note
 from ppctl.cli.jobs import hand_over, job_of
 from ppctl.cli.plan import planned
-from ppctl.cli.train import accepted, command_line, program, refuse, short_path, with_gpu_environment, with_paths
+from ppctl.cli.runs import program, short_path
+from ppctl.cli.train import accepted, command_line, refuse, with_gpu_environment, with_paths
 from ppctl.config.schema import RunConfig
 from ppctl.devices import machines
 from ppctl.errors import ConfigError, Problem

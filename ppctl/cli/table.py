@@ -20,6 +20,11 @@ def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
     return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
 
 
+def fits(text: str, width: int) -> bool:
+    """Whether no line of `text` is longer than `width`."""
+    return max(map(len, text.splitlines()), default=0) <= width
+
+
 def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[str]]:
     """Rows that `aligned` makes no wider than `width`, if that can be: last cells go on in rows below at `mark`s."""
     rows = [list(row) for row in rows]

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from ppctl.cli import trace_text
 from ppctl.cli.console import UNFOLDED, note, width
-from ppctl.cli.runs import add_run_arguments, named_run
+from ppctl.cli.runs import add_run_arguments, named_run, program, short_path
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.cli.trace_text import SeenStep
-from ppctl.cli.train import program, short_path
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.quantities import steps_of
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
@@ -57,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(json.dumps(trace_text.report(shown)) if args.json else trace_text.text(shown, width(UNFOLDED)))
     if args.timeline is not None:
-        plan, ranks = shown.plan, shown.pipeline
+        plan = shown.plan
         config = run_dir.read_config()
         planned = picture(plan, at_size(config, BatchSizes.of(config.train).at(shown.step - 1)))
-        title = f"{plan.name}: step {shown.step} as it was measured, ranks {ranks[0]} to {ranks[-1]}"
+        title = f"{plan.name}: step {shown.step} as it was measured, {shown.named_ranks}"
         timed = "measured" if plan.time_calibrated else "preset"
         subtitle = f"layout {plan.layout}; below it the step as planned, from {timed} costs, on the same axis"
         drawn = replace(planned, title=title, subtitle=subtitle, trace=shown.trace, planned=planned.trace)
@@ -100,7 +99,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
         why = error.strerror if isinstance(error, OSError) else error
         message = f"the file of step {step} cannot be used: {type(error).__name__}: {why}"
         others = [number for number in found if number != step]
-        remedy = f"--step {max(others)}" if others else f"rm -r '{found[step]}'"
+        remedy = f"--step {max(others)}" if others else f"rm -r {pasted(found[step])}"
         raise ConfigError(Problem("PP-E643", message, remedy, str(found[step]))) from None
     return measured, plan
 

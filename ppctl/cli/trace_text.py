@@ -28,6 +28,15 @@ class SeenStep(NamedTuple):
     ledgers: list[Ledger]
 
     @property
+    def named_ranks(self) -> str:
+        """The pipeline's ranks, which stand apart where others share its stages: `ranks 0, 2`."""
+        first, *rest = self.pipeline
+        if not rest:
+            return f"rank {first}"
+        evenly = self.pipeline == tuple(range(first, first + len(self.pipeline)))
+        return f"ranks {first} to {rest[-1]}" if evenly else f"ranks {', '.join(map(str, self.pipeline))}"
+
+    @property
     def seconds(self) -> float:
         """From the first rank's begin to the last one's end."""
         return self.ledgers[0].total
@@ -69,6 +78,9 @@ def text(seen: SeenStep, columns: int) -> str:
         f"{pipeline_s:.4f} s",
         f"bubble {bubble_fraction(seen.trace):.1%} measured, {seen.plan.bubble_fraction:.1%} planned",
     ]
+    if (others := seen.plan.sizes.world // len(seen.pipeline) - 1) > 0:
+        more = "another pipeline has" if others == 1 else f"{others} other pipelines have"
+        head.append(f"the pipeline of {seen.named_ranks}; {more} the same stages: --pipeline RANK shows it")
     said = [
         f"critical path: {len(path['actions'])} actions, {path['messages']} messages between ranks: {kinds}",
         f"simulated from what was measured: {_ms(found['simulated_s'])} of {_ms(pipeline_s)}",
@@ -95,9 +107,10 @@ def _change(seconds: float) -> str:
 
 
 def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
-    """A row for each part of a step, a column for each pp_rank: milliseconds and shares."""
-    names = list(dict.fromkeys(name for ledger in found for name in ledger.rows()))
-    waits = sorted(name for name in names if name.startswith("waiting"))
+    """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
+    shown = [_by_rank(ledger, pipeline) for ledger in found]
+    names = list(dict.fromkeys(name for rows in shown for name in rows))
+    waits = [name for name in (f"waiting for rank {rank}" for rank in pipeline) if name in names]
     ordered = [
         "compute",
         "gradients",
@@ -106,7 +119,7 @@ def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[li
     ]
     table = [["ms", *(f"rank {rank}" for rank in pipeline)]]
     for name in ordered:
-        seconds = [ledger.rows().get(name, 0.0) for ledger in found]
+        seconds = [rows.get(name, 0.0) for rows in shown]
         if any(seconds):
             table.append(
                 [
@@ -118,6 +131,12 @@ def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[li
                 ]
             )
     return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in found)]]
+
+
+def _by_rank(ledger: Ledger, pipeline: tuple[int, ...]) -> dict[str, float]:
+    """A ledger's rows; who was waited for is named as the columns are."""
+    renamed = {f"waiting for pp_rank {pp_rank}": f"waiting for rank {rank}" for pp_rank, rank in enumerate(pipeline)}
+    return {renamed.get(name, name): seconds for name, seconds in ledger.rows().items()}
 
 
 # Two runs

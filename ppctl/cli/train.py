@@ -24,7 +24,7 @@ from ppctl.checkpoint.local_copy import refused_on_one_host
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
-from ppctl.cli.runs import checkpoint_of
+from ppctl.cli.runs import checkpoint_of, program, short_path
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment
@@ -120,11 +120,12 @@ def accepted(composed: Composed | None, plan: Plan | None, problems: Sequence[Pr
 
 
 def adapt_to_machine(
-    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started
+    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started, command: str = "train"
 ) -> tuple[RunConfig, Mapping[str, Any]]:
     """`config` with its device and its GPU environment, and what its data is.
 
-    Raises ConfigError with all problems if it cannot run on this machine.
+    `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run that it names). Raises
+    ConfigError with all problems if it cannot run on this machine.
     """
     from ppctl.data.examine import examine  # numpy
 
@@ -142,10 +143,10 @@ def adapt_to_machine(
         problems.append(_other_world(started, world, arguments))
     elif not started.is_rank and config.launch.target == "env":
         message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
-        remedy = f"{typed_again('train', arguments)} launch.target=local"
+        remedy = f"{typed_again(command, arguments)} launch.target=local"
         problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
     else:
-        problems += shortage(device, ranks_here, arguments, os.environ, share=share)
+        problems += shortage(device, ranks_here, arguments, os.environ, share=share, command=command)
     one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
     problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
     config, conflicts = with_gpu_environment(
@@ -199,20 +200,6 @@ def command_line(command: str, args: argparse.Namespace) -> str:
     """The command line with full names, ready to paste."""
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
     return " ".join(filter(None, (program(), command, shlex.join(recipes), retyped(args.overrides))))
-
-
-def program() -> str:
-    """How to call ppctl here: by its name if it is on the PATH, else by its path."""
-    if shutil.which("ppctl"):
-        return "ppctl"
-    script = Path(sys.executable).with_name("ppctl")
-    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
-
-
-def short_path(path: Path) -> str:
-    """A path, relative to the working directory if it is below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def run_to_end(

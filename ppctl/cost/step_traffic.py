@@ -49,7 +49,24 @@ class Stages(NamedTuple):
     """The layers of all stages, by pp_rank and chunk, and whose traffic is asked for."""
 
     of: Sequence[Sequence[Sequence[Layer]]]
+    normed: Sequence[Sequence[Parameter]]
+    """By pp_rank, what has a norm of its own."""
     pp_rank: int
+
+    @classmethod
+    def each(cls, model: ModelConfig, of: Sequence[Sequence[Sequence[Layer]]]) -> Iterator[Stages]:
+        """By pp_rank."""
+        named = [
+            {
+                name: row
+                for layers in own
+                for name, row in stage_parameters(model, layers).items()
+                if row.gradient != "none" and row.copy_of in (None, name)
+            }
+            for own in of
+        ]
+        normed = [list(own.values()) for own in named]
+        return (cls(of, normed, pp_rank) for pp_rank in range(len(of)))
 
     @property
     def own(self) -> Sequence[Sequence[Layer]]:
@@ -65,7 +82,7 @@ def once_a_step(
     if sums.owned:
         _matrices(found, model, stages.own, sizes, sums)
     _reports(found, model, stages, sizes)
-    _norms(found, model, stages, sizes, sums)
+    _norms(found, stages, sizes, sums)
     _tied(found, model, stages, sizes, sums)
     _biases(found, model, stages, sizes, sequence_parallel=sequence_parallel)
     return found
@@ -81,18 +98,9 @@ def _reports(found: Traffic, model: ModelConfig, stages: Stages, sizes: Parallel
             size *= ranks
 
 
-def _norms(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
+def _norms(found: Traffic, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
     """The squared norms of divided gradients, and then each parameter's norm from its pp_rank."""
-    names = [
-        {
-            name: row
-            for layers in own
-            for name, row in stage_parameters(model, layers).items()
-            if row.gradient != "none" and row.copy_of in (None, name)
-        }
-        for own in stages.of
-    ]
-    rows, wide = names[stages.pp_rank].values(), max(4, sums.weight)
+    rows, wide = stages.normed[stages.pp_rank], max(4, sums.weight)
     if sums.sharding != "none":
         for axis, ranks, own in _groups(list(rows), sizes, _apart(sizes)):
             found.note(axis, "all_reduce", 2 * wide * len(own) * (ranks - 1) / ranks)
@@ -103,7 +111,7 @@ def _norms(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSi
             ranks = getattr(sizes, axis)
             found.note(axis, "all_reduce", 2 * wide * divided * (ranks - 1) / ranks)
     if sizes.pp > 1:
-        found.note("pp", "all_gather", wide * max(map(len, names)) * (sizes.pp - 1))
+        found.note("pp", "all_gather", wide * max(map(len, stages.normed)) * (sizes.pp - 1))
 
 
 def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
@@ -158,6 +166,20 @@ def step_sums(
     for bucket in buckets(partial):
         found.note("tp", "all_reduce", 2 * sum(bucket) * sums.gradient * (sizes.tp - 1) / sizes.tp)
     return found
+
+
+def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: ParallelSizes, width: int) -> int:
+    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide.
+
+    A bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies.
+    """
+    rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
+    sums = [
+        bucket
+        for *_, own in _groups(rows, sizes, _apart(sizes))
+        for bucket in buckets([held(row.elements, row.axes, sizes) for row in own])
+    ]
+    return width * max((sum(bucket) for bucket in sums if len(bucket) > 1), default=0)
 
 
 def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:

@@ -60,7 +60,12 @@ class ChatTemplate:
         """Whether the template has the keyword `generation`."""
         try:
             self._template = environment.from_string(source)
-        except (TemplateError, SyntaxError, RecursionError) as error:  # Python's own: `break` outside a loop
+        except (
+            TemplateError,
+            SyntaxError,
+            RecursionError,
+            ValueError,
+        ) as error:  # Python's own: `break` outside a loop
             message = f"Jinja cannot read the chat template: {error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.data.tokenizer import Tokens
-from ppctl.errors import DataError, Problem
+from ppctl.errors import DataError, Problem, pasted
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -96,7 +96,7 @@ def open_indexed(prefix: str) -> Indexed:
         indexed = _read(prefix, idx, bin_)
     except OSError as error:
         file = error.filename or idx
-        problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
+        problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
         raise DataError(problem) from error
     damage = next(_damage(indexed, idx, bin_), None)
     if damage is not None:

@@ -6,11 +6,12 @@ slow machine the same conversations are refused as on a fast one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Set, Sized, ValuesView
 from functools import wraps
+from types import NoneType
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, Undefined, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -20,8 +21,14 @@ LONGEST = 2**26
 """Characters of a text, or entries of a list, that a template makes: no conversation has as many."""
 MOST_MADE = 2**30
 """The same of all that one rendering makes. A template that adds each turn to a text makes the square of that."""
+MOST_BITS = 2**14
+"""Of a whole number: Python prints none of more than 4,300 digits."""
 _TURNS, _JOINED = "ppctl_turns", "ppctl_joined"
 """The names of the filters around what a loop goes through, and in place of `~`."""
+_UNCOUNTED = ("encode", "translate", "expandtabs")
+"""Methods of texts that no template needs: what they make is long by other rules, or no text."""
+_PLAIN = (str, int, float, NoneType, Undefined, range)
+"""What is the same text in every process, apart from what holds such values."""
 
 
 class Limited(ImmutableSandboxedEnvironment):
@@ -31,7 +38,7 @@ class Limited(ImmutableSandboxedEnvironment):
     a memory.
     """
 
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "**", "%"])
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, finalize=self._shown, **named)
@@ -48,11 +55,15 @@ class Limited(ImmutableSandboxedEnvironment):
         found.set_environment(self)
         return found
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the sandbox's, without methods whose results are not foreseen."""
+        return attr not in _UNCOUNTED and super().is_safe_attribute(obj, attr, value)
+
     def concat(self, pieces: Iterable[Any]) -> str:
         """What a template, a block or `~` puts one behind another."""
         texts, length = [], 0
         for piece in pieces:
-            length += size_of(piece)
+            length += _printed(piece)
             self._check(length)
             texts.append(str(piece))
         text: str = self._noted("".join(texts))
@@ -64,6 +75,7 @@ class Limited(ImmutableSandboxedEnvironment):
         method = getattr(callee, "__wrapped__", callee)  # the sandbox's own str.format is a function
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
+            _printed([*arguments, *named.values()])
             self._foresee(method.__name__, text, *arguments, *named.values())
         else:
             self._foresee("", *arguments, *named.values())
@@ -72,19 +84,20 @@ class Limited(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """As the sandbox's, where the result is no longer than it may be."""
         if operator == "**":
-            bits = abs(right) * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
-            self._check(bits)
+            _check_bits(max(_number(right), 0) * _number(left).bit_length())
         elif operator == "*":
+            _check_bits(_number(left).bit_length() + _number(right).bit_length())
             self._check(max(_length(left) * _number(right), _length(right) * _number(left)))
         elif operator == "+":
             self._check(_length(left) + _length(right))
-        elif isinstance(left, str):
+        elif isinstance(left, str) and operator == "%":
+            _printed(right)
             self._foresee("format", left, right)
         return self._noted(super().call_binop(context, operator, left, right))
 
     def _shown(self, value: Any) -> Any:
         """What a template puts out, before it is text."""
-        self._check(size_of(value))
+        self._check(_printed(value))
         return value
 
     def bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +106,10 @@ class Limited(ImmutableSandboxedEnvironment):
         @wraps(function)
         def counted(*arguments: Any, **named: Any) -> Any:
             seen = [list(self._turns(each)) if isinstance(each, Iterator) else each for each in arguments]
-            self._foresee(function.__name__.removeprefix("do_"), *seen, *named.values())
+            given = [*(seen[1:] if hasattr(function, "jinja_pass_arg") else seen), *named.values()]
+            if function.__name__ != "do_default":
+                _printed(given)
+            self._foresee(function.__name__.removeprefix("do_"), *given)
             return self._noted(function(*seen, **named))
 
         return counted
@@ -111,6 +127,8 @@ class Limited(ImmutableSandboxedEnvironment):
             length += texts[0].count("\n") * max(map(_number, operands), default=len(texts[-1]))
         elif name in ("format", "format_map") and texts and _longest_number(texts[0]) > len(str(LONGEST)):
             length += LONGEST  # a width of nine digits
+        elif name == "round":
+            _check_bits(max(map(abs, map(_number, operands[1:2])), default=0) * 4)  # ten to this power
         self._check(length)
 
     def _turns(self, items: Any) -> Iterator[Any]:
@@ -128,6 +146,9 @@ class Limited(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it makes a text of more than {LONGEST:,} characters")
 
     def _noted(self, made: Any) -> Any:
+        if isinstance(made, Set) and not isinstance(made, KeysView | ItemsView):
+            raise TemplateError("it makes a set, whose order is another one in every process")
+        _check_bits(_number(made).bit_length())
         self._made_left -= _length(made)
         if self._made_left < 0:
             raise TemplateError(f"it makes texts of more than {MOST_MADE:,} characters together")
@@ -157,8 +178,21 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def size_of(value: Any) -> int:
-    """About the characters of a value as text, or somewhat more than LONGEST: lists may hold themselves many times."""
+def _check_bits(bits: int) -> None:
+    if bits > MOST_BITS:
+        raise TemplateError(f"it makes a number of more than {MOST_BITS:,} bits")
+
+
+def _printed(value: Any) -> int:
+    """The size of what becomes text, as `size_of`. Raises TemplateError where the text would name a place in memory."""
+    return size_of(value, _PLAIN)
+
+
+def size_of(value: Any, plain: tuple[type, ...] = (object,)) -> int:
+    """About the characters of a value as text, or somewhat more than LONGEST: lists may hold themselves many times.
+
+    Raises TemplateError for what is neither `plain` nor holds values.
+    """
     size, waiting = 0, [value]
     while waiting and size <= LONGEST:
         each = waiting.pop()
@@ -166,8 +200,10 @@ def size_of(value: Any) -> int:
         if isinstance(each, Mapping):
             waiting += each.keys()
             waiting += each.values()
-        elif isinstance(each, list | tuple | set):
+        elif isinstance(each, list | tuple | set | KeysView | ValuesView | ItemsView):
             waiting += each
+        elif not isinstance(each, plain):
+            raise TemplateError(f"it puts out a {type(each).__name__}, whose text would name a place in memory")
     return size
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.data.tokenizer import Document, Tokenizer, Tokens
-from ppctl.errors import DataError, Problem
+from ppctl.errors import DataError, Problem, listed, pasted
 
 READABLE = (".txt", ".jsonl")
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
@@ -73,9 +73,9 @@ def _no_match(pattern: str, expanded: str, not_readable: list[Path], form: str) 
     named = form.format(pattern)
     if os.path.isdir(expanded):
         prefixes = sorted(glob.glob(os.path.join(glob.escape(expanded), "*.idx")))
-        inside = form.format(prefixes[0][:-4] if prefixes else f"'{pattern.rstrip('/')}/**/*.txt'")
+        inside = pasted(form.format(prefixes[0][:-4] if prefixes else f"{pattern.rstrip('/')}/**/*.txt"))
         return Problem("PP-E401", f"{named} is a directory; it takes files, by name or glob", remedy=inside)
-    remedy = READ_LIBRARY if form.startswith("data.") else f"ls {Path(expanded).absolute().parent}"
+    remedy = READ_LIBRARY if form.startswith("data.") else f"ls {pasted(Path(expanded).absolute().parent)}"
     if not_readable:
         message = f"{named} matches no .txt or .jsonl file; only these are read"
         return Problem("PP-E401", message, remedy=remedy, place=names(not_readable))
@@ -83,15 +83,14 @@ def _no_match(pattern: str, expanded: str, not_readable: list[Path], form: str) 
     if not glob.has_magic(pattern):
         missing = f"no such file, and no {pattern}.bin with an .idx"
     if "," in pattern and all(map(os.path.exists, pattern.split(","))):
-        remedy = f"'{form.format(f'[{pattern}]')}'"
+        remedy = pasted(form.format(f"[{pattern}]"))
     where = f"looked in {Path(expanded).absolute().parent}"
     return Problem("PP-E401", f"{named}: {missing}", remedy=remedy, place=where)
 
 
 def names(files: list[Path]) -> str:
     """The first five of `files`, one a line, and how many more there are."""
-    more = [f"and {len(files) - 5} more"] if len(files) > 5 else []
-    return "\n".join([*map(str, files[:5]), *more])
+    return listed(list(map(str, files)), 5)
 
 
 def documents(
@@ -133,12 +132,12 @@ def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Do
         try:
             yield from _read(file, progress)
         except OSError as error:
-            yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
+            yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
 
 
 def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     if not stat.S_ISREG(file.stat().st_mode):
-        yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l '{file}'")
+        yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l {pasted(file)}")
         return
     if file.suffix != ".jsonl":
         data = file.read_bytes()

@@ -6,7 +6,6 @@ Knows which tensors a model must have and which may be there besides. Must not k
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import read_config
 from ppctl.families.names import mtp_copies, stored_name
-from ppctl.families.safetensors import INDEX, SINGLE, SIZES, Stored, read_directory
+from ppctl.families.safetensors import INDEX, SINGLE, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.files import read_whole
 from ppctl.geometry.layers import Layer, layer_kinds
@@ -65,7 +64,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error)
     message = f"{directory} is no model directory: {CONFIG} cannot be read ({reason})"
-    raise ConfigError(Problem("PP-E520", message, f"ls '{directory}'", str(path)))
+    raise ConfigError(Problem("PP-E520", message, f"ls {pasted(directory)}", str(path)))
 
 
 def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = True) -> ModelDirectory:
@@ -159,7 +158,7 @@ def _misfits(found: ModelDirectory, known: Collection[str]) -> Iterator[Problem]
 
 
 def _fits(found: ModelDirectory, name: str, stored: Stored, shape: Shape) -> bool:
-    if stored.shape != shape or stored.bytes != math.prod(shape) * SIZES.get(stored.dtype, 0):
+    if stored.shape != shape:
         return False
     if stored.dtype in _FLOATS:
         return True
@@ -169,6 +168,5 @@ def _fits(found: ModelDirectory, name: str, stored: Stored, shape: Shape) -> boo
 
 
 def _misfit(found: ModelDirectory, fault: str, names: list[str]) -> Problem:
-    remedy = f"compare the model's sizes with '{found.path / CONFIG}', and that with the weights"
-    shown = [*names[:20], f"and {len(names) - 20} more"] if len(names) > 20 else names
-    return Problem("PP-E524", f"{found.path} {fault}", remedy, "\n".join(shown))
+    remedy = f"compare the model's sizes with {pasted(found.path / CONFIG)}, and that with the weights"
+    return Problem("PP-E524", f"{found.path} {fault}", remedy, listed(names))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.limits import MOST_STAGES
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file
 from ppctl.foreign.overrides import overridden
@@ -99,8 +99,9 @@ def _refuse_modalities(config: Any, directory: Path) -> None:
     model = _transformers().AutoModelForCausalLM._model_mapping.get(type(config), None)
     remedy = ""
     if model is not None and model.config_class is config.sub_configs.get("text_config"):
-        load = f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}-text')"
-        remedy = f'python -c "from transformers import AutoModelForCausalLM; {load}"'
+        load = "AutoModelForCausalLM.from_pretrained(argv[1]).save_pretrained(argv[2])"
+        code = f"from sys import argv; from transformers import AutoModelForCausalLM; {load}"
+        remedy = f'python -c "{code}" {pasted(directory, f"{directory}-text")}'
     reason = f"{config.model_type} has several modalities or models in one ({', '.join(config.sub_configs)})"
     raise _refused(directory, f"{reason}; a language model alone can be cut", remedy)
 

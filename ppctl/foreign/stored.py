@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.safetensors import Stored, read_directory
 from ppctl.foreign.library import Conversions, make_model
 
@@ -81,8 +81,8 @@ class StoredWeights:
         return tensor
 
     def _refuse(self, fault: str, names: Iterable[str]) -> None:
-        listed = sorted(names)
-        if listed:
-            remedy = f"compare the model's sizes with '{self.directory}/config.json', and that with the weights"
-            shown = [*listed[:20], f"and {len(listed) - 20} more"] if len(listed) > 20 else listed
-            raise CheckpointError(Problem("PP-E524", f"{self.directory} {fault}", remedy, "\n".join(shown)))
+        if found := sorted(names):
+            remedy = (
+                f"compare the model's sizes with {pasted(self.directory / 'config.json')}, and that with the weights"
+            )
+            raise CheckpointError(Problem("PP-E524", f"{self.directory} {fault}", remedy, listed(found)))

@@ -55,26 +55,38 @@ def choose_device(asked: str, ranks: int, environ: Mapping[str, str], *, share: 
 
 
 def shortage(
-    device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str], *, share: bool
+    device: str,
+    ranks: int,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    share: bool,
+    command: str = "train",
 ) -> list[Problem]:
-    """What this machine lacks to run all `ranks`. `arguments` are the command line's, for the remedies."""
-    planned = typed_again("plan", arguments)
+    """What this machine lacks to run all `ranks`.
+
+    `command` and `arguments` are the command line's, for the remedies. A command that names a run (`resume RUN`) has
+    its config from there: by themselves its arguments plan nothing.
+    """
+    begins = " " not in command
+    elsewhere = typed_again("plan", arguments) if begins else "ppctl doctor"
     if device == "cuda":
         found, needed = count_gpus(environ), gpus_needed(ranks, share=share)
         if found < needed:
-            ways = [planned, f"ppctl train {_small(arguments)}"]
+            ways = [elsewhere] * begins
+            if found > 0 and ranks <= _SMALL_JOB:
+                ways.append(typed_again(command, with_overrides(arguments, "launch.share_gpu=true")))
             if ranks <= _SMALL_JOB:
                 on_cpu = ["launch.device=cpu", *["launch.share_gpu=false"] * share]
-                ways.insert(1, typed_again("train", with_overrides(arguments, *on_cpu)))
-            if found > 0 and ranks <= _SMALL_JOB:
-                ways.insert(1, typed_again("train", with_overrides(arguments, "launch.share_gpu=true")))
+                ways.append(typed_again(command, with_overrides(arguments, *on_cpu)))
+            ways += [f"ppctl {command} {_small(arguments)}"] * begins
             message = f"needs {_many(needed, 'GPU')}, this machine has {found}"
-            return [Problem("PP-E601", message, "\n".join(ways), "launch.device = cuda")]
+            return [Problem("PP-E601", message, "\n".join(ways or [elsewhere]), "launch.device = cuda")]
         return []
     cores = os.cpu_count() or 1
     if ranks > max(_FEW_PROCESSES, 4 * cores):
         message = f"needs {_many(ranks, 'process')}, this machine has {_many(cores, 'core')}"
-        return [Problem("PP-E602", message, planned, "launch.device = cpu")]
+        return [Problem("PP-E602", message, elsewhere, "launch.device = cpu")]
     return []
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import TRAINING, known_families, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
 from ppctl.families.safetensors import read_directory
@@ -103,6 +103,16 @@ def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
     return found
 
 
+def unread_weights(path: Path) -> list[str]:
+    """What keeps a run from reading the weights of a directory, of which others need only the config: notes."""
+    try:
+        if has_weights(path):
+            read_directory(path)
+    except CheckpointError as error:
+        return [f"a run cannot begin with these weights: {one.code} {one.message}" for one in error.problems]
+    return []
+
+
 def check_weights(path: Path, model: ModelConfig) -> None:
     """Compare the tensors stored at `path` with `model`'s. Raises CheckpointError naming all that do not fit."""
     if (path / CONFIG).is_file():
@@ -129,7 +139,7 @@ def check_weights(path: Path, model: ModelConfig) -> None:
     if wrong:
         message = f"the weights at {path} are not those of this model"
         remedy = f"leave out what changes the model's sizes: {KEY} gives them"
-        raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(wrong[:20])))
+        raise CheckpointError(Problem("PP-E524", message, remedy, listed(wrong)))
 
 
 def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -180,4 +190,4 @@ def _size(file: Path) -> int:
 
 
 def _damaged(path: Path, fault: str, place: str = "") -> Problem:
-    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", f"ls -l '{path}'", place)
+    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", f"ls -l {pasted(path)}", place)

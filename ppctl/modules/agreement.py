@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem
+from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, pasted
 
 CODE = "PP-E130"
 FAILED = "PP-E553"
@@ -65,7 +65,7 @@ def agreed(
 def _in_python(problem: Problem) -> Problem:
     """A problem for the author of a program: a rank's exception stands on its own output, and there is no run."""
     if problem.code == "PP-E505":
-        return replace(problem, remedy="df -h; ls -ld" + (f" '{problem.place}'" if problem.place else ""))
+        return replace(problem, remedy="df -h; ls -ld" + (f" {pasted(problem.place)}" if problem.place else ""))
     if problem.code != "PP-E507":
         return problem
     return replace(problem, code=FAILED, remedy="the traceback above the exception of that rank")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, listed
 from ppctl.modules.agreement import CODE, agreed
 from ppctl.modules.dtypes import StageDtypes, dtypes_of
 from ppctl.modules.sources import Source, wanted_policy
@@ -84,8 +84,7 @@ class RankStages:
             if tensor is not None and tensor.shape != own[name].shape
         ]
         if wrong:
-            listed = "\n".join(wrong[:20])
-            raise CheckpointError(Problem("PP-E537", "the state does not fit this rank's stages", "", listed))
+            raise CheckpointError(Problem("PP-E537", "the state does not fit this rank's stages", "", listed(wrong)))
         if any(sync.shards for sync in self.sync.values()):
             message = "stages that fully_shard has divided hold parts of tensors"
             remedy = "torch.distributed.checkpoint.load(pipeline.state_dict(), checkpoint_id=...)"

@@ -34,7 +34,7 @@ from ppctl.cost.state import (
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
-from ppctl.plan.sharing import moved_by_muon, sharding_of, updating_bytes
+from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule, receive_slots, send_slots
@@ -88,6 +88,8 @@ class _Rank(NamedTuple):
     """Of the weights, what does not pass."""
     updating: int
     """The most while the optimizer steps, and behind that, where new weights travel then."""
+    summed: dict[int, int]
+    """By stage, a copy of gradients beside them while they are summed; empty where there is none."""
     tied: int | None
     """Another use's gradient, beside the state; None where allocators know nothing of backwards."""
     buffers: int
@@ -121,6 +123,8 @@ def rank_pricer(
             held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
             state = State(rank.always + held.weights, held.gradients, state.optimizer)
             in_step = held.total + rank.always + state.optimizer
+        if rank.summed:
+            in_step = max(in_step, state.total + while_summed(actions, kept, rank.summed, ends))
         in_step = max(in_step, rank.updating)
         if rank.tied is not None:
             in_step = max(in_step, state.total + rank.tied)
@@ -162,6 +166,7 @@ def _rank(
         _passing(config, own, sizes, sharding) if passes else None,
         biases if sharding == "full" else state.weights,
         updating_bytes(config, own, sizes, setting, state._replace(weights=biases) if sharding == "full" else state),
+        summed_copies(config, own, sizes, setting),
         _tied_sum(config, stages, own, sizes, sharding) if backward else None,
         _buffers(config, own, sizes, setting),
     )

@@ -1,20 +1,24 @@
-"""What data-parallel ranks share out, what Muon's owners have of it, and the memory of an optimizer step.
+"""What data-parallel ranks share out, what Muon's owners have of it, and the memory of sums and of an optimizer step.
 
-Knows which keys of the config decide over it. Must not know how closed forms work (`ppctl.cost`), or schedules.
+Knows which keys of the config decide over it. Must not know how closed forms work (`ppctl.cost`), or of schedules more
+than their order of F, B and W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.owned_matrices import Orthogonalised, iteration_bytes, orthogonalised
 from ppctl.cost.parameters import largest_matrices, trained_count
 from ppctl.cost.setting import TORCH_ON_CPU, Setting
-from ppctl.cost.state import ADAMW_ALONE, State, passing
+from ppctl.cost.state import ADAMW_ALONE, Ends, State, passing
+from ppctl.cost.step_traffic import copied_for_sums
 from ppctl.geometry.layers import Layer
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageSpec
+from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F, stages_with_backwards
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 
@@ -53,3 +57,33 @@ def updating_bytes(
     limit = 1 if setting.allocator is TORCH_ON_CPU else BUCKET_ELEMENTS
     iterates = iteration_bytes(model, [layers], sizes, precision.gradient, limit) if config.optim.name == "muon" else 0
     return state.weights + state.optimizer + gradients + max(travels, iterates)
+
+
+def summed_copies(
+    config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting
+) -> dict[int, int]:
+    """By stage, the bytes of a copy that whole gradients are summed in over replicas; empty where none is made, or
+    allocators know nothing of it."""
+    if not setting.allocator.backward or sizes.dp * sizes.cp * sizes.edp == 1 or sharding_of(config, sizes) != "none":
+        return {}
+    width = precision_of(config).gradient
+    return {stage.stage: copied_for_sums(config.model, stage.layers, sizes, width) for stage in own}
+
+
+def while_summed(
+    actions: Sequence[Action], kept: Sequence[int], copies: Mapping[int, int], ends: Ends | None = None
+) -> int:
+    """The most bytes of activations and such a copy at once: behind the last backward of each stage."""
+    frees = dict.fromkeys(LIFE_ENDS, kept) if ends is None else ends.frees
+    left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
+    trained = stages_with_backwards(actions)
+    held = largest = 0
+    for op, stage, _ in actions:
+        if op is F and stage in trained:
+            held += kept[stage]
+        elif op in frees:
+            held -= frees[op][stage]
+            left[stage] -= op in WEIGHT_GRADIENTS
+            if not left[stage]:
+                largest = max(largest, held + copies[stage])
+    return largest

@@ -35,8 +35,8 @@ def step_traffic(
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     layers = [[stage.layers for stage in own] for own in by_rank]
     found = []
-    for pp_rank, own in enumerate(by_rank):
-        total = once_a_step(model, Stages(layers, pp_rank), sizes, sums, sequence_parallel=sp)
+    for pp_rank, (own, held) in enumerate(zip(by_rank, Stages.each(model, layers), strict=True)):
+        total = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
         for stage in own:
             total.add(stage_passes(model, stage.layers, setting, stage.stage).all, microbatches)
             for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):

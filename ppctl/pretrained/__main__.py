@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.errors import CheckpointError, PpctlError, Problem, pasted
 from ppctl.pretrained.average import average
 from ppctl.pretrained.compare import compare_any
 from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
@@ -69,7 +69,7 @@ def _convert(args: argparse.Namespace) -> Done:
         return export_checkpoint(source, out, progress, dtype=dtype, mtp=not args.no_mtp)
     except OSError as error:
         message = f"{args.out} cannot be written: {error.strerror}"
-        raise CheckpointError(Problem("PP-E505", message, f"df -h '{args.out.absolute().parent}'")) from error
+        raise CheckpointError(Problem("PP-E505", message, f"df -h {pasted(args.out.absolute().parent)}")) from error
 
 
 class _Progress:

@@ -18,7 +18,7 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.shard_file import text_of
 from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.pretrained.convert import Done, Progress, new_directory
 
 
@@ -62,7 +62,7 @@ def _weights(sources: Sequence[Path], manifests: Sequence[Manifest]) -> list[str
     for path, other in zip(sources[1:], others, strict=True):
         if lines := list(_differences(first, other)):
             message = f"the weights of {path} are not those of the model of {sources[0]}, and have no mean with them"
-            remedy = f"ppctl ckpt diff '{sources[0]}' '{path}'"
+            remedy = f"ppctl ckpt diff {pasted(sources[0], path)}"
             problems.append(Problem("PP-E531", message, remedy, "\n".join(lines)))
     if problems:
         raise CheckpointError(problems)
@@ -91,6 +91,6 @@ def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
             message = (
                 f"{name} holds {str(first.dtype).removeprefix('torch.')}, which have no mean, and is not equal in all"
             )
-            remedy = f"ppctl ckpt diff '{readers[0].path}' '{reader.path}'"
+            remedy = f"ppctl ckpt diff {pasted(readers[0].path, reader.path)}"
             raise CheckpointError(Problem("PP-E531", message, remedy, str(reader.path)))
     return (total / len(readers)).to(first.dtype) if floating else first

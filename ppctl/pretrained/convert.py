@@ -23,7 +23,7 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import (
     CONFIG,
@@ -122,7 +122,7 @@ def _described(source: Path, model: ModelConfig) -> _Weights:
 
     if not has_weights(source):
         message = f"{source} has a {CONFIG} and no weights: a run draws them by its seed"
-        raise CheckpointError(Problem("PP-E538", message, f"ppctl train model.from='{source}'", str(source)))
+        raise CheckpointError(Problem("PP-E538", message, f"ppctl train {pasted(f'model.from={source}')}", str(source)))
     foreign = foreign_of(model)
     assert foreign is not None  # `model` was described because its code is transformers'
     shapes = {name: shape for name, shape in model_tensors(model).items() if not is_adapter(name)}
@@ -227,7 +227,7 @@ def saved_dtypes(
     wrong = [name for name, shape in shapes.items() if getattr(records[name], "shape", None) != shape]
     if wrong:
         message = f"the checkpoint at {path} lacks tensors of the model that its state.json describes"
-        raise CheckpointError(Problem("PP-E502", message, f"ls '{path}'", "\n".join(ranges(wrong))))
+        raise CheckpointError(Problem("PP-E502", message, f"ls {pasted(path)}", "\n".join(ranges(wrong))))
     saved = {name: getattr(torch, record.dtype) for name, record in records.items() if record is not None}
     if dtype is None:
         return saved
@@ -247,7 +247,7 @@ def _verify(directory: Path, specs: list[Spec], model: ModelConfig) -> None:
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
         message = f"the files in {directory} differ from what was written there; they are deleted"
-        raise CheckpointError(Problem("PP-E523", message, f"df -h '{directory.parent}'", "\n".join(wrong[:20])))
+        raise CheckpointError(Problem("PP-E523", message, f"df -h {pasted(directory.parent)}", listed(wrong)))
 
 
 @contextmanager
@@ -258,7 +258,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         message = f"{out} exists already, and is not overwritten"
-        raise ConfigError(Problem("PP-E525", message, f"ls '{out}'", "command line"))
+        raise ConfigError(Problem("PP-E525", message, f"ls {pasted(out)}", "command line"))
     temporary = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -20,7 +20,7 @@ from ppctl.checkpoint.manifest import ranges
 from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, listed
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, Place, Rows, places
 from ppctl.geometry.layers import head_dim
@@ -112,8 +112,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
 
 def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
     remedy = "give the model's sizes after --for, as `ppctl plan` takes them: +recipe=NAME or model.KEY=VALUE"
-    shown = [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else lines
-    return Problem("PP-E533", f"{reader.path} {fault}", remedy, "\n".join(shown))
+    return Problem("PP-E533", f"{reader.path} {fault}", remedy, listed(lines))
 
 
 def _candidates(place: Place, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], Rows | None]]:

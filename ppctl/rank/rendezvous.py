@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,9 @@ _RUN = "ppctl/run"
 _READERS = "ppctl/read"
 _STARTS = "ppctl/starts"
 _START = "PPCTL_START"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_LOOK = 0.5
+"""Seconds between looks at the store, at most: 2,047 ranks ask it twice each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +91,56 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
         if problem is None:
             raise
         raise TrainingError(problem) from error
-    number = os.environ.get(_START) or _start(store, own.rank, patience)
+    number = os.environ.get(_START) or _start(store, own, patience)
     os.environ[_START] = str(number)  # for this process after an exec with other variables
     return PrefixStore(f"ppctl/start/{number}/", store)
 
 
-def _start(store: Store, rank: int, patience: timedelta) -> int:
+def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
     """The number of this start of the ranks: torchrun restarts ranks with the store of their first start.
 
     The entries of an earlier start are addresses at which no process listens any more, and a run that may be another
-    one. Rank 0 counts. Every other rank takes the newest number, or waits for the next one if it has had that number
-    before. (torchrun's own count does not serve: each of several agents has one of its own.)
+    one. Rank 0 counts. Every other rank takes the newest number, or waits for the next one: if it has had that number
+    before, and where that start's rank 0 has not found all of its ranks and never will, because a later one counts on.
+    (torchrun's own count does not serve: each of several agents has one of its own.)
     """
-    if rank == 0:
+    if own.rank == 0:
         number = store.add(_STARTS, 1)
         store.set(f"{_STARTS}/{number}", "1")
+        if _TORCHRUN in os.environ:
+            with suppress(RuntimeError):  # the roll call, which follows, says who has not come
+                store.wait([f"{_STARTS}/{number}/{rank}" for rank in range(1, own.world_size)], patience)
+            store.set(f"{_STARTS}/{number}/all", str(own.world_size))
         return number
-    number = store.add(_STARTS, 0)
-    while number == 0 or store.add(f"{_STARTS}/{number}/{rank}", 1) > 1:
-        try:
-            store.wait([f"{_STARTS}/{number + 1}"], patience)
-        except RuntimeError as error:
+    number, until = store.add(_STARTS, 0), time.monotonic() + patience.total_seconds()
+    while number == 0 or store.add(f"{_STARTS}/{number}/{own.rank}", 1) > 1 or not _lives(store, number, own, until):
+        if not _is_set(store, f"{_STARTS}/{number + 1}", until):
             message = f"rank 0 did not reach the store within {patience.total_seconds():g} s"
-            raise TrainingError(Problem("PP-E709", message, "ppctl explain PP-E709")) from error
+            raise TrainingError(Problem("PP-E709", message, "ppctl explain PP-E709"))
         number = store.add(_STARTS, 0)
     return number
+
+
+def _lives(store: Store, number: int, own: OwnRank, until: float) -> bool:
+    """Whether the start with this number is the present one: its rank 0 has found all ranks, this one among them."""
+    if _TORCHRUN not in os.environ:
+        return True  # a store for each start
+    found, pause = f"{_STARTS}/{number}/all", 0.01
+    while not store.check([found]):  # not `wait` with a limit: torch warns whenever one is over
+        if store.check([f"{_STARTS}/{number + 1}"]) or time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK)
+    return int(store.get(found)) == own.world_size
+
+
+def _is_set(store: Store, key: str, until: float) -> bool:
+    """Whether somebody sets it in time."""
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _why_no_store(text: str, own: OwnRank, waited: float) -> Problem | None:

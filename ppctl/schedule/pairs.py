@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain, islice, pairwise
 
 from ppctl.errors import Problem
-from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
+from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, grouped
 
 _SHOWN = 6
 """How many pairs one problem names; the rest are counted."""
@@ -59,13 +59,12 @@ def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
     """
     if not schedule.pairs:
         return
-    times = Counter(action for pair in schedule.pairs for action in pair)
     rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
     groups = [grouped(row, schedule.pairs) for row in rows]
     together = {each for row in groups for each in row}
     for rule, broken in (
         ("a pair is an F and then a B or I", [pair for pair in schedule.pairs if not _of_both_kinds(pair)]),
-        ("an action is in one pair", [pair for pair in schedule.pairs if max(times[action] for action in pair) > 1]),
+        ("an action is in one pair", _with_shared_actions(schedule.pairs)),
         ("a pair's two stand side by side in a rank's list", schedule.pairs - together),
     ):
         if broken:
@@ -75,6 +74,14 @@ def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
     if stuck := [each for each in _circle(plain, groups) if isinstance(each, Pair)]:
         message = f"the backward cannot start before a forward of these pairs is through: {_some(stuck)}"
         yield Problem("PP-E318", message)
+
+
+def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
+    """The pairs with an action that is in another pair, too."""
+    times = Counter(chain.from_iterable(pairs))
+    if len(times) == 2 * len(pairs):
+        return []
+    return [pair for pair in pairs if max(times[action] for action in pair) > 1]
 
 
 def _of_both_kinds(pair: Pair) -> bool:
@@ -93,18 +100,18 @@ def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[
     pp_rank, met = next(iter(waits), 0), list[int]()
     while waits and pp_rank not in met:
         met.append(pp_rank)
-        pp_rank = plain.placement.rank_of(waits[pp_rank][1].stage)
+        pp_rank = plain.placement.rank_of(waits[pp_rank][1])
     return [waits[each][0] for each in met[met.index(pp_rank) :]] if met else []
 
 
-def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, Action]]:
-    """rank -> where it is stuck if the two of a pair start at the same time, and what it waits for.
+def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, int]]:
+    """rank -> where it is stuck if the two of a pair start at the same time, and the stage that it waits for.
 
     The lists of a compute-only schedule are run without times, each as far as it gets.
     """
-    done: set[Action] = set()
-    waits: dict[int, tuple[Action | Pair, Action]] = {}
-    waiting: dict[Action, list[int]] = {}
+    made = _Made(plain.placement.num_stages, plain.num_microbatches)
+    waits: dict[int, tuple[Action | Pair, int]] = {}
+    waiting: dict[_Result, list[int]] = {}
     at = [0] * len(groups)
     awake = list(range(len(groups)))
     while awake:
@@ -112,13 +119,47 @@ def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> 
         waits.pop(pp_rank, None)
         for each in islice(groups[pp_rank], at[pp_rank], None):
             actions = each if isinstance(each, Pair) else (each,)
-            missing = next((need for action in actions for need in deps(action, plain) if need not in done), None)
+            missing = made.lacking(actions)
             if missing is not None:
-                waits[pp_rank] = (each, missing)
+                waits[pp_rank] = (each, missing[1])
                 waiting.setdefault(missing, []).append(pp_rank)
                 break
-            done.update(actions)
             at[pp_rank] += 1
-            for action in actions:
-                awake += waiting.pop(action, ())
+            for result in made.run(actions):
+                awake += waiting.pop(result, ())
     return waits
+
+
+_Result = tuple[bool, int, int]
+"""Whether it is an activation (else a gradient), of which stage and microbatch."""
+
+
+class _Made:
+    """What the stages have made: bytes by stage and microbatch, because a schedule has many actions."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self.ahead = [bytearray(num_microbatches) for _ in range(num_stages)]
+        self.ahead.append(bytearray(b"\1") * num_microbatches)  # at index -1: what goes into the first stage
+        self.back = [bytearray(num_microbatches) for _ in range(num_stages)]
+        self.back.append(self.ahead[-1])  # behind the last stage
+
+    def lacking(self, actions: Sequence[Action]) -> _Result | None:
+        """The first thing that one of `actions` needs and nobody has made yet (`action.deps`). A W never lacks its I,
+        which stands ahead of it in the same list."""
+        for op, stage, mb in actions:
+            if op is Op.F:
+                if not self.ahead[stage - 1][mb]:
+                    return (True, stage - 1, mb)
+            elif op is not Op.W:
+                if not self.ahead[stage][mb]:
+                    return (True, stage, mb)
+                if not self.back[stage + 1][mb]:
+                    return (False, stage + 1, mb)
+        return None
+
+    def run(self, actions: Sequence[Action]) -> Iterator[_Result]:
+        """Run `actions`: what they make."""
+        for op, stage, mb in actions:
+            if op is not Op.W:
+                (self.ahead if op is Op.F else self.back)[stage][mb] = 1
+                yield (op is Op.F, stage, mb)

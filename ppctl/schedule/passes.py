@@ -29,7 +29,6 @@ from ppctl.schedule.action import (
     Placement,
     Schedule,
     grouped,
-    input_gradient_of,
     lane,
     receive_slots,
     send_slots,
@@ -188,27 +187,38 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
     rank's stage behind it.
     """
     place = schedule.placement
-    where = [{action: index for index, action in enumerate(row)} for row in schedule.actions]
+    ahead, back = _made_at(schedule)
     neighbours = _neighbours_on_rank(place)
     ready: dict[Action, int] = {}
     for row in schedule.actions:
         used: dict[int, int] = {}
-        for action in row:
-            op, stage, mb = action
+        for op, stage, mb in row:
             if (comes := routes.comes[op][stage]) is not None:
                 source = comes.line.channel.source
-                made = Action(Op.F, stage - 1, mb) if op is Op.F else input_gradient_of(stage + 1, mb, schedule)
-                used[source] = max(used.get(source, -1), where[source][made])
+                made = ahead[stage - 1][mb] if op is Op.F else back[stage + 1][mb]
+                if made > used.get(source, -1):
+                    used[source] = made
             if (goes := routes.goes[op][stage]) is not None:
-                target, receive = goes.line.channel.target, goes.receives[mb]
+                receive = goes.receives[mb]
                 before, behind = neighbours[receive.stage]
                 own = -1
                 if op is Op.F and before is not None:
-                    own = where[target][Action(Op.F, before, mb)]
+                    own = ahead[before][mb]
                 elif op is not Op.F and behind is not None:
-                    own = where[target][input_gradient_of(behind, mb, schedule)]
-                ready[receive] = max(own, used.get(target, -1))
+                    own = back[behind][mb]
+                ready[receive] = max(own, used.get(goes.line.channel.target, -1))
     return ready
+
+
+def _made_at(schedule: Schedule) -> tuple[list[list[int]], list[list[int]]]:
+    """By stage and microbatch, the index in its rank's list of the action that makes the stage's activation, and of the
+    one that makes the gradient of its input; -1 where there is none."""
+    ahead, back = ([[-1] * schedule.num_microbatches for _ in range(schedule.placement.num_stages)] for _ in range(2))
+    for row in schedule.actions:
+        for index, (op, stage, mb) in enumerate(row):
+            if op in PASSED_ON:
+                (ahead if op is Op.F else back)[stage][mb] = index
+    return ahead, back
 
 
 def _neighbours_on_rank(place: Placement) -> list[tuple[int | None, int | None]]:

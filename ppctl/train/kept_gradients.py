@@ -22,7 +22,7 @@ from ppctl.comm.groups import gather_rows
 from ppctl.config.quantities import steps_of
 from ppctl.engine.stage import StageProgram
 from ppctl.topology import RankGrid
-from ppctl.train.replica_check import bit_sum
+from ppctl.train.replica_check import PIECE, bit_sum
 from ppctl.train.session import Session
 from ppctl.train.snapshot import gradient_shards
 
@@ -98,11 +98,9 @@ class KeptGradients:
 
         return replace(program, forward=forward)
 
-    @torch.no_grad()
     def _note(self, key: tuple[bool, int, int], tensor: Tensor) -> None:
         """Add a tensor of a message to its fingerprint; no wait for the device."""
-        values = tensor.detach()
-        squares, bits = values.double().square().sum(), bit_sum(values.contiguous())
+        squares, bits = fingerprint(tensor)
         if key in self._seen:
             squares, bits = squares + self._seen[key][0], bits + self._seen[key][1]
         self._seen[key] = squares, bits
@@ -135,3 +133,15 @@ class KeptGradients:
             number = mb * plan.sizes.dp + place["dp"]  # how the global batch is dealt: `data/sampler.py`
             found.append(Handed(rank, forward, stage, number, (int(high), int(low)), squares))
         return found
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of a tensor's squares in float64, and that of its bits: two scalars on its device.
+
+    In pieces, which take 32 MiB beside the tensor at most: plans know nothing of what a step of `log.gradients` needs.
+    """
+    values = tensor.detach().contiguous()
+    pieces = values.view(-1).split(PIECE)
+    squares = [piece.to(torch.float64, copy=True).square_().sum() for piece in pieces]
+    return torch.stack(squares).sum(), bit_sum(values)

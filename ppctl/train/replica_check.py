@@ -18,13 +18,15 @@ from torch import Tensor
 from ppctl.comm.groups import gather_rows
 from ppctl.errors import Problem, TrainingError
 from ppctl.geometry.rows import Parameter
-from ppctl.topology import BUCKET_ELEMENTS, RankGrid
+from ppctl.topology import RankGrid
 from ppctl.train.session import Session
 from ppctl.train.sharded import ShardedWeights
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HALF = 2**32
 _SHOWN = 8
+PIECE = 2**22
+"""Elements of a tensor that are read at once: torch makes what it sums 8 bytes wide before."""
 
 
 class Copy(NamedTuple):
@@ -124,8 +126,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     Any single other bit changes it; an exchange of two numbers does not.
     """
     flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    # In pieces: torch casts what it sums.
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in flat.split(BUCKET_ELEMENTS)]).sum()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in flat.split(PIECE)]).sum()
 
 
 def _all_gather(own: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -294,3 +294,30 @@ class Dist:
     def all_reduce(tensor: torch.Tensor, *, group: Backend, async_op: bool = False) -> Work | None:
         """A sum."""
         return _sum(tensor, [tensor] * group.size(), group, async_op)
+
+    @staticmethod
+    def get_global_rank(group: Backend, rank: int) -> int:
+        """Groups here are of all ranks."""
+        return rank
+
+    @staticmethod
+    def reduce(tensor: torch.Tensor, dst: int, *, group: Backend, async_op: bool = False) -> Work | None:
+        """A sum on one rank; what the others have in their tensors behind it is undefined."""
+        into, owns = group.gpu.memory.seen_by_device(tensor), group.rank() == dst
+        with beneath():
+            parts = torch.empty(group.size() if owns else 0, tensor.numel(), dtype=tensor.dtype)
+
+        def end() -> None:
+            with beneath():
+                into.copy_(parts.sum(0).view(into.shape)) if owns else into.fill_(torch.nan)
+
+        with beneath():
+            moves = [(tensor, dst, True), *((part, peer, False) for peer, part in enumerate(parts))]
+        return _waited(group.start(moves, end), async_op)
+
+    @staticmethod
+    def broadcast(tensor: torch.Tensor, src: int, *, group: Backend, async_op: bool = False) -> Work | None:
+        """From one rank to all others."""
+        others = [peer for peer in range(group.size()) if peer != src]
+        owns = group.rank() == src
+        return _waited(group.start([(tensor, peer, owns) for peer in (others if owns else [src])]), async_op)

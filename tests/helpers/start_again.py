@@ -1,8 +1,12 @@
-"""A rank under torchrun that fails in its first life: started by test_restarts, it says what it read of the others."""
+"""A rank under torchrun that fails in its first life: started by test_restarts, it says what it read of the others.
+
+With `early` its last rank fails there before it has come to the store.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -15,6 +19,9 @@ from ppctl.reach.start import join_world
 
 own = OwnRank.from_environment()
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if life == 0 and "early" in sys.argv and own.rank == own.world_size - 1:
+    time.sleep(2.0)  # rank 0 has counted this start
+    os._exit(1)
 time.sleep(2.0 * (life == 1 and own.rank == 0))  # on a restart rank 0 may come last
 store = meet(own, timedelta(seconds=60))
 if own.rank == 0:

@@ -329,6 +329,7 @@ def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
 def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_else(text, tmp_path):
     watch, steps = tmp_path / "writes", 24
     sizes = ("pp=2", "vpp=1", "dp=2", f"steps={steps}", "optim.eps=1e-4")  # test_bitwise_law says why this eps
+    sizes += ("parallel.data_parallel_sharding=optimizer_gradients", f"log.trace={steps}:{steps + 1}")
     watched = {"PPCTL_WATCH": str(watch), "PYTHONDONTWRITEBYTECODE": "1"}
     done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path, **watched)
     assert done.returncode == 0, done.stderr
@@ -341,18 +342,18 @@ def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_el
     assert steady.count(str(run / "metrics.jsonl")) == steps - 2
     others = {path for path in steady if not path.endswith("metrics.jsonl")}
     assert all("heartbeats" in path for path in others), others
+    times = [ledgers_of(run, tmp_path, "--pipeline", rank) for rank in "0123"]
+    assert times[0] == times[2] != times[1] == times[3], "ranks 0 and 2 are one pipeline, 1 and 3 the other"
+    assert {rank["rank"] for row in times for rank in row["ranks"]} == {0, 1, 2, 3}
 
 
 def test_a_traced_step_has_every_action_and_its_ledger_adds_up(whole_run, tmp_path):
     _, run = whole_run
     plan = json.loads((run / "plan.json").read_text())
     assert sorted(path.name for path in (run / "trace").glob("step-*")) == ["step-4.json", "step-5.json"]
-    shown = json.loads(ppctl("trace", str(run), "--step", "5", "--json", cwd=tmp_path).stdout)
+    shown = ledgers_of(run, tmp_path, "--step", "5")
     record = next(record for record in metrics(run) if record["step"] == 5)
     assert shown["bubble_fraction"] == pytest.approx(record["bubble_fraction"], abs=1e-3)  # stamps in microseconds
-    for row in shown["ranks"]:
-        assert sum(row["seconds"].values()) == pytest.approx(shown["step_time_s"], abs=1e-6)
-        assert min(row["seconds"].values()) >= 0
     assert shown["step_time_s"] == pytest.approx(record["step_time_s"], rel=0.5)
     drawn = ppctl("trace", str(run), "--timeline", "step.json", cwd=tmp_path)
     assert drawn.returncode == 0, drawn.stderr
@@ -363,6 +364,15 @@ def test_a_traced_step_has_every_action_and_its_ledger_adds_up(whole_run, tmp_pa
     assert computed <= named
     refused = ppctl("trace", str(run), "--step", "9", cwd=tmp_path)
     assert (refused.returncode, refused.stderr[:13]) == (2, "error PP-E643")
+
+
+def ledgers_of(run, cwd, *which):
+    """What `ppctl trace` says of a step, after a look at its ledgers: their rows add up to it."""
+    shown = json.loads(ppctl("trace", str(run), *which, "--json", cwd=cwd).stdout)
+    for row in shown["ranks"]:
+        assert sum(row["seconds"].values()) == pytest.approx(shown["step_time_s"], abs=1e-6)
+        assert min(row["seconds"].values()) >= 0
+    return shown
 
 
 def test_trackers_get_the_keys_of_metrics(whole_run):

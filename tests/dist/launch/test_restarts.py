@@ -111,11 +111,30 @@ def test_a_checkpoint_without_a_manifest_ends_the_job_with_3_and_a_remedy_that_g
     assert metrics(run)[:4] == before[:4] and len(metrics(run)) == 8
 
 
+def said_under_torchrun(world: int, *arguments: str) -> tuple[set[str], int, str]:
+    """What the ranks of `start_again.py` say in both lives; the exit code and stderr of torchrun."""
+    script = Path(__file__).parents[2] / "helpers" / "start_again.py"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", "--max-restarts=1"]
+    done = subprocess.run(
+        [*command, str(script), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    return {line for line in done.stdout.splitlines() if line.startswith("life")}, done.returncode, done.stderr
+
+
 def test_ranks_that_torchrun_starts_again_read_nothing_that_an_earlier_start_left_in_the_store() -> None:
     """The agent keeps its store: the job of rank 0's earlier life and its addresses still stand there."""
-    script = Path(__file__).parents[2] / "helpers" / "start_again.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", str(script)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
-    said = {line for line in done.stdout.splitlines() if line.startswith("life")}
-    assert said == {f"life {life} rank {rank} read {life} of 2" for life in (0, 1) for rank in (0, 1)}, done.stderr
-    assert done.returncode == 0
+    said, code, error = said_under_torchrun(2)
+    assert said == {f"life {life} rank {rank} read {life} of 2" for life in (0, 1) for rank in (0, 1)}, error
+    assert code == 0
+
+
+def test_a_rank_that_missed_the_first_start_does_not_take_it_for_the_second() -> None:
+    """It comes before rank 0, whose first start still counts one rank too few."""
+    said, code, error = said_under_torchrun(3, "early")
+    assert said == {f"life 1 rank {rank} read 1 of 3" for rank in range(3)}, error
+    assert code == 0

@@ -8,6 +8,7 @@ from cuts import random_batches, tiny
 from oracle.reference import train_reference
 from ranks import run_ranks
 
+from ppctl.comm.groups import make_group
 from ppctl.config.schema import OptimConfig
 from ppctl.parallel.ties import TiedGradients, TiedUse
 
@@ -82,3 +83,17 @@ def test_uses_are_still_bit_equal_after_twenty_steps(layout):
     ranks = run_ranks(train_by_hand, 2, layout, 2, model, OPTIM, 2, random_batches(model, 20, 1))
     weights = {name: weight for rank in ranks for name, weight in rank[2].items()}
     assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])
+
+
+def meet_after_ties():
+    """Rank 1 holds no use; then all ranks make a group, as saves beside training do."""
+    rank = dist.get_rank()
+    masters = {} if rank == 1 else {"a" if rank == 0 else "b": torch.nn.Parameter(torch.zeros(1))}
+    TiedGradients([TiedUse(0, "a"), TiedUse(2, "b")], masters, rank)
+    number = torch.ones(1)
+    dist.all_reduce(number, group=make_group([(0, 1, 2)], backend="gloo"))
+    return int(number)
+
+
+def test_a_rank_without_a_use_finds_the_others_in_the_next_group():
+    assert run_ranks(meet_after_ties, 3, timeout=20.0) == [3, 3, 3]

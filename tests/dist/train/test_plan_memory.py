@@ -107,3 +107,18 @@ def test_state_of_which_muons_owners_have_whole_matrices_lives_as_the_plan_says(
     for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
         for number, (live, cost) in enumerate(found):
             assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"case {number}, rank {rank}: {cost}"
+
+
+@pytest.mark.timeout(300)
+def test_gradients_that_are_summed_whole_are_copied_as_the_plan_says(text: Path) -> None:
+    configs = [
+        sharded("none", "1f1b", None, 4),
+        sharded("none", "1f1b", None, 4, bf16=True),
+        sharded("none", "interleaved_1f1b", 2, 4),
+        sharded("none", "zb_h1", None, 4),
+    ]
+    for config in configs:
+        config.data.path = str(text)
+    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
+        for number, (live, cost) in enumerate(found):
+            assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"case {number}, rank {rank}: {cost}"

@@ -127,7 +127,8 @@ def test_a_document_beyond_the_last_is_told(capsys: pytest.CaptureFixture[str]) 
 def test_a_full_disk_is_told_and_leaves_nothing() -> None:
     Path("large.txt").write_text("word " * 20_000)
     limited = f"ulimit -f 16; exec {shlex.quote(sys.executable)} -m ppctl data tokenize large.txt new/x"
-    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=60, env=environment())
+    plain = environment(PYTHONDONTWRITEBYTECODE="1")  # else a cut .pyc stays behind for everybody
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=60, env=plain)
     assert done.returncode == 2 and "PP-E413: new/x cannot be written: File too large" in done.stderr
     assert names() == {"large.txt"}
 

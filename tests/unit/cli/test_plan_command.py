@@ -12,6 +12,8 @@ import pytest
 from ppctl.cli.main import main
 from ppctl.cli.plan import planned, summary
 from ppctl.cli.plan_text import blocks
+from ppctl.config.schema import ModelConfig
+from ppctl.families.config_json import write_config
 
 LAYOUT = "layout=Et*3|(tt|)*29,m|L"
 
@@ -244,3 +246,11 @@ def test_without_the_model_that_was_asked_for_there_is_no_plan_of_another(capsys
     code, out, err = run(capsys, "model.from=nowhere", "pp=2")
     assert (code, out.splitlines()[0]) == (2, "no plan: 1 problem")
     assert "error PP-E520" in err
+
+
+def test_a_plan_says_that_the_weights_beside_its_model_are_damaged(capsys, tmp_path) -> None:
+    _, config = write_config(ModelConfig())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(bytes(5))
+    code, _, err = run(capsys, f"model.from={tmp_path}")
+    assert code == 0 and "note: a run cannot begin with these weights: PP-E523" in err

@@ -190,6 +190,15 @@ def test_other_mistakes_are_config_errors(
     assert not (run.path / "plan-1.json").exists()
 
 
+def test_without_a_gpu_the_remedy_goes_on_with_the_same_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="PP-E601") as caught:
+        prepared(run, "launch.device=cuda")
+    words = shlex.split(caught.value.problems[0].remedy)
+    assert words[:3] == ["ppctl", "resume", str(run.path)]
+    assert prepared(run, *words[3:])[0].config.launch.device == "cpu"
+
+
 def test_a_run_that_is_done_wants_more_steps(run: RunDir) -> None:
     run.write_status("finished", step=20)
     (run.checkpoints / "step-20").mkdir()

@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from ppctl.cli.main import main
+from ppctl.cli.runs import program
 from ppctl.config.schema import RunConfig
 from ppctl.rundir import RunDir
 
@@ -49,6 +51,28 @@ def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> Non
     assert rows[4][4] == "4.2500"
 
 
+@pytest.mark.usefixtures("runs")
+def test_on_a_narrow_terminal_the_times_get_shorter_and_long_values_stand_below(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig()
+    config.optim.lr, config.checkpoint.resume = 1e-3, "/".join(["", *["directory"] * 9])
+    runs["new"].write_config(config)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    seen = {}
+    for columns in (60, 54, 50):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["runs"]) == 0
+        seen[columns] = capsys.readouterr().out.splitlines()
+        assert max(map(len, seen[columns])) <= columns
+    assert [max(map(len, lines)) for lines in seen.values()] == [56, 53, 48]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["runs", "--compare", "old", "new"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split() == ["key", "A", "B"] and lines[4].split() == ["optim.lr", "0.0003", "0.001"]
+    assert lines[5:8] == ["checkpoint.resume", "  A  null", f"  B  {config.checkpoint.resume}"]
+
+
 def test_as_json(runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -87,9 +111,9 @@ def test_no_runs_is_no_mistake(
 @pytest.mark.parametrize(
     ("run", "says", "follows"),
     [
-        ("old", ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"], "ppctl resume {} steps=200"),
+        ("old", ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"], "{program} resume {path} steps=200"),
         ("dead", ["lost, step 1 of 100\n", "loss 5.5000, 1,024 tokens/s\n"], "ppctl train"),
-        ("alive", ["running, step 0 of 100\n"], "ppctl logs {} -f"),
+        ("alive", ["running, step 0 of 100\n"], "{program} logs {path} -f"),
         ("new", ["failed, step 0 of 100\n"], "ppctl train"),
     ],
 )
@@ -99,7 +123,21 @@ def test_the_status_has_loss_speed_total_and_what_to_type_next(
     assert main(["status", run]) == 0
     out = capsys.readouterr().out
     assert [part for part in says if part not in out] == []
-    assert out.endswith(f"\nnext: {follows.format(runs[run].path)}\n")
+    assert out.endswith(f"\nnext: {follows.format(program=program(), path=runs[run].path)}\n")
+
+
+@pytest.mark.parametrize(("beat", "told"), [(0, False), (1, True)])
+def test_heartbeats_that_are_older_than_the_last_step_of_a_lost_run_are_not_told(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], beat: int, told: bool
+) -> None:
+    row = {"version": 1, "rank": 0, "state": "starting", "step": beat, "index": -1, "since": 2000.0, "working": False}
+    row |= {"stopped": False, "pid": 1, "exchanges": []}
+    runs["dead"].write_heartbeats("node", {"host": "node", "time": 2000.0, "ranks": [row]})
+    os.utime(runs["dead"].path / "heartbeats" / "node.json", (2000.0, 2000.0))
+    assert main(["status", "dead"]) == 0
+    out = capsys.readouterr().out
+    assert "lost, step 1 of 100\n" in out
+    assert ("waits for" in out) is told
 
 
 def test_a_run_that_goes_on_has_a_time_that_is_left(

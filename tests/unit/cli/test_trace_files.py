@@ -34,6 +34,35 @@ def test_a_whole_file_is_shown(run, capsys):
     assert "compute" in text.out
 
 
+def test_of_several_pipelines_one_is_shown_by_its_own_ranks_and_the_others_are_told(run, capsys, tmp_path):
+    run.write_plan(plan(pp=2, dp=2, gbs=8, mbs=1))
+    (first, second) = ([0, 5, 6, 9, [[0, 1, 2]]], [0, 5, 6, 9, [[1, 3, 4]]])
+    run.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [first, first, second, second]})
+    code, text = shown(run, capsys)
+    assert code == 0
+    lines = text.out.splitlines()
+    assert "the pipeline of ranks 0, 2; another pipeline has the same stages: --pipeline RANK shows it" in lines
+    assert "waiting for rank 0" in text.out and "pp_rank" not in text.out
+    page = tmp_path / "step.json"
+    assert main(["trace", str(run.path), "--pipeline", "3", "--timeline", str(page)]) == 0
+    named = [event["args"].get("name") for event in json.loads(page.read_text())["traceEvents"] if event["ph"] == "M"]
+    assert named[0].endswith("step 4 as it was measured, ranks 1, 3")
+    assert "the pipeline of" not in shown_alone(tmp_path, capsys)
+
+
+def shown_alone(tmp_path, capsys):
+    """What is said where there is one pipeline."""
+
+    def fill(draft):
+        draft.write_plan(plan(pp=2, gbs=4, mbs=1))
+        draft.write_config(RunConfig())
+
+    alone = RunDir.create(tmp_path, "alone", fill)
+    alone.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [RANK, RANK]})
+    capsys.readouterr()
+    return shown(alone, capsys)[1].out
+
+
 @pytest.mark.parametrize(
     "change",
     [

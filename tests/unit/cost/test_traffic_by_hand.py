@@ -6,6 +6,7 @@ Everywhere 8 tokens of 16 numbers in float32: a hidden state has 512 bytes.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_what_is_recomputed_is_exchanged_again_but_for_its_last_sum() -> None:
 
 
 def once(model: ModelConfig, stages: list[list[str]], sums: Sums, pp_rank: int = 0, **sizes: int) -> Traffic:
-    own = Stages([[parse_layers(chunk)] for chunk in stages], pp_rank)
+    *_, own = islice(Stages.each(model, [[parse_layers(chunk)] for chunk in stages]), pp_rank + 1)
     return once_a_step(model, own, over(**sizes), sums, sequence_parallel=sizes.get("tp", 1) > 1)
 
 

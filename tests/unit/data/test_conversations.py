@@ -94,6 +94,7 @@ BAD = {
     "no template": (chat(*TALK), None, "PP-E419", "has no chat template"),
     "no Jinja": (chat(*TALK), "{% for %}", "PP-E419", "Jinja cannot read the chat template"),
     "a break": (chat(*TALK), "{% break %}", "PP-E419", "'break' outside loop"),
+    "a long number": (chat(*TALK), "{{ " + "9" * 6000 + " }}", "PP-E419", "4300 digits"),
     "chance": (chat(*TALK), "{{ messages | random }}", "PP-E419", "No filter named 'random'"),
     "chance in texts": (chat(*TALK), "{{ lipsum() }}", "PP-E420", "'lipsum' is undefined"),
     "marks": (chat(("user", "\ufdd0"), ("assistant", "a")), CHATML, "PP-E420", "which are no characters"),
@@ -125,7 +126,6 @@ LONG = {
     "a sum": DOUBLED.replace("EACH", "n.x + n.x"),
     "a tilde": DOUBLED.replace("EACH", "n.x ~ n.x"),
     "a product": "{{ 'ab' * 10 ** 10 }}",
-    "a power": "{{ 2 ** (10 ** 10) }}",
     "a product of lists": "{{ [1] * 10 ** 10 }}",
     "a replacement": DOUBLED.replace("EACH", "n.x|replace('a', n.x)"),
     "a method": DOUBLED.replace("EACH", "n.x.replace('a', n.x)"),
@@ -149,6 +149,60 @@ def test_a_template_that_fills_the_memory_is_refused_before_it_does(directory, m
     monkeypatch.setattr(template_limits, "LONGEST", 2**20)
     (problem,) = refused(directory(LONG[kind]), chat(*TALK))
     assert problem.code == "PP-E420" and "a text of more than 1,048,576 characters" in problem.message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 2 ** (10 ** 10) }}",
+        "{{ 10 ** (10 ** 7) > 1 }}",
+        "{% set n = namespace(x=10 ** 7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{{ 5|round(10 ** 9, 'ceil') }}",
+        "{{ ('f' * 10 ** 6)|int(base=16) > 1 }}",
+    ],
+)
+def test_a_template_makes_no_numbers_without_end(directory, template):
+    (problem,) = refused(directory(template), chat(*TALK))
+    assert problem.code == "PP-E420" and "a number of more than 16,384 bits" in problem.message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler('a', 'b') }}",
+        "{{ joiner(',')|string }}",
+        "{{ 'x' ~ raise_exception }}",
+        "{{ '%s' % ([{'a': joiner()}],) }}",
+        "{{ '{}'.format(messages[0].items) }}",
+        "{{ messages|map(attribute='role') }}",
+        "{{ [messages[0].get]|join }}",
+    ],
+)
+def test_a_template_puts_no_places_in_memory_into_the_data(directory, template):
+    (problem,) = refused(directory(template), chat(*TALK))
+    assert problem.code == "PP-E420" and "a place in memory" in problem.message
+
+
+def test_a_template_has_no_sets_and_no_bytes(directory):
+    (problem,) = refused(directory("{{ messages[0].keys() - ['a'] }}"), chat(*TALK))
+    assert "whose order is another one in every process" in problem.message
+    (problem,) = refused(directory("{{ 'a'.encode() }}"), chat(*TALK))
+    assert "'encode'" in problem.message
+
+
+def test_what_templates_do_every_day_stays(directory):
+    template = (
+        "{% set c = cycler('1', '2') %}{% set j = joiner(',') %}{% set ns = namespace(n=0) %}"
+        "{% for m in messages %}{{ j() }}{{ c.next() }}{{ m['role']|default(loop.index0, true)|upper }}"
+        "{{ m.keys()|list }}{{ m|tojson }}{{ missing|default('') }}{{ loop.last }}{{ 2 ** 3 * 1.5 - 1 }}"
+        "{{ '%05.1f' % 2 }}"
+        "{{ 2.5|round(1, 'floor') }}{{ none }}{{ [m.role, 1]|join('-') }}{{ messages|map(attribute='role')|join }}"
+        "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ messages[0].items() }}{{ range(2)|list }}{{ tools }}"
+    )
+    text = open_template(str(directory(template)), None).render([{"role": "user", "content": "a"}] * 2).text
+    once = 'USER[\'role\', \'content\']{"role": "user", "content": "a"}'
+    assert text.startswith(f"1{once}False11.0002.02.5Noneuser-1useruser,2{once}True")
+    assert text.endswith("2dict_items([('role', 'user'), ('content', 'a')])[0, 1]None")
 
 
 def test_texts_that_a_template_makes_are_counted_together(directory, monkeypatch):

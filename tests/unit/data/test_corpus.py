@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sysconfig
 
 import numpy as np
@@ -133,7 +134,8 @@ def test_a_path_that_finds_nothing_says_why(tmp_path, path, said, remedy):
 def test_the_remedy_for_a_directory_works(tmp_path):
     write(tmp_path, sub_in_a__txt=b"hello")
     (problem,) = refused(tmp_path)
-    assert texts(load(problem.remedy.removeprefix("data.path=").strip("'"))) == ["hello"]
+    (word,) = shlex.split(problem.remedy)
+    assert texts(load(word.removeprefix("data.path="))) == ["hello"]
 
 
 def test_a_directory_of_mapped_files_is_told_their_prefix(tmp_path):

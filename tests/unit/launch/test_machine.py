@@ -106,6 +106,15 @@ def test_a_few_ranks_too_many_may_share_the_gpus() -> None:
     assert "ppctl train launch.device=cpu launch.share_gpu=false" in problem.remedy.splitlines()
 
 
+def test_a_command_on_a_run_is_typed_again_on_that_run_and_no_other_is_begun() -> None:
+    (problem,) = shortage("cuda", 2, ["pp=2"], {"CUDA_VISIBLE_DEVICES": ""}, share=False, command="resume runs/r/1")
+    assert problem.remedy == "ppctl resume runs/r/1 pp=2 launch.device=cpu"
+    (problem,) = shortage("cuda", 2048, [], {"CUDA_VISIBLE_DEVICES": ""}, share=False, command="resume runs/r/1")
+    assert problem.remedy == "ppctl doctor"
+    (problem,) = shortage("cuda", 1, ["recipe=x"], {"CUDA_VISIBLE_DEVICES": ""}, share=False, command="parity")
+    assert "ppctl parity +recipe=x launch.device=cpu" in problem.remedy.splitlines()
+
+
 def test_a_laptop_is_not_flooded_with_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     assert shortage("cpu", 64, [], {}, share=False) == []
