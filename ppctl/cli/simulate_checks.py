@@ -24,6 +24,8 @@ TIMES = {
     "tw": "its weight gradient",
     "tcomm": "delay of every message",
 }
+MOST_MS = 1e12
+"""About 30 years: more is a slip, and sums of it would end at infinity."""
 MOST_ACTIONS = 5_000_000
 """More actions would take minutes and gigabytes: some size is a mistake."""
 MOST_SEARCHED = 150_000
@@ -52,7 +54,9 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the schedule file {args.schedule} cannot be read: {reason}"
-        raise ConfigError([Problem(CODE, message, "--schedule 1f1b", _PLACE), *problems]) from None
+        sizes = [f"{name} {size}" for name, size in _USUAL.items() if getattr(args, name[2:]) is None]
+        remedy = " ".join(["--schedule 1f1b", *sizes])
+        raise ConfigError([Problem(CODE, message, remedy, _PLACE), *problems]) from None
     except ScheduleError as error:
         found = [replace(each, place=f"{args.schedule}, {each.place}".rstrip(", ")) for each in error.problems]
         raise ConfigError([*found, *problems]) from None
@@ -146,8 +150,8 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
     """Times that are none."""
     for name, what in TIMES.items():
         value = getattr(args, name)
-        if not 0 <= value < float("inf"):
-            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", _PLACE)
+        if not 0 <= value <= MOST_MS:
+            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 to {MOST_MS:g} ms", f"--{name} 1", _PLACE)
 
 
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:

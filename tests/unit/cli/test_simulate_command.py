@@ -194,7 +194,7 @@ def test_a_schedule_in_a_file_is_simulated_as_its_name_is(capsys: Any, name: str
         ("0F0,0B0\n", "--pp 4 --vpp 2 --microbatches 3", "--pp 1"),
         ("0F0,0B0\n", "--extra-warmup 1", "--extra-warmup 0"),
         ("0F0,0B0\n", "--memory 2", "--schedule auto"),
-        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient takes 0 ms or more"),
+        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient takes 0 to 1e+12 ms"),
         ("", "", "PP-E303: the schedule has no actions"),
     ],
 )
@@ -333,3 +333,33 @@ def test_a_limit_without_a_search_is_refused(capsys: Any) -> None:
         == 2
     )
     assert "try: --schedule auto" in capsys.readouterr().err
+
+
+def test_times_that_add_up_to_infinity_are_refused_by_name(capsys: Any) -> None:
+    words = "simulate --schedule 1f1b --pp 2 --microbatches 4 --tb 1 --tf"
+    assert main([*words.split(), "1e308"]) == 2
+    assert "PP-E128: --tf 1e+308" in capsys.readouterr().err
+    assert main([*words.split(), "1e12"]) == 0
+
+
+def test_a_schedule_of_a_spreadsheet_begins_with_a_mark(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "s.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + b"0F0,0B0\n")
+    assert simulated(capsys, "--schedule", file, "--tf", 1, "--tb", 1)["step_time_ms"] == pytest.approx(2)
+
+
+def test_the_remedy_for_a_file_that_is_no_text_simulates(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "s.csv"
+    file.write_bytes(b"\xd0\xff")
+    assert main(["simulate", "--schedule", str(file), "--tf", "1", "--tb", "1"]) == 2
+    remedy = capsys.readouterr().err.partition("try: ")[2].split()
+    assert main(["simulate", *remedy, "--tf", "1", "--tb", "1"]) == 0
+
+
+@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("50", 50), ("9" * 30, 1000), ("0", 160), ("wide", 160)])
+def test_a_pipe_is_as_wide_as_it_is_told(capsys: Any, monkeypatch: Any, columns: str, most: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    words = "simulate --schedule 1f1b --pp 2 --microbatches 8 --tf 1 --tb 1.3"
+    assert main(words.split()) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert 0.6 * most < widest <= most
