@@ -39,15 +39,20 @@ def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequenc
 class TiedGradients:
     """Gives every use of a shared parameter the sum over all its uses.
 
-    `uses` are in canonical order and the same on every rank; `rank` is this one. A rank that holds none takes no part.
-    The sum is ((first + second) + third), wherever the uses are, so its bits do not depend on the cut.
+    `uses` are in canonical order and the same on every rank; `rank` is this one. A rank that holds none takes no part
+    in sums. Every rank of a pipeline makes one, and a process group with it. The sum is ((first + second) + third),
+    wherever the uses are, so its bits do not depend on the cut.
     """
 
     def __init__(self, uses: Sequence[TiedUse], masters: Mapping[str, nn.Parameter], rank: int) -> None:
         self.uses = tuple(uses)
         self.own = {use.name: masters[use.name] for use in uses if use.rank == rank}
         ranks = sorted({use.rank for use in uses})
-        self.group = make_group([tuple(ranks)]) if self.own and len(ranks) > 1 else None
+        self.group = None
+        if len(ranks) > 1:
+            # Ranks without a use make one, too, in which nothing is sent: groups that are made later need equally many.
+            group = make_group([tuple(ranks) if self.own else (rank,)])
+            self.group = group if self.own else None
 
     @torch.no_grad()
     def sum(self) -> None:

@@ -8,6 +8,7 @@ from cuts import random_batches, tiny
 from oracle.reference import train_reference
 from ranks import run_ranks
 
+from ppctl.comm.groups import make_group
 from ppctl.config.schema import OptimConfig
 from ppctl.parallel.ties import TiedGradients, TiedUse
 
@@ -82,3 +83,23 @@ def test_uses_are_still_bit_equal_after_twenty_steps(layout):
     ranks = run_ranks(train_by_hand, 2, layout, 2, model, OPTIM, 2, random_batches(model, 20, 1))
     weights = {name: weight for rank in ranks for name, weight in rank[2].items()}
     assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])
+
+
+def sum_and_meet(uses):
+    """Sums of several shared parameters one after another, and then a number of every rank, in a group of them all."""
+    first, second = ([TiedUse(*use) for use in each] for each in uses)
+    rank = dist.get_rank()
+    for each in (first, second):
+        masters = {use.name: torch.nn.Parameter(torch.zeros(3)) for use in each if use.rank == rank}
+        for parameter in masters.values():
+            parameter.grad = torch.full((3,), float(rank))
+        TiedGradients(each, masters, rank).sum()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rank, group=make_group([tuple(range(dist.get_world_size()))]))
+    return found
+
+
+def test_ranks_without_a_shared_parameter_find_the_others_in_the_groups_made_behind_it():
+    """As the group of saves is, in every run with a tied model on three ranks and more."""
+    uses = [[(0, "a"), (2, "b")], [(1, "c"), (2, "d")]]
+    assert run_ranks(sum_and_meet, 3, uses, timeout=60) == [[0, 1, 2]] * 3
