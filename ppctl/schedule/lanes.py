@@ -18,7 +18,7 @@ Key = tuple[Op, int]
 Lanes = dict[Key, list[int]]
 """By operation and stage: the index in the rank's list by microbatch, -1 where there is none (REDUCE_GRAD has one)."""
 
-Wanted = dict[Key, list[Action]]
+Wanted = dict[Key, Sequence[Action]]
 """By operation and stage: the actions that a rank has to run."""
 
 
