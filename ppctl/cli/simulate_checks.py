@@ -31,6 +31,9 @@ MOST_ACTIONS = 5_000_000
 MOST_SEARCHED = 150_000
 """As many that a search tries again and again: about 20 s."""
 
+_FEW_RANKS, _MANY_CHUNKS = 32, 8
+"""Up to here it is the microbatches that are too many; from there on the chunks."""
+
 _PLACE = "command line"
 _USUAL = {"--pp": 4, "--microbatches": 8}
 """Sizes to begin with."""
@@ -102,11 +105,16 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
 
 def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
     """More actions than a simulation holds."""
-    actions = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
+    of_one = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1)
+    actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
         return []
     message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
-    return [Problem("PP-E128", message, "--microbatches 64", _PLACE)]
+    few = 2 * _FEW_RANKS  # as many as a V needs
+    remedy = f"--microbatches {few}"
+    if args.pp > _FEW_RANKS or few * of_one > MOST_ACTIONS:
+        remedy = f"--pp 8 {remedy}" + " --vpp 2" * ((args.vpp or 1) > _MANY_CHUNKS)
+    return [Problem("PP-E128", message, remedy, _PLACE)]
 
 
 def _unknown(args: argparse.Namespace) -> Problem:

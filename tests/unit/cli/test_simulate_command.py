@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ppctl.cli import simulate_checks
 from ppctl.cli.main import main
 from ppctl.schedule.policies import POLICIES, make_schedule
 
@@ -138,7 +139,11 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
         "--schedule auto",
         "--compare --pp 2 --microbatches 8 --extra-warmup 1",
         "--compare --pp 2 --microbatches 8 --memory 2",
-        "--compare --pp 512 --microbatches 999",
+        "--compare --pp 32 --microbatches 999",
+        "--compare --pp 999 --microbatches 99",
+        "--schedule zb_h1 --pp 99999999 --microbatches 999",
+        "--schedule dualpipev --pp 512 --microbatches 1024",
+        "--schedule interleaved_1f1b --pp 4 --vpp 99999 --microbatches 4",
         "--schedule 1f1bb --pp 2 --microbatches 8",
         "--schedule zb_h1 --vpp 2 --pp 4 --microbatches 8",
         "--schedule gpipe --extra-warmup 1 --pp 4 --microbatches 8",
@@ -155,8 +160,9 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
         "--schedule auto --pp 32 --microbatches 4096",
     ],
 )
-def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str) -> None:
+def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the command, with the first remedies of its other problems; `--schedule` in the place of `--compare`."""
+    monkeypatch.setattr(simulate_checks, "MOST_ACTIONS", 400_000)  # millions take many seconds
     command = ["simulate", *words.split(), "--tf", "1", "--tb", "2", "--json"]
     assert main(command) == 2
     found: list[list[list[str]]] = [[]]
