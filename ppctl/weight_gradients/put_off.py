@@ -3,8 +3,8 @@
 Knows autograd, and which weights' gradients may wait. Must not know which products there are (`products`), stages or
 schedules.
 
-While a forward runs under `collecting(gradients)`, `_Product` runs each product with a weight. The weight is not part of
-its graph; its backward (I) computes the gradient of the input and stores the operands of the weight's gradient in
+While a forward runs under `collecting(gradients)`, `_Product` runs each product with a weight. The weight is not part
+of its graph; its backward (I) computes the gradient of the input and stores the operands of the weight's gradient in
 `gradients`. `gradients.deliver()` (W) computes the gradients and gives each weight the sum over its uses, once, through
 autograd, so that hooks see the same as in a whole backward.
 
