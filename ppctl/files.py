@@ -29,6 +29,11 @@ def is_file(path: Path | str) -> bool:
         return False
 
 
+def nearest_there(path: Path) -> Path:
+    """`path`, or the first directory above it that is there: what `ls` can list."""
+    return next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), Path("/"))
+
+
 def _expanded(path: Path | str) -> Path:
     try:
         return Path(path).expanduser()

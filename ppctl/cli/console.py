@@ -25,6 +25,8 @@ PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
 
 
+_WIDEST = 1000
+"""Columns of any drawing."""
 UNFOLDED = sys.maxsize
 """Columns of lines of words that go into a pipe: what reads them takes them line by line."""
 
@@ -57,8 +59,13 @@ def is_live() -> bool:
 
 
 def width(piped: int = PIPE_WIDTH) -> int:
-    """The columns of the terminal; `piped` where stdout is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else piped
+    """The columns of the terminal; where stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
+    told = os.environ.get("COLUMNS", "")
+    if sys.stdout.isatty():
+        piped = shutil.get_terminal_size().columns
+    elif piped != UNFOLDED and told.isdecimal() and int(told) > 0:
+        piped = int(told)
+    return piped if piped == UNFOLDED else min(piped, _WIDEST)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, full_name
-from ppctl.config.keys import Key, docstring, keys, sections, text_keys, type_text
+from ppctl.config.keys import Key, docstring, keys, mapping_with, sections, text_keys, type_text
 from ppctl.config.metadata import PYTHON
 from ppctl.config.model_parallel_config import DTYPES
 from ppctl.config.support import MEANING, SHOWN_BY
@@ -45,12 +45,14 @@ def code_of(topic: str) -> str:
 
 def keys_called(topic: str) -> list[Key]:
     """The keys that a topic means: by a full name, an alias, another system's name, or as the last part of their name.
+    An entry of a mapping (`model.lora.rank`) means that.
 
     More than one where several sections have a key of that name. A section's own name means no key.
     """
     name = full_name(topic)
-    if name in keys():
-        return [keys()[name]]
+    owner = name if name in keys() else mapping_with(name)
+    if owner is not None:
+        return [keys()[owner]]
     return [] if name in sections() else [key for key in keys().values() if key.field == name]
 
 

@@ -28,6 +28,10 @@ from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
 
 _MS = 1e-3
+_MORE = {
+    "tb": "; a backward takes tb + tw: with --tw 0 (default) tb is the whole backward",
+    "tw": "; schedules that split backwards move it away from tb",
+}
 MOST_ROWS = 32
 """The most stages that a screen shows."""
 
@@ -43,8 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vpp", type=int, metavar="V", help=chunks)
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
     for name, what in TIMES.items():
-        needed = name in ("tf", "tb")
-        parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=f"{what}, in ms")
+        needed, more = name in ("tf", "tb"), _MORE.get(name, "")
+        words = f"{what}, in ms{more}"
+        parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=words)
     more = "forward passes beyond the usual warm-up"
     parser.add_argument("--extra-warmup", type=int, default=0, metavar="N", help=more)
     memory = f"for {AUTO}: activations that a rank may hold, in units of what 1F1B holds on its first rank (default: 1)"

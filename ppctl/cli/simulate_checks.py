@@ -24,10 +24,15 @@ TIMES = {
     "tw": "its weight gradient",
     "tcomm": "delay of every message",
 }
+MOST_MS = 1e12
+"""About 30 years: more is a slip, and sums of it would end at infinity."""
 MOST_ACTIONS = 5_000_000
 """More actions would take minutes and gigabytes: some size is a mistake."""
 MOST_SEARCHED = 150_000
 """As many that a search tries again and again: about 20 s."""
+
+_FEW_RANKS, _MANY_CHUNKS = 32, 8
+"""Up to here it is the microbatches that are too many; from there on the chunks."""
 
 _PLACE = "command line"
 _USUAL = {"--pp": 4, "--microbatches": 8}
@@ -52,7 +57,9 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the schedule file {args.schedule} cannot be read: {reason}"
-        raise ConfigError([Problem(CODE, message, "--schedule 1f1b", _PLACE), *problems]) from None
+        sizes = [f"{name} {size}" for name, size in _USUAL.items() if getattr(args, name[2:]) is None]
+        remedy = " ".join(["--schedule 1f1b", *sizes])
+        raise ConfigError([Problem(CODE, message, remedy, _PLACE), *problems]) from None
     except ScheduleError as error:
         found = [replace(each, place=f"{args.schedule}, {each.place}".rstrip(", ")) for each in error.problems]
         raise ConfigError([*found, *problems]) from None
@@ -98,11 +105,16 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
 
 def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
     """More actions than a simulation holds."""
-    actions = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
+    of_one = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1)
+    actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
         return []
     message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
-    return [Problem("PP-E128", message, "--microbatches 64", _PLACE)]
+    few = 2 * _FEW_RANKS  # as many as a V needs
+    remedy = f"--microbatches {few}"
+    if args.pp > _FEW_RANKS or few * of_one > MOST_ACTIONS:
+        remedy = f"--pp 8 {remedy}" + " --vpp 2" * ((args.vpp or 1) > _MANY_CHUNKS)
+    return [Problem("PP-E128", message, remedy, _PLACE)]
 
 
 def _unknown(args: argparse.Namespace) -> Problem:
@@ -146,8 +158,8 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
     """Times that are none."""
     for name, what in TIMES.items():
         value = getattr(args, name)
-        if not 0 <= value < float("inf"):
-            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", _PLACE)
+        if not 0 <= value <= MOST_MS:
+            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 to {MOST_MS:g} ms", f"--{name} 1", _PLACE)
 
 
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:

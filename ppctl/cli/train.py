@@ -184,7 +184,8 @@ def with_paths(config: RunConfig) -> RunConfig:
         config = with_value(config, "checkpoint", resume=str(found))
     if config.model.from_ is not None:
         weights = find_weights(config.model.from_, Path(config.log.dir))
-        check_weights(weights, config.model)
+        for line in check_weights(weights, config.model):
+            note(f"note: {line}")
         config = with_value(config, "model", from_=str(weights))
     return config
 

@@ -182,7 +182,7 @@ def _samples(config: RunConfig) -> Iterator[Finding]:
         message = f"a sequence of {length} is longer than the model's {positions} positions"
         # A model whose code is transformers' has the positions of its own config.json.
         foreign = config.model.transformers is not None
-        remedy = f"data.seq_length={positions}" if foreign else f"model.max_position_embeddings={length}"
+        remedy = f"data.seq_length={positions}" + ("" if foreign else f"\nmodel.max_position_embeddings={length}")
         yield ("data.seq_length", "model.max_position_embeddings"), message, remedy
 
 

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ppctl.config.keys import as_typed, text_keys, value_of
 from ppctl.config.schema import RunConfig
 
 NAME = "optim.name"
+_ALONE = "optim.muon_"
 
 
 def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys, what is wrong, remedy) of what splits matrices."""
+    """(keys, what is wrong, remedy) of what splits matrices, and of Muon's keys beside another optimizer."""
     if config.optim.name != "muon":
+        for name, typed in text_keys().items():
+            if name.startswith(_ALONE) and value_of(config, name) != typed.default:
+                message = f"{name} is a key of Muon alone, and {NAME} is {config.optim.name}"
+                yield (name, NAME), message, f"{as_typed(name, typed.default)}\n{NAME}=muon"
         return
     parallel = config.parallel
     for axis in ("tensor_model", "expert_tensor"):

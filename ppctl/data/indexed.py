@@ -91,7 +91,7 @@ def open_indexed(prefix: str) -> Indexed:
     for file, other in ((idx, bin_), (bin_, idx)):
         if not file.exists():
             message = f"{file} is missing, and {other.name} alone cannot be read"
-            raise DataError(Problem("PP-E412", message, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
+            raise DataError(Problem("PP-E412", message, f"ls -l {pasted(prefix)}.*", place=f"data.path={prefix}"))
     try:
         indexed = _read(prefix, idx, bin_)
     except OSError as error:
@@ -100,7 +100,7 @@ def open_indexed(prefix: str) -> Indexed:
         raise DataError(problem) from error
     damage = next(_damage(indexed, idx, bin_), None)
     if damage is not None:
-        raise DataError(Problem("PP-E412", damage, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
+        raise DataError(Problem("PP-E412", damage, f"ls -l {pasted(prefix)}.*", place=f"data.path={prefix}"))
     return indexed
 
 
@@ -172,4 +172,5 @@ def _map(file: Path, dtype: Any, offset: int, count: int) -> Integers:
 
 
 def _broken(idx: Path, fault: str) -> DataError:
-    return DataError(Problem("PP-E412", f"{idx} is damaged: {fault}", f"ls -l {idx}", place=f"data.path={idx}"[:-4]))
+    place = f"data.path={idx}"[:-4]
+    return DataError(Problem("PP-E412", f"{idx} is damaged: {fault}", f"ls -l {pasted(idx)}", place))

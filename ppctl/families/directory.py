@@ -18,7 +18,7 @@ from ppctl.families.config_json import read_config
 from ppctl.families.names import mtp_copies, stored_name
 from ppctl.families.safetensors import INDEX, SINGLE, Stored, read_directory
 from ppctl.families.table import Family
-from ppctl.files import read_whole
+from ppctl.files import nearest_there, read_whole
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
 from ppctl.geometry.rows import EMBEDDING, Parameter
@@ -64,7 +64,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error)
     message = f"{directory} is no model directory: {CONFIG} cannot be read ({reason})"
-    raise ConfigError(Problem("PP-E520", message, f"ls {pasted(directory)}", str(path)))
+    raise ConfigError(Problem("PP-E520", message, f"ls {pasted(nearest_there(directory))}", str(path)))
 
 
 def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = True) -> ModelDirectory:
@@ -83,11 +83,36 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     whole = replace(model, mtp_num_layers=skipped)
     known = {*_copies(whole), *stored_names(family, whole).values()}
     copies = {name: of for name, of in _copies(model).items() if name in stored}
-    block = (config.get("quantization_config") or {}).get("weight_block_size") or _BLOCK
-    found = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, (block[0], block[1]))
+    found = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, _block(config, path))
     if problems := list(_misfits(found, known)):
         raise CheckpointError(problems)
     return found
+
+
+def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
+    """Rows and columns that share a scale. Raises ConfigError (PP-E521) where what config.json says is no size."""
+    said = config.get("quantization_config") or {}
+    block = (said.get("weight_block_size") or _BLOCK) if isinstance(said, Mapping) else ()
+    if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    message = "quantization_config is a mapping, and its weight_block_size two whole numbers of 1 or more"
+    remedy = f"grep -A9 quantization_config {pasted(path / CONFIG)}"
+    raise ConfigError(Problem("PP-E521", f"{message}; here it is {json.dumps(said)[:80]}", remedy, str(path / CONFIG)))
+
+
+def told_quantised(path: Path) -> str:
+    """A line about a directory whose config says that its weights are quantised and that stores them as plain floats;
+    empty for others.
+
+    Who turns weights of few bits into floats often leaves the config as it was. transformers would go by the config.
+    """
+    said = read_config_file(path).get("quantization_config")
+    dtypes = {stored.dtype for stored in read_directory(path).values()} if said and has_weights(path) else set()
+    if not dtypes or not dtypes <= {*_FLOATS}:
+        return ""
+    method = said.get("quant_method", "no named method") if isinstance(said, Mapping) else said
+    kinds = ", ".join(sorted(dtypes))
+    return f"{CONFIG} has quantization_config ({method}), and all tensors are plain {kinds}: they are read as they are"
 
 
 def has_weights(path: Path) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import CheckpointError, Problem, listed, pasted
-from ppctl.files import MOST_READ_OF_A_MODEL, check_regular, read_whole
+from ppctl.files import MOST_READ_OF_A_MODEL, check_regular, nearest_there, read_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -133,4 +133,4 @@ def read_directory(directory: Path) -> dict[str, Stored]:
 
 
 def _damaged(file: Path, fault: str, place: str = "") -> CheckpointError:
-    return CheckpointError(Problem("PP-E523", f"{file} {fault}", f"ls -l {pasted(file.parent)}", place))
+    return CheckpointError(Problem("PP-E523", f"{file} {fault}", f"ls -l {pasted(nearest_there(file.parent))}", place))

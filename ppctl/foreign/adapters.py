@@ -60,7 +60,7 @@ def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str
     last = anatomy.count - 1
     beyond = [layer for layer in adapters.layers if layer > last]
     if beyond:
-        raise _wrong(f"layers={beyond[0]} is not a decoder layer; they are 0 to {last}", "model.lora.layers=[0]")
+        raise _wrong(f"layers={beyond[0]} is not a decoder layer; they are 0 to {last}", "'model.lora.layers=[0]'")
     known = _known(model, anatomy)
     remedy = f"'model.lora.targets=[{','.join(known[:2])}]'"
     inside: list[str] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.limits import MOST_STAGES
-from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.config_json import known_families
-from ppctl.families.directory import CONFIG, read_config_file
+from ppctl.families.directory import CONFIG, read_config_file, told_quantised
 from ppctl.foreign.overrides import overridden
 
 _OLDEST = 5
@@ -114,6 +114,8 @@ def _refuse_quantised(config: Any, directory: Path) -> None:
         message = f"{directory}: its config.json has quantization_config ({method or 'of no named method'}), and "
         message += "transformers' own code trains weights as they are"
         remedy = "model.implementation=ppctl" if config.model_type in known_families() and method == "fp8" else ""
+        with suppress(CheckpointError):  # damaged weights are told where they are read
+            remedy = "model.hf_overrides.quantization_config=null" if told_quantised(directory) else remedy
         raise ConfigError(Problem("PP-E550", message, remedy, str(directory / CONFIG)))
 
 

@@ -20,7 +20,7 @@ from ppctl.foreign.adapters import add_adapters
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.growth import BATCHES, fitted, peak
 from ppctl.foreign.library import make_model
-from ppctl.foreign.measured_pass import PassCosts, held_tensors, pass_costs, storage_of
+from ppctl.foreign.measured_pass import PassCosts, held_tensors, operators_of, pass_costs, storage_of
 from ppctl.foreign.miniature import lower_windows
 from ppctl.foreign.valueless import tensors_of, valueless
 from ppctl.geometry.foreign_costs import Growth, LayerCost, Measured, Peak
@@ -100,8 +100,9 @@ class _Model:
     def loops(self) -> bool:
         """Whether a layer goes from token to token."""
         with valueless():
-            runs = [self._runs([Layer("decoder", index)], [(1, length) for length in _FEW]) for index in self.kinds]
-        return any(len(short.forward) != len(long.forward) for short, long in runs)
+            stages = [self._stage([Layer("decoder", index)]) for index in self.kinds]
+            numbers = [[operators_of(each, self._given(each, 1, length)) for length in _FEW] for each in stages]
+        return any(short != long for short, long in numbers)
 
     def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> Measured:
         """All of it, in sequences of so many tokens."""

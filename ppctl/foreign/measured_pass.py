@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ppctl.foreign.foreign_stage import ForeignStage
-from ppctl.foreign.valueless import grouped_flops, tensors_of
+from ppctl.foreign.valueless import OperatorMode, grouped_flops, tensors_of
 from ppctl.weight_gradients.intercept import intercepting
 from ppctl.weight_gradients.put_off import PutOff
 
@@ -87,6 +86,11 @@ def pass_costs(stage: ForeignStage, given: Tensor) -> PassCosts:
     )
 
 
+def operators_of(stage: ForeignStage, given: Tensor) -> int:
+    """How many operators one forward has."""
+    return len(_Pass(stage, given).forward)
+
+
 class _Pass:
     """One forward of a stage, up to its W where `put_off` is given."""
 
@@ -118,13 +122,20 @@ class _Pass:
         self.before = self.live.trace[-1]
         self.live.trace.clear()
 
+        kept, alive = dict[int, float](), dict[int, weakref.ref[Any]]()
+
         def pack(tensor: Tensor) -> Tensor:
-            if storage_of(tensor) not in self.own:
-                self.kept[storage_of(tensor)] = float(tensor.untyped_storage().nbytes())
+            storage, key = tensor.untyped_storage(), storage_of(tensor)
+            if key not in self.own and key not in kept:
+                kept[key] = float(storage.nbytes())
+                # What a part of the graph kept that is gone is not kept, and its address may be another storage's.
+                alive[key] = weakref.ref(storage, lambda _: kept.pop(key, None))
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor), self.counter:
-            return run()
+            found = run()
+        self.kept = dict(kept)
+        return found
 
     def backward(self) -> list[float]:
         """What lives by operator of the backward, or of its I: an output is a message, or the next layer's input."""
@@ -179,18 +190,18 @@ class _Loss(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape)
 
 
-class _Live(TorchDispatchMode):
+class _Live(OperatorMode):
     """The bytes of storages that were made inside and are alive, after every operator."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        super().__init__()
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.size = 0
         self.trace: list[float] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage_of(tensor) for tensor in tensors_of((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {storage_of(tensor) for tensor in tensors_of((args, kwargs))}
+        result = func(*args, **kwargs)
         for tensor in tensors_of(result):
             if storage_of(tensor) not in given:
                 self._note(tensor.untyped_storage())

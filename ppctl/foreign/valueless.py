@@ -19,6 +19,7 @@ from ppctl.weight_gradients.put_off import PLAIN
 
 _aten = torch.ops.aten
 GROUPED = _aten._grouped_mm.default
+_DEVICE = torch.ops.prim.device.default
 
 
 @contextmanager
@@ -32,12 +33,29 @@ def valueless() -> Iterator[None]:
         PLAIN.discard(FakeTensor)
 
 
-class _NumbersHaveValues(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator but one: more than half of what torch calls asks a tensor without values for its device."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard against that takes as long as a cheap operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        return self.operator(func, args, kwargs or {})
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of `func`, a function of torch's dispatcher."""
+        raise NotImplementedError
+
+
+class _NumbersHaveValues(OperatorMode):
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = tensors_of((args, kwargs))
         known = not any(isinstance(tensor, FakeTensor) for tensor in given)
         if known and (given or _makes_numbers(func, kwargs)):

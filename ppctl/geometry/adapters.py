@@ -71,7 +71,9 @@ def read_adapters(given: Mapping[str, Any]) -> Adapters:
         raise _wrong("rank", f"rank={lora['rank']} is no whole number from 1 to {MOST_RANK}")
     targets = _words(lora["targets"])
     if not all(targets):
-        raise _wrong("targets", f"targets={lora['targets']} names modules, and one of them is empty")
+        raise _wrong(
+            "targets", f"targets={lora['targets']} {'has an empty name' if any(targets) else 'names no module'}"
+        )
     layers = _layers(lora["layers"]) if "layers" in lora else ()
     return Adapters(int(rank), _number("alpha", lora.get("alpha", lora["rank"])), tuple(dict.fromkeys(targets)), layers)
 
@@ -91,8 +93,8 @@ def _layers(text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < MOST_STAGES:
-            said = f"layers={text} names decoder layers from 0 on, as [0,4-7]; {word or 'nothing'} is none"
-            raise _wrong("layers", said)
+            what = f"{word} is none" if word else "one is empty" if text.strip("[] ") else "there is none in it"
+            raise _wrong("layers", f"layers={text}: decoder layers are named from 0 on, as [0,4-7]; {what}")
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 

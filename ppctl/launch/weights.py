@@ -21,7 +21,15 @@ from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import TRAINING, known_families, read_config
-from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
+from ppctl.families.directory import (
+    CONFIG,
+    TOKENIZER,
+    has_weights,
+    model_tensors,
+    open_directory,
+    read_config_file,
+    told_quantised,
+)
 from ppctl.families.safetensors import read_directory
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.geometry.adapters import WrongAdapters, read_adapters
@@ -113,14 +121,15 @@ def unread_weights(path: Path) -> list[str]:
     return []
 
 
-def check_weights(path: Path, model: ModelConfig) -> None:
-    """Compare the tensors stored at `path` with `model`'s. Raises CheckpointError naming all that do not fit."""
+def check_weights(path: Path, model: ModelConfig) -> list[str]:
+    """Compare the tensors stored at `path` with `model`'s: notes. Raises CheckpointError naming all that do not fit."""
     if (path / CONFIG).is_file():
         if foreign_of(model) is None:
             open_directory(path, model=model)
         elif has_weights(path):
             read_directory(path)  # its names are known to transformers, which ranks import: they compare them
-        return
+        told = told_quantised(path)
+        return [f"{path}: {told}"] if told else []
     cut = [
         f"{path / name}: {_size(path / name):,} bytes instead of {entry['bytes']:,}"
         for name, entry in _saved(path, MANIFEST, "files").items()
@@ -140,6 +149,7 @@ def check_weights(path: Path, model: ModelConfig) -> None:
         message = f"the weights at {path} are not those of this model"
         remedy = f"leave out what changes the model's sizes: {KEY} gives them"
         raise CheckpointError(Problem("PP-E524", message, remedy, listed(wrong)))
+    return []
 
 
 def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -22,7 +22,7 @@ from ppctl.plan.offloading import offloaded
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing
 from ppctl.plan.profile import origin
-from ppctl.plan.schedule_choice import CAPACITY, Proof, proved, settled
+from ppctl.plan.schedule_choice import CAPACITY, Proof, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
 from ppctl.plan.stages import forwards_only, tie_groups
 from ppctl.plan.traffic import step_traffic
@@ -190,4 +190,4 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
     if derivation.choice.searched:
         return least_held(derivation.ways, derivation.batch.num_microbatches)
     plain, _ = derivation.compute_only(settled(values, derivation.choice, derivation.batch.num_microbatches))
-    return derivation.rank_costs(proved(values, plain, derivation.frozen_stages).schedule)
+    return derivation.rank_costs(presumed(values, plain, derivation.frozen_stages).schedule)

@@ -263,8 +263,12 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Proof:
-    """As `proved`, of an order that was made to be sound: judged only where a capacity is set, which may hold it up."""
-    if values[CAPACITY] is not None:
+    """As `proved`, of an order that was made to be sound: judged only where a capacity is set, which may hold it up,
+    where it is a user's, and where it hangs by itself."""
+    if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)
-    lowered = lower(plain, batched=in_batches(values.config.parallel))
+    try:
+        lowered = lower(plain, batched=in_batches(values.config.parallel))
+    except ScheduleError:
+        return proved(values, plain, frozen_stages)
     return Proof(plain, without_frozen(lowered, frozen_stages), [])

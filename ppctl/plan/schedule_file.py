@@ -48,7 +48,8 @@ def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule
 
 def schedule_in(path: str) -> Schedule:
     """The compute-only schedule in a file. Raises ScheduleError for what is none, OSError and UnicodeDecodeError."""
-    schedule = Schedule.from_csv(read_text(path, _MOST_READ), name=FROM_FILE)
+    text = read_text(path, _MOST_READ).removeprefix("\ufeff")  # a byte order mark, which spreadsheets write
+    schedule = Schedule.from_csv(text, name=FROM_FILE)
     if any(action.op in MESSAGES for row in schedule.actions for action in row):
         message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
         raise ScheduleError(Problem(CODE, message))

@@ -89,7 +89,7 @@ def _summary(done: Done) -> str:
     # Adapters are of no family: peft loads them beside the model that they were trained on.
     what = f"{done.parameters:,} parameters{family}, {done.tensors} tensors, {done.bytes:,} bytes"
     beside = [f"with {line}" for line in (done.tokenizer, done.settings) if line]
-    return "\n".join([f"wrote {what}", *beside, *([done.left] if done.left else []), str(done.path)])
+    return "\n".join([f"wrote {what}", *beside, *filter(None, (done.left, done.quantised)), str(done.path)])
 
 
 if __name__ == "__main__":

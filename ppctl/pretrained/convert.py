@@ -33,6 +33,7 @@ from ppctl.families.directory import (
     mtp_tables,
     open_directory,
     stored_names,
+    told_quantised,
 )
 from ppctl.families.safetensors import read_directory
 from ppctl.geometry.adapters import is_adapter
@@ -62,6 +63,8 @@ class Done:
     """A line about what was kept of the directory that the weights came from, where they came from one."""
     left: str = ""
     """A line about what is not weights and was left out."""
+    quantised: str = ""
+    """A line about weights that were read otherwise than their config says."""
 
 
 def left_out(names: Iterable[str]) -> str:
@@ -94,7 +97,8 @@ def import_directory(
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     parameters = sum(spec.numel() for spec in specs.values())
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(step_path(out / "checkpoints", 0), found.model_type, parameters, len(specs), size)
+    path, told = step_path(out / "checkpoints", 0), told_quantised(source)
+    return Done(path, found.model_type, parameters, len(specs), size, quantised=told)
 
 
 class _Weights(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import shlex
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ppctl.checkpoint.boxes import Box, common
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
+from ppctl.files import nearest_there
 
 METADATA = ".metadata"
 
@@ -144,4 +144,4 @@ class DcpReader:
 
     def _refused(self, fault: str) -> CheckpointError:
         message = f"{self.path} is no distributed checkpoint that can be read: {fault}"
-        return CheckpointError(Problem("PP-E532", message, f"ls -la {shlex.quote(str(self.path))}"))
+        return CheckpointError(Problem("PP-E532", message, f"ls -la {pasted(nearest_there(self.path))}"))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise, repeat
 from typing import NamedTuple
 
@@ -116,9 +116,13 @@ class Pair(NamedTuple):
 _new_action = partial(tuple.__new__, Action)
 
 
-def lane(op: Op, stage: int, num_microbatches: int) -> list[Action]:
-    """One operation of one stage for every microbatch in order. Built at C speed: schedules hold many actions."""
-    return list(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
+@lru_cache(2048)
+def lane(op: Op, stage: int, num_microbatches: int) -> tuple[Action, ...]:
+    """One operation of one stage for every microbatch in order.
+
+    Built at C speed, and kept: schedules hold many actions, and whoever makes, lowers or judges one asks for the same.
+    """
+    return tuple(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
 
 
 class Channel(NamedTuple):

@@ -18,7 +18,7 @@ Key = tuple[Op, int]
 Lanes = dict[Key, list[int]]
 """(operation, stage) -> the index in the rank's list for each microbatch, -1 for none (REDUCE_GRAD has one)."""
 
-Wanted = dict[Key, list[Action]]
+Wanted = dict[Key, Sequence[Action]]
 """(operation, stage) -> the actions that a rank has to run."""
 
 

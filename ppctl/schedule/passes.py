@@ -272,8 +272,8 @@ class _Route(NamedTuple):
     """One edge of the model in one direction: its line, which edges may share, and its messages by microbatch."""
 
     line: _Line
-    sends: list[Action]
-    receives: list[Action]
+    sends: Sequence[Action]
+    receives: Sequence[Action]
 
 
 class _Routes(NamedTuple):

@@ -21,7 +21,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ppctl.checkpoint_folder import step_path
-from ppctl.comm.groups import make_group
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -93,8 +92,6 @@ def train_all(mappings: list[dict], out: Path | None = None) -> list[Run]:
         config = from_mapping(mapping)
         session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
         start_from(session, Path(str(config.model.from_)))
-        if session.plan.tie_groups and session.ties.group is None:
-            make_group([(dist.get_rank(),)])  # ranks that train one model after another must make equally many groups
         trainer = Trainer(session, session.batches(), lambda: 0)
         records, gradients = list[dict[str, Any]](), list[dict[str, Tensor]]()
         for step in range(STEPS):

@@ -85,15 +85,21 @@ def test_uses_are_still_bit_equal_after_twenty_steps(layout):
     assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])
 
 
-def meet_after_ties():
-    """Rank 1 holds no use; then all ranks make a group, as saves beside training do."""
+def sum_and_meet(uses):
+    """Sums of several shared parameters one after another, and then a number of every rank, in a group of them all."""
+    first, second = ([TiedUse(*use) for use in each] for each in uses)
     rank = dist.get_rank()
-    masters = {} if rank == 1 else {"a" if rank == 0 else "b": torch.nn.Parameter(torch.zeros(1))}
-    TiedGradients([TiedUse(0, "a"), TiedUse(2, "b")], masters, rank)
-    number = torch.ones(1)
-    dist.all_reduce(number, group=make_group([(0, 1, 2)], backend="gloo"))
-    return int(number)
+    for each in (first, second):
+        masters = {use.name: torch.nn.Parameter(torch.zeros(3)) for use in each if use.rank == rank}
+        for parameter in masters.values():
+            parameter.grad = torch.full((3,), float(rank))
+        TiedGradients(each, masters, rank).sum()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rank, group=make_group([tuple(range(dist.get_world_size()))]))
+    return found
 
 
-def test_a_rank_without_a_use_finds_the_others_in_the_next_group():
-    assert run_ranks(meet_after_ties, 3, timeout=20.0) == [3, 3, 3]
+def test_ranks_without_a_shared_parameter_find_the_others_in_the_groups_made_behind_it():
+    """As the group of saves is, in every run with a tied model on three ranks and more."""
+    uses = [[(0, "a"), (2, "b")], [(1, "c"), (2, "d")]]
+    assert run_ranks(sum_and_meet, 3, uses, timeout=60) == [[0, 1, 2]] * 3

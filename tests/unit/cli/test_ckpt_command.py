@@ -178,3 +178,11 @@ def test_a_person_reads_the_help_in_80_columns() -> None:
         command = [sys.executable, "-m", "ppctl", "ckpt", *action, "--help"]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
         assert done.returncode == 0 and max(map(len, done.stdout.splitlines())) <= 80, done.stdout
+
+
+@pytest.mark.parametrize("name", ["none", "no'ne/x y"])
+def test_the_remedy_for_a_directory_that_is_not_there_works(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["ckpt", "import", "--hf", name, "out"]) == 2
+    remedy = capsys.readouterr().err.partition("try: ")[2]
+    assert subprocess.run(["bash", "-c", remedy], capture_output=True, check=False).returncode == 0

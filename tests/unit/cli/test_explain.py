@@ -165,3 +165,8 @@ def test_a_page_is_as_wide_as_the_terminal_and_loses_no_word(columns, widest, mo
 def test_a_default_is_what_a_run_gets_where_conf_sets_another_than_the_dataclass():
     assert re.search(r"^default  false$", explain("parallel.batch_p2p_comm"), re.MULTILINE)
     assert re.search(r"^default  true$", explain("parallel.overlap_p2p_comm"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("topic", "key"), [("model.lora.layers", "model.lora"), ("launch.env.PATH", "launch.env")])
+def test_an_entry_of_a_mapping_is_explained_by_its_key(topic, key):
+    assert explain(topic) == explain(key)

@@ -6,6 +6,8 @@ import pty
 import re
 import subprocess
 import sys
+from itertools import takewhile
+from pathlib import Path
 
 import pytest
 
@@ -254,3 +256,12 @@ def test_a_plan_says_that_the_weights_beside_its_model_are_damaged(capsys, tmp_p
     (tmp_path / "model.safetensors").write_bytes(bytes(5))
     code, _, err = run(capsys, f"model.from={tmp_path}")
     assert code == 0 and "note: a run cannot begin with these weights: PP-E523" in err
+
+
+def test_the_page_on_migrating_shows_what_is_printed(capsys) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    lines = page.partition("\n    ppctl plan ")[2].splitlines()
+    shown = [line.removeprefix("    ") for line in takewhile(lambda line: line[:4].strip() == "", lines[2:])]
+    code, _, err = run(capsys, *lines[0].split())
+    assert code == 2
+    assert [line.rstrip() for line in err.strip().splitlines()] == "\n".join(shown).strip().splitlines()

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ppctl.cli import simulate_checks
 from ppctl.cli.main import main
 from ppctl.schedule.policies import POLICIES, make_schedule
 
@@ -138,7 +139,11 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
         "--schedule auto",
         "--compare --pp 2 --microbatches 8 --extra-warmup 1",
         "--compare --pp 2 --microbatches 8 --memory 2",
-        "--compare --pp 512 --microbatches 999",
+        "--compare --pp 32 --microbatches 999",
+        "--compare --pp 999 --microbatches 99",
+        "--schedule zb_h1 --pp 99999999 --microbatches 999",
+        "--schedule dualpipev --pp 512 --microbatches 1024",
+        "--schedule interleaved_1f1b --pp 4 --vpp 99999 --microbatches 4",
         "--schedule 1f1bb --pp 2 --microbatches 8",
         "--schedule zb_h1 --vpp 2 --pp 4 --microbatches 8",
         "--schedule gpipe --extra-warmup 1 --pp 4 --microbatches 8",
@@ -155,8 +160,9 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
         "--schedule auto --pp 32 --microbatches 4096",
     ],
 )
-def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str) -> None:
+def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the command, with the first remedies of its other problems; `--schedule` in the place of `--compare`."""
+    monkeypatch.setattr(simulate_checks, "MOST_ACTIONS", 400_000)  # millions take many seconds
     command = ["simulate", *words.split(), "--tf", "1", "--tb", "2", "--json"]
     assert main(command) == 2
     found: list[list[list[str]]] = [[]]
@@ -194,7 +200,7 @@ def test_a_schedule_in_a_file_is_simulated_as_its_name_is(capsys: Any, name: str
         ("0F0,0B0\n", "--pp 4 --vpp 2 --microbatches 3", "--pp 1"),
         ("0F0,0B0\n", "--extra-warmup 1", "--extra-warmup 0"),
         ("0F0,0B0\n", "--memory 2", "--schedule auto"),
-        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient takes 0 ms or more"),
+        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient takes 0 to 1e+12 ms"),
         ("", "", "PP-E303: the schedule has no actions"),
     ],
 )
@@ -333,3 +339,33 @@ def test_a_limit_without_a_search_is_refused(capsys: Any) -> None:
         == 2
     )
     assert "try: --schedule auto" in capsys.readouterr().err
+
+
+def test_times_that_add_up_to_infinity_are_refused_by_name(capsys: Any) -> None:
+    words = "simulate --schedule 1f1b --pp 2 --microbatches 4 --tb 1 --tf"
+    assert main([*words.split(), "1e308"]) == 2
+    assert "PP-E128: --tf 1e+308" in capsys.readouterr().err
+    assert main([*words.split(), "1e12"]) == 0
+
+
+def test_a_schedule_of_a_spreadsheet_begins_with_a_mark(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "s.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + b"0F0,0B0\n")
+    assert simulated(capsys, "--schedule", file, "--tf", 1, "--tb", 1)["step_time_ms"] == pytest.approx(2)
+
+
+def test_the_remedy_for_a_file_that_is_no_text_simulates(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "s.csv"
+    file.write_bytes(b"\xd0\xff")
+    assert main(["simulate", "--schedule", str(file), "--tf", "1", "--tb", "1"]) == 2
+    remedy = capsys.readouterr().err.partition("try: ")[2].split()
+    assert main(["simulate", *remedy, "--tf", "1", "--tb", "1"]) == 0
+
+
+@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("50", 50), ("9" * 30, 1000), ("0", 160), ("wide", 160)])
+def test_a_pipe_is_as_wide_as_it_is_told(capsys: Any, monkeypatch: Any, columns: str, most: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    words = "simulate --schedule 1f1b --pp 2 --microbatches 8 --tf 1 --tb 1.3"
+    assert main(words.split()) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert 0.6 * most < widest <= most

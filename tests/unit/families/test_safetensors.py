@@ -6,7 +6,10 @@ import struct
 
 import pytest
 
-from ppctl.errors import CheckpointError
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.families.config_json import write_config
+from ppctl.families.directory import open_directory, told_quantised
 from ppctl.families.safetensors import INDEX, read_directory, read_header
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -110,3 +113,24 @@ def test_an_index_may_name_a_directory_within(tmp_path):
     write(tmp_path / "deeper" / "a.safetensors", {"a": F32}, 8)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "deeper/a.safetensors"}}))
     assert list(read_directory(tmp_path)) == ["a"]
+
+
+def quantised(directory, said, dtype="F32"):
+    (directory / "config.json").write_text(json.dumps({"quantization_config": said}))
+    write(directory / "model.safetensors", {"a": F32 | {"dtype": dtype, "shape": [8 if dtype == "F8_E4M3" else 2]}}, 8)
+    return told_quantised(directory)
+
+
+def test_plain_weights_whose_config_says_quantised_are_told(tmp_path):
+    assert "(fp8), and all tensors are plain F32" in quantised(tmp_path, {"quant_method": "fp8"})
+    assert quantised(tmp_path, None) == ""
+    assert quantised(tmp_path, {"quant_method": "fp8"}, "F8_E4M3") == ""
+
+
+@pytest.mark.parametrize("said", [3, {"weight_block_size": 3}, {"weight_block_size": ["a", 0]}, [1]])
+def test_a_block_that_is_none_is_refused(tmp_path, said):
+    _, config = write_config(ModelConfig())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    write(tmp_path / "model.safetensors", {"a": F32}, 8)
+    with pytest.raises(ConfigError, match="PP-E521: quantization_config is a mapping"):
+        open_directory(tmp_path)

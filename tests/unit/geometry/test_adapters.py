@@ -20,8 +20,15 @@ def test_layers_are_indexes_and_ranges(typed, layers):
 
 @pytest.mark.parametrize("typed", ["[]", "[4-3]", "[-1]", "all", "[1,,2]", "[0-99999999]", "1.5"])
 def test_layers_that_are_none_are_refused(typed):
-    with pytest.raises(ValueError, match="names decoder layers from 0 on"):
+    with pytest.raises(ValueError, match="decoder layers are named from 0 on"):
         read_adapters(GIVEN | {"layers": typed})
+
+
+def test_empty_lists_are_told_as_empty():
+    with pytest.raises(ValueError, match=r"there is none in it$"):
+        read_adapters(GIVEN | {"layers": "[]"})
+    with pytest.raises(ValueError, match=r"targets=\[\] names no module$"):
+        read_adapters(GIVEN | {"targets": "[]"})
 
 
 @pytest.mark.parametrize(
