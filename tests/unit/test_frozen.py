@@ -250,6 +250,7 @@ MORE_WORDS = {
     "train.recompute_modules": ["[core_attn]", "[mlp]", "[layernorm]"],
 }
 BESIDE = {
+    "optim.muon_": "optim.name=muon",
     "model.moe": "model.num_moe_experts=4",
     "train.recompute_me": "train.recompute_granularity=full",
     "train.recompute_mo": "train.recompute_granularity=selective",
