@@ -9,30 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
-from ppctl.cli import ckpt_text
+from ppctl.cli import ckpt_convert, ckpt_text
+from ppctl.cli.ckpt_convert import planned_config, start_pretrained
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, width
+from ppctl.cli.runs import add_runs_directory
 from ppctl.cli.table import prose
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
-from ppctl.families.directory import read_config_file
 from ppctl.run_starts import at_rest
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run
 
 if TYPE_CHECKING:
-    from ppctl.config.schema import ModelConfig, RunConfig
+    from ppctl.config.schema import RunConfig
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 DIFFERENT, BROKEN = 1, 3
-_IMPLEMENTATION, _OVERRIDES = "model.implementation", "model.hf_overrides."
 _SHOWN = 20
 """Tensors that `diff` shows by default."""
 
@@ -68,37 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
-    importing = actions.add_parser("import", help="make a checkpoint of other programs' weights")
-    exporting = actions.add_parser("export", help="write weights for other programs")
-    _add_formats(importing, "DIR", "a Hugging Face directory: config.json and safetensors")
-    _add_formats(exporting, "RUN", "for transformers; RUN is a run, or one of its checkpoints")
-    importing.add_argument("out", type=Path, metavar="OUT", help="a new directory")
-    exporting.add_argument("out", type=Path, metavar="DIR", help="a new directory")
-    exporting.add_argument("--dtype", choices=DTYPES, help="of the new weights (default: as they were saved)")
-    for each in (importing, exporting):
-        each.add_argument("--no-mtp", action="store_true", help="leave out multi-token prediction")
+    ckpt_convert.add_parsers(actions)
 
-    words = "the directory with all runs (default: runs)"
-    for each in (inspect, verify, diff, average, prune, exporting):
-        each.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help=words)
+    for each in (inspect, verify, diff, average, prune):
+        add_runs_directory(each)
     for each in (inspect, verify, diff, prune):
         each.add_argument("--json", action="store_true", help="print one JSON object")
     words = "the last option: would a run with these KEY=VALUE load it? Compares names, shapes, dtypes and optimizer"
-    _add_for(verify, words)
-    words = "the last option: the model as ppctl plan takes it (--dcp, --torch-dist); whose code runs it (--hf: "
-    _add_for(importing, words + f"{_IMPLEMENTATION}, {_OVERRIDES}FIELD)")
-
-
-def _add_for(parser: argparse.ArgumentParser, words: str) -> None:
-    parser.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
-
-
-def _add_formats(parser: argparse.ArgumentParser, metavar: str, words: str) -> None:
-    """The formats of other programs, of which one is given."""
-    formats = parser.add_mutually_exclusive_group(required=True)
-    formats.add_argument("--hf", metavar=metavar, help=words)
-    formats.add_argument("--dcp", metavar=metavar, help="torchtitan's Llama: torch's distributed checkpoint")
-    formats.add_argument("--torch-dist", metavar=metavar, help="a GPT model of Megatron-core: torch_dist")
+    verify.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
 
 
 def _at_least_one(text: str) -> int:
@@ -161,7 +136,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    wanted = None if args.overrides is None else _planned(args.overrides)
+    wanted = None if args.overrides is None else planned_config(args.overrides)
     path = find_checkpoint(args.path, args.dir, "ckpt verify")
     manifest = read_manifest(path)
     total = 0 if args.quick else bytes_of_values(manifest)
@@ -190,21 +165,6 @@ def _verify(args: argparse.Namespace) -> int:
     return BROKEN if problems else 0
 
 
-def _planned(words: Sequence[str]) -> RunConfig:
-    """The config of a run with these overrides, which has a plan. Raises ConfigError with all of its problems."""
-    from ppctl.cli import overrides
-    from ppctl.cli.plan import OVER_MEMORY, planned
-
-    parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipes-dir", action="append")
-    typed = overrides.parse(parser, "ckpt verify PATH --for", words)
-    composed, _, problems = planned(typed.overrides, typed.problems)
-    problems = [problem for problem in problems if problem.code != OVER_MEMORY]  # memory is no matter of a checkpoint's
-    if problems or composed is None:
-        raise ConfigError(problems)
-    return composed.config
-
-
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
     """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And behind
     how many samples of its data it would go on; None where that is not known.
@@ -231,7 +191,7 @@ def _diff(args: argparse.Namespace) -> int:
     paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
     manifests = [read_manifest(path) for path in paths]
     if any(manifest.format == 1 for manifest in manifests):  # whose values torch alone reads
-        done = _pretrained("compare", *paths, stdout=subprocess.PIPE)
+        done = start_pretrained("compare", *paths, stdout=subprocess.PIPE)
         if done.returncode:
             return done.returncode
         told = json.loads(done.stdout)
@@ -247,12 +207,7 @@ def _diff(args: argparse.Namespace) -> int:
     return 0 if found.same else DIFFERENT
 
 
-# Making and deleting
-
-
-def _average(args: argparse.Namespace) -> int:
-    sources = [find_checkpoint(text, args.dir, "ckpt average") for text in args.paths]
-    return _convert("average", *sources, args.out)
+# Deleting
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -303,73 +258,12 @@ def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
     raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
 
 
-def _import(args: argparse.Namespace) -> int:
-    name, source = _format(args)
-    options = ["--format", name, *["--no-mtp"] * args.no_mtp]
-    if name != "hf":
-        model: ModelConfig | None = _planned(args.overrides or ()).model
-        model = replace(model, mtp_num_layers=None) if args.no_mtp and model is not None else model
-    else:
-        model = _described(source, args.overrides or ())
-    options += [] if model is None else ["--model", json.dumps(asdict(model))]
-    return _convert("import", source, args.out, *options)
-
-
-def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
-    """The model of a Hugging Face directory whose code is transformers'; None of one that ppctl's own blocks build.
-
-    `words` are the keys that say whose code it is, and which fields of its config.json are others. Raises ConfigError:
-    PP-E105 for other keys, else as `model.from=DIR` does.
-    """
-    from ppctl.config.keys import keys
-    from ppctl.config.schema import ModelConfig
-    from ppctl.launch.weights import model_values
-
-    read_config_file(Path(source))  # a checkpoint, which model.from may be, is none
-    implementation, overrides = "auto", dict[str, str]()
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key == _IMPLEMENTATION and keys()[key].allows(value):
-            implementation = value
-        elif key.startswith(_OVERRIDES) and equals and len(key) > len(_OVERRIDES):
-            overrides[key.removeprefix(_OVERRIDES)] = value
-        else:
-            message = f"--for {word}: the config.json of a Hugging Face directory describes the model"
-            remedy = f"ppctl ckpt import --hf {pasted(source)} OUT --for {_IMPLEMENTATION}=transformers"
-            raise ConfigError(Problem("PP-E105", message, remedy, "command line"))
-    values = dict(model_values(source, implementation, overrides))
-    given = {"implementation": implementation, "hf_overrides": overrides}
-    return None if values.get("transformers") is None else ModelConfig(**values | given)
-
-
-def _export(args: argparse.Namespace) -> int:
-    name, text = _format(args)
-    source = find_checkpoint(text, args.dir, f"ckpt export --{name.replace('_', '-')}")
-    options = ["--format", name, *["--no-mtp"] * args.no_mtp, *(["--dtype", args.dtype] if args.dtype else [])]
-    return _convert("export", source, args.out, *options)
-
-
-def _format(args: argparse.Namespace) -> tuple[str, str]:
-    """The format of the other program, and what was given for it."""
-    return next((name, value) for name in ("hf", "dcp", "torch_dist") if (value := getattr(args, name)) is not None)
-
-
-def _convert(action: str, *words: object) -> int:
-    """Start what converts: its sources, the output, then options."""
-    return _pretrained(action, *words).returncode
-
-
-def _pretrained(action: str, *words: object, stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)]
-    return subprocess.run(command, stdout=stdout, check=False)
-
-
 _ACTIONS = {
     "inspect": _inspect,
     "verify": _verify,
     "diff": _diff,
-    "average": _average,
+    "average": ckpt_convert.average,
     "prune": _prune,
-    "import": _import,
-    "export": _export,
+    "import": ckpt_convert.import_,
+    "export": ckpt_convert.export,
 }

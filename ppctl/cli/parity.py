@@ -27,6 +27,7 @@ from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
 from ppctl.cli import ckpt_text, parity_text
 from ppctl.cli.console import UNFOLDED, byte_progress, note, width
 from ppctl.cli.plan import plan_of, planned
+from ppctl.cli.runs import add_runs_directory
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.schema import RunConfig
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     words = "RUN: repeat this run's config from its first step; A B: compare two existing runs"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=words)
-    parser.add_argument("--dir", default="runs", metavar="DIR", help="the directory with all runs (default: runs)")
+    add_runs_directory(parser)
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"steps to compare (default: {_STEPS})")
     parser.add_argument("--keep", metavar="DIR", help="keep the two runs, with their gradients, in this directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -112,7 +113,7 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         message = "`ppctl parity` starts its ranks itself, but this process was started by another launcher"
         raise ConfigError(Problem("PP-E644", message, "ppctl parity, without torchrun or srun", "environment"))
     if args.runs:
-        run = find_run(args.runs[0], Path(args.dir))
+        run = find_run(args.runs[0], args.dir)
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
         refuse(args.problems)
@@ -205,7 +206,7 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
     if len(args.runs) > 2 or args.overrides or args.problems:
         message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
         raise ConfigError(Problem("PP-E644", message, f"ppctl parity {' '.join(args.runs[:2])}", "command line"))
-    runs = [find_run(name, Path(args.dir)) for name in args.runs]
+    runs = [find_run(name, args.dir) for name in args.runs]
     first, second = (_Side(run, run.read_config(), run.read_plan()) for run in runs)
     report = _report((first, second))
     if not report["steps"]:

@@ -64,7 +64,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     assert plan is not None  # there were no problems
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
-    checkpoint = find_checkpoint(str(source), Path(args.dir))
+    checkpoint = find_checkpoint(str(source), args.dir)
     _refuse_finished(run, composed, checkpoint, args)
     _refuse_past(changes, composed.config, checkpoint)
     for line in (*composed.notes, f"going on with {run.path} from {checkpoint.name}"):

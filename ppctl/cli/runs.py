@@ -34,12 +34,18 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare RUN and --dir, which `named_run` reads."""
     words = "the run's directory, id, a unique prefix of the id, or SLURM job (default: the newest run)"
     parser.add_argument("run", nargs="?", metavar="RUN", help=words)
-    parser.add_argument("--dir", default="runs", metavar="DIR", help="the directory with all runs (default: runs)")
+    add_runs_directory(parser)
+
+
+def add_runs_directory(parser: argparse.ArgumentParser) -> None:
+    """Declare --dir."""
+    words = "the directory with all runs (default: runs)"
+    parser.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help=words)
 
 
 def named_run(args: argparse.Namespace) -> RunDir:
     """The run that RUN and --dir name. Raises ConfigError if there is none, or more than one."""
-    return find_run(args.run, Path(args.dir))
+    return find_run(args.run, args.dir)
 
 
 def program() -> str:
@@ -77,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     if args.run is not None:
         message = f"{args.run}: `ppctl runs list` does not take a run"
         raise ConfigError(Problem("PP-E105", message, f"ppctl runs show {args.run}"))
-    found = [facts(each) for each in list_runs(Path(args.dir))]
+    found = [facts(each) for each in list_runs(args.dir)]
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        print(table(found) if found else f"no runs under {Path(args.dir)}")
+        print(table(found) if found else f"no runs under {args.dir}")
     return 0
 
 
@@ -98,7 +104,7 @@ def _shown(one: dict[str, Any]) -> str:
 def _compare(args: argparse.Namespace) -> int:
     from ppctl.cli import compare_runs  # imports ppctl.config, which lists of runs do not need
 
-    first, second = (find_run(name, Path(args.dir)) for name in args.compare)
+    first, second = (find_run(name, args.dir) for name in args.compare)
     found = compare_runs.comparison((first, second))
     print(json.dumps(found, indent=1) if args.json else compare_runs.text(found, width(UNFOLDED)))
     return 0

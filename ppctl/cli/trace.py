@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 Problem("PP-E129", message, f"ppctl trace {args.run} --timeline step.html", "command line")
             )
-        other = _seen(find_run(args.other, Path(args.dir)), args)
+        other = _seen(find_run(args.other, args.dir), args)
         found = trace_text.both(shown, other)
         print(json.dumps(found) if args.json else trace_text.compared(found))
         return 0

@@ -28,13 +28,13 @@ _OWN_CHANNELS = Modes()
 class Communicator:
     """This rank's ends of a pipeline's channels, and the pool that their messages are received into.
 
-    `pp_group` holds the pipeline's ranks in pp order, and all of them construct it together. `channels` are the ones to
-    make, by default those of a loop; a V placement passes its own. `modes` say how messages travel, by default each on
-    its channel. `device` is where tensors live, by default a GPU where the group's backend moves its tensors, else
-    torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without `connect` channels
-    of NCCL connect on their first message; where shapes vary that must be before the engine's messages (`ppctl.reach`
-    then sets `connected`), or the engine is refused. `ends` are this rank's ends of all channels where the caller has
-    made them. Raises ConfigError (PP-E608) where channels of a GPU would have one queue with its kernels.
+    `pp_group` has the pipeline's ranks in pp order; all of them construct it together. `channels` are the channels to
+    make, by default those of a loop; pass those of a V. `modes` say how messages are sent, by default each on its
+    channel. `device` is where tensors live: by default a GPU if the group's backend sends GPU tensors, else torch's
+    default device. GPU tensors on a gloo group go through pinned host memory. Without `connect`, NCCL channels connect
+    on their first message; if shapes vary, that must happen before the engine's messages (`ppctl.reach` then sets
+    `connected`), or the engine refuses to run. `ends` are this rank's ends of all channels, if the caller has made
+    them. Raises ConfigError (PP-E608) if channels and kernels of a GPU would share one hardware queue.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Communicator:
         return tuple(self._ends.values())
 
     def close(self) -> None:
-        """End this communicator, and with the last one over the process group their connections.
+        """End this communicator; the last one over the process group also ends their connections.
 
         All ranks of the pipeline call it, with nothing under way, before the group is destroyed. Only NCCL needs it:
-        what is left open at the end of a process is aborted.
+        connections that are open at the end of a process are aborted.
         """
         self._ends.clear()
         if self._connections is not None:
@@ -104,8 +104,8 @@ class Communicator:
     def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
         """This rank's end of a channel as the engine uses it: its own, or a part of `batch`.
 
-        Raises ScheduleError where shapes vary and channels are not connected yet: one host would wait in connecting for
-        the other, which waits for a header that the first one has not enqueued.
+        Raises ScheduleError if shapes vary and channels are not connected yet: one host would wait for the other to
+        connect, which waits for a header that the first one has not enqueued.
         """
         if self.modes.variable and not self.connected:
             message = (

@@ -60,9 +60,9 @@ def _row(pp_rank: int, actions: Sequence[Action], index: int) -> str:
 class Engine:
     """One rank's interpreter of a lowered schedule; `run_schedule` describes the arguments.
 
-    Construction is cheap: channels and buffers belong to the communicator and outlive the engine. No two engines of one
-    communicator may run at the same time. Raises ScheduleError where the schedule, the communicator and the programs do
-    not belong together, or the schedule holds what cannot be executed.
+    Construction is cheap: channels and buffers belong to the communicator and outlive the engine. Two engines of one
+    communicator must not run at the same time. Raises ScheduleError if the schedule, the communicator and the programs
+    do not fit together, or the schedule cannot be executed.
     """
 
     def __init__(
@@ -342,23 +342,23 @@ def run_schedule(
 ) -> None:
     """Execute this rank's part of one step: all microbatches through this rank's stages.
 
-    `schedule` is lowered (`ppctl.schedule.passes.lower`), the same value on every rank; one without backwards runs
-    under no_grad. `programs` are this rank's stages. The loss is what the last stage's program returns, already scaled;
-    the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list. Where a
-    backward is split, I accumulates all gradients but those of products with a weight, which wait for W
-    (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions). The two of a pair that stand one
-    behind the other advance in turns, where the stages' forwards and backwards hand over (`ppctl.turns`).
+    `schedule` is lowered (`ppctl.schedule.passes.lower`) and equal on every rank; a schedule without backwards runs
+    under no_grad. `programs` are this rank's stages. The last stage's program returns the loss, already scaled; the
+    engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list. If a backward
+    is split, I accumulates all gradients except those of products with a weight, which wait for W
+    (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions). The two actions of a pair run
+    alternately; they switch where their stages call `ppctl.turns.hand_over`.
 
-    `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
-    to call. `deallocate_pipeline_outputs` frees an output once it is delivered; without it, outputs live until their
-    backward. With `variable_shapes`, or a communicator with variable_seq_lengths, a program's specs give number and
+    `communicator` is the pipeline's, and may be None for a single rank; it keeps channels and buffers between calls.
+    `deallocate_pipeline_outputs` frees an output once it is delivered; otherwise outputs live until their backward.
+    With `variable_shapes`, or a communicator with variable_seq_lengths, a program's specs only give the number and
     dtypes of a message's tensors, and shapes may differ between microbatches. `reduce_grad(stage)` is called when a
     stage's gradients are complete. `recorder` stamps the actions, and must have been made for this rank's list;
-    `heartbeat` gets each action's index; `timed(name)` makes a context around each wait for a message: forward-recv,
-    forward-send, backward-recv and backward-send, as Megatron names them.
+    `heartbeat` gets each action's index; `timed(name)` returns a context for each wait for a message: forward-recv,
+    forward-send, backward-recv or backward-send, Megatron's names.
 
-    Raises ScheduleError where the arguments do not belong together, and EngineError, naming the action, where an action
-    fails. After an EngineError the communicator must not be used again: peers may be in the middle of a message.
+    Raises ScheduleError if the arguments do not fit together, and EngineError, naming the action, if an action fails.
+    After an EngineError the communicator must not be used again: peers may be in the middle of a message.
     """
     Engine(
         schedule,

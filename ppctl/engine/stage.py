@@ -33,9 +33,9 @@ class StageProgram:
     """What the engine calls for a stage.
 
     `forward(mb, inputs)` gets the tensors of `receives` (none on the first stage) and returns a tuple of the tensors of
-    `sends`; on the last stage a tuple of one scalar, the loss that is backwarded. It must return new tensors: an input
-    or a view of it would keep message buffers from being reused. `receives` and `sends` describe this stage's edges
-    (anything with `shape` and `dtype`, so a plan's TensorSpec will do); both ends of an edge must agree.
+    `sends`, or on the last stage a tuple of one scalar, the loss. It must return new tensors: an input or a view of it
+    would keep message buffers from being reused. `receives` and `sends` describe this stage's edges (anything with
+    `shape` and `dtype`, such as a plan's TensorSpec); both ends of an edge must agree.
     """
 
     stage: int

@@ -40,10 +40,10 @@ class P2PCommunicator(Communicator):
     that this machine does not have.
 
     The methods take and return single tensors or lists of them, one shape or a list of shapes. With
-    variable_seq_lengths shapes are ignored, except that None is refused: every tensor's own shape, with any number of
-    dims, travels ahead of it. Received tensors are new leaves of `pipeline_dtype` that require a gradient. Raises
-    MessageError, before anything is sent, for what would leave the other rank waiting: a None, a wrong number of
-    tensors or shapes, another dtype than `pipeline_dtype`. Raises PeerLost where the other rank is gone.
+    variable_seq_lengths, shapes are ignored (but None is refused), and every tensor's shape, with any number of dims,
+    is sent before it. Received tensors are new leaves of `pipeline_dtype` that require a gradient. Raises
+    MessageError, before anything is sent, for arguments that would leave the other rank waiting: a None, a wrong number
+    of tensors or shapes, a dtype other than `pipeline_dtype`. Raises PeerLost if the other rank is gone.
     """
 
     def __init__(

@@ -69,14 +69,14 @@ def pipeline(
     group: ProcessGroup | None = None,
     parallelize: Callable[[nn.Module], nn.Module | None] | None = None,
 ) -> Pipeline:
-    """Cut a model into stages and make those of this rank. A collective of the pipeline's ranks.
+    """Cut a model into stages and build this rank's stages. A collective of the pipeline's ranks.
 
-    `model` is a model of transformers (an instance, with weights or on meta, or a directory with config.json and
-    safetensors), or any nn.Module, cut by `config.module_fqns_per_model_part`. `group` holds the pipeline's ranks in pp
-    order, by default all ranks; under torchrun the default group is made here if it is not there, and a process that is
-    alone is a pipeline of one rank. `device` is by default the GPU of LOCAL_RANK, else the CPU. `loss_fn` stands in for
-    that of the config. `parallelize` is called with each stage's module, to shard it over other ranks
-    (`fully_shard`), and may return another one.
+    `model` is a transformers model (an instance, with weights or on meta, or a directory with config.json and
+    safetensors), or any nn.Module, cut by `config.module_fqns_per_model_part`. `group` has the pipeline's ranks in pp
+    order, by default all ranks. Under torchrun the default group is created if necessary; a single process is a
+    pipeline of one rank. `device` is by default the GPU of LOCAL_RANK, else the CPU. `loss_fn` replaces that of the
+    config. `parallelize` is called with each stage's module, to shard it over other ranks (`fully_shard`), and may
+    return another module.
 
     Raises ConfigError and CheckpointError on all ranks, before any message between stages: PP-E130 for a config that
     cannot be followed, PP-E131 for names, PP-E132 for a module that cannot be cut, PP-E526 to PP-E529 and PP-E538 as
@@ -121,11 +121,11 @@ class Pipeline:
     # --- what a training loop uses -----------------------------------------------------------------------------------
 
     def step(self, batch: Any = None, **named: Any) -> Tensor | None:
-        """Forward and backward of a batch: gradients are added to `.grad`. The loss on the rank of the last stage.
+        """Run forward and backward of a batch, adding gradients to `.grad`; returns the loss on the last stage's rank.
 
-        Every rank gives the same batch, `(inputs, labels)` or a mapping with `labels`, or that by keyword
-        (`step(input_ids=..., attention_mask=..., labels=...)`): masks and positions are made of it on every stage. Its
-        rows are microbatches of `pp_microbatch_size`; with `pp_batch_size` above 1 they run in several schedule calls.
+        Every rank passes the same batch: `(inputs, labels)`, a mapping with `labels`, or its entries by keyword
+        (`step(input_ids=..., attention_mask=..., labels=...)`). Every stage computes masks and positions from it. Its
+        rows form microbatches of `pp_microbatch_size`; with `pp_batch_size` above 1 they run in several schedule calls.
         The loss is the sum of its microbatches' shares (`StepLoss`). Raises ConfigError (PP-E130, PP-E132; PP-E553 for
         an exception of the user's code) on all ranks before any message; PP-E554 where an earlier step ended amid its
         messages.
@@ -133,7 +133,7 @@ class Pipeline:
         return self._run(_given(batch, named), training=True)
 
     def eval(self, batch: Any = None, **named: Any) -> Tensor | None:
-        """The loss of a batch in evaluation mode, without gradients, on the rank of the last stage; else as `step`."""
+        """Like `step`, in evaluation mode and without gradients; returns the loss on the last stage's rank."""
         return self._run(_given(batch, named), training=False)
 
     @property
@@ -149,10 +149,10 @@ class Pipeline:
         return PipelineInfo(self._ranks.size, self._ranks.rank, numbers, last + 1, *ends, self._schedule)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the names that the whole model gives them.
+        """This rank's parameters, under the names of the whole model.
 
-        Each use of a shared parameter is one of its own. All uses have the same gradient after a step, so that any
-        optimizer that looks at one element at a time keeps them equal.
+        Each use of a shared parameter is a parameter of its own. All uses have the same gradient after a step, so any
+        elementwise optimizer keeps them equal.
         """
         return self._stages.named_parameters()
 
@@ -166,19 +166,19 @@ class Pipeline:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and saved buffers by the whole model's names; over all ranks they are its state."""
+        """This rank's parameters and saved buffers under the model's names; the union over ranks is its state."""
         return self._stages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's values from the state of the whole model, or of these stages.
+        """Load this rank's values from the state of the whole model, or of these stages.
 
-        Raises CheckpointError (PP-E537), with nothing taken, naming tensors that are missing or of another shape, and
-        PP-E539 for stages that are sharded over other ranks.
+        Raises CheckpointError and loads nothing if tensors are missing or have another shape (PP-E537), or if stages
+        are sharded over other ranks (PP-E539).
         """
         self._stages.load_state_dict(state)
 
     def close(self) -> None:
-        """End the pipeline's connections; every rank calls it, before the process groups go."""
+        """End the pipeline's connections; every rank calls it before the process groups are destroyed."""
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None

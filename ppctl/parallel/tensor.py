@@ -97,3 +97,14 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.Proces
         dist.all_reduce(flat, group=group)
         for parameter, total in zip(bucket, flat.split([part.numel() for part in parts]), strict=True):
             parameter.grad = total.view_as(parameter)
+
+
+def gather_runs(own: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """The whole tensor, `size` long along `dim`, from the ranks' runs of it (as `geometry/parts.py` cuts it)."""
+    step = -(-size // group.size())
+    first = own.movedim(dim, 0)
+    filled = first.new_zeros(step, *first.shape[1:])
+    filled[: len(first)] = first
+    rows = filled.new_empty(group.size() * filled.numel())
+    all_gather(rows, filled.view(-1), group=group)
+    return rows.view(-1, *first.shape[1:])[:size].movedim(0, dim).contiguous()

@@ -193,14 +193,14 @@ class Schedule:
     `capacities` is empty until the schedule is lowered; then it holds, per channel, how many messages may be under way:
     posted receives plus outstanding sends (see `receive_slots` and `send_slots`).
 
-    In a `batched` schedule the neighbouring messages of a rank's list are one batch: all are started together, then all
-    are waited for, and what goes from one rank to another is matched in order, activations and gradients alike. Nothing
-    travels while the rank computes.
+    In a `batched` schedule the neighbouring messages of a rank's list form a batch: all are started together, then all
+    are waited for. Between two ranks they are matched in order, activations and gradients alike. No message is under
+    way while the rank computes.
 
-    The first `frozen_stages` stages train nothing: they have forwards alone, and no gradient comes to any of them.
+    The first `frozen_stages` stages train nothing: they have only forwards, and receive no gradients.
 
-    `pairs` are forwards and backwards that a rank may run side by side. In its list the forward stands in front, and
-    nothing but messages between the two: read as a list alone, they run in turn (`pairs.wrong_pairs` judges them).
+    `pairs` are forwards and backwards that a rank may overlap. In its list the forward comes first, with nothing but
+    messages between the two, so that the list alone runs them one after the other (`pairs.wrong_pairs` checks them).
     """
 
     name: str
@@ -261,12 +261,12 @@ class Schedule:
         capacities: Mapping[Channel, int] | None = None,
         batched: bool = False,
     ) -> Schedule:
-        """Read one line per pp_rank, in torch's spelling; an empty cell is an idle time slot and means nothing.
+        """Read one line per pp_rank, in torch's spelling; empty cells are idle slots and are ignored.
 
-        A cell that overlaps a forward and a backward, `(2F1;1B0)OVERLAP_F_B`, is the two in turn, and one of `pairs`.
+        A cell with an overlapped forward and backward, `(2F1;1B0)OVERLAP_F_B`, becomes two actions and one of `pairs`.
 
-        Without `placement` the rows say which rank owns which stage (loop or V); without `num_microbatches` the
-        largest one counts. Raises ScheduleError with every bad cell. The schedule is not verified.
+        Without `placement` the rows determine which rank owns which stage (loop or V); without `num_microbatches` the
+        largest microbatch does. Raises ScheduleError with every bad cell. The schedule is not verified.
         """
         rows, pairs, problems = _read_cells(text)
         if problems:

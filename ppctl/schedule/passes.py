@@ -41,11 +41,11 @@ FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
 
 
 def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = False) -> Schedule:
-    """Add to a compute-only schedule all that its ranks need beyond computing: gradient sync, messages, capacities.
+    """Add gradient synchronisation, messages and capacities to a compute-only schedule.
 
-    Every channel gets `capacity`, by default what `least_capacities` finds. A `batched` schedule (`batch_messages`) has
-    no choice of capacity, and ignores it. Raises ScheduleError for a capacity below 1, for a schedule that is lowered
-    already and, where capacities are to be found, for one that hangs.
+    Every channel gets `capacity`, by default what `least_capacities` finds; a `batched` schedule (`batch_messages`)
+    ignores it. Raises ScheduleError for a capacity below 1, for a schedule that is already lowered and, if capacities
+    have to be found, for one that deadlocks.
     """
     if any(action.op not in COMPUTE for row in schedule.actions for action in row):
         raise ScheduleError(Problem("PP-E307", f"schedule {schedule.name} is lowered already"))

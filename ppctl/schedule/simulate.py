@@ -76,9 +76,9 @@ class Costs:
 def simulate(schedule: Schedule, costs: Costs) -> Trace:
     """When every F, B, I, W and REDUCE_GRAD would run; messages take time but are no spans.
 
-    A lowered schedule runs as it says, capacities and all; before that, every message is sent at once and received at
-    once. The two of a pair take the time of one after the other. Raises ScheduleError if the schedule hangs (`verify`
-    says why).
+    A lowered schedule runs with its messages and capacities; in a compute-only schedule every message is sent and
+    received immediately. The two actions of a pair take the sum of their times. Raises ScheduleError if the schedule
+    deadlocks (`verify` says why).
     """
     run = execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
     if run.stuck:

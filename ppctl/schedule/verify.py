@@ -40,15 +40,17 @@ _BEFORE, _AFTER = 2, 2
 
 
 def verify(schedule: Schedule) -> list[Problem]:
-    """What is wrong with a schedule; empty means that every rank can run its list to the end as it stands.
+    """The problems of a schedule; empty means that every rank can run its list to the end.
 
-    Every (stage, microbatch) has one F, and one B or one I and W (none has in a forward-only schedule), on the rank
-    that owns the stage and after what it needs. In a lowered schedule every edge between ranks has its messages, in the
-    same order at both ends and with no more receives posted than `receive_slots`; every stage reduces its gradients
-    after its last backward; and the lists run to their ends with sends that complete only once their receive is posted.
-    In a batched schedule the order is judged per pair of ranks, both directions together, and a batch is over when all
-    messages in it have met their other ends. Linear in the number of actions. Order is judged where nothing is missing,
-    deadlock where nothing else is wrong, and pairs (`wrong_pairs`) where the lists run to their ends.
+    The rules: every (stage, microbatch) has one F, and one B or one I and W (in a forward-only schedule neither), on
+    the rank that owns the stage and after its dependencies. In a lowered schedule every edge between ranks has its
+    messages, in the same order at both ends and with at most `receive_slots` receives posted; every stage reduces its
+    gradients after its last backward; and all lists run to their ends, where a send completes only when its receive is
+    posted. In a batched schedule order is checked per pair of ranks, both directions together, and a batch completes
+    when all its messages have met their other ends.
+
+    Linear in the number of actions. Order is checked if nothing is missing, deadlock if nothing else is wrong, and
+    pairs (`wrong_pairs`) if the lists run to their ends.
     """
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:

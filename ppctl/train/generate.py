@@ -21,7 +21,7 @@ from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.stage_model import StageModel
-from ppctl.parallel.slices import gather_runs
+from ppctl.parallel.tensor import gather_runs
 from ppctl.plan import StageSpec
 from ppctl.sequence_halves import Halves
 from ppctl.tensor_halves import own_positions

@@ -3,12 +3,12 @@
 Knows autograd, and which weights' gradients may wait. Must not know which products there are (`products`), stages or
 schedules.
 
-While a forward runs under `collecting(gradients)`, a product with a weight is run by `_Product`: the weight is no part
-of its graph, and its backward, which is I, computes the gradient of its input and puts what the weight's is made of
-into `gradients`. `gradients.deliver()`, which is W, makes the gradients and hands each weight the sum over its uses,
-once, through autograd: hooks see what they see in a whole backward.
+While a forward runs under `collecting(gradients)`, `_Product` runs each product with a weight. The weight is not part
+of its graph; its backward (I) computes the gradient of the input and stores the operands of the weight's gradient in
+`gradients`. `gradients.deliver()` (W) computes the gradients and gives each weight the sum over its uses, once, through
+autograd, so that hooks see the same as in a whole backward.
 
-What is collected into is global and not a thread's own: on CUDA autograd runs backwards in a thread of the device.
+The current collector is global and not thread-local, because on CUDA autograd runs backwards in a thread per device.
 """
 
 from __future__ import annotations
@@ -234,9 +234,9 @@ def putting_off(weight: Tensor) -> PutOff | None:
 class _Store:
     """Lets a user's autograd function defer its weight gradients, as in DeepSeek's DualPipe.
 
-    In its backward: `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
-    `.grad`. `f` is called in the W of the same stage and microbatch. Where the weight has hooks, as one with a float32
-    master has in training, `f` has to add with `torch.autograd.backward([weight], [gradient])`, which runs them.
+    In its backward call `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
+    `.grad`. `f` is called in the W of the same stage and microbatch. If the weight has hooks, as those with a float32
+    master have in training, `f` must add with `torch.autograd.backward([weight], [gradient])`, which runs them.
     """
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppctl.parallel.slices import gather_runs
+from ppctl.parallel.tensor import gather_runs
 from ppctl.train.session import Session
 from ppctl.train.sharded import ShardedWeights
 
