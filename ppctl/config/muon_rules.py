@@ -17,10 +17,10 @@ _ALONE = "optim.muon_"
 def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """(keys, what is wrong, remedy) of what splits matrices, and of Muon's keys beside another optimizer."""
     if config.optim.name != "muon":
-        for name, key in text_keys().items():
-            if name.startswith(_ALONE) and value_of(config, name) != key.default:
+        for name, info in text_keys().items():
+            if name.startswith(_ALONE) and value_of(config, name) != info.default:
                 message = f"{name} is a key of Muon alone, and {NAME} is {config.optim.name}"
-                yield (name, NAME), message, f"{as_typed(name, key.default)}\n{NAME}=muon"
+                yield (name, NAME), message, f"{as_typed(name, info.default)}\n{NAME}=muon"
         return
     parallel = config.parallel
     for axis in ("tensor_model", "expert_tensor"):

@@ -201,7 +201,7 @@ def size_of(value: Any, plain: tuple[type, ...] = (object,)) -> int:
             waiting += each.keys()
             waiting += each.values()
         elif isinstance(each, list | tuple | set | MappingView):
-            waiting += each
+            waiting.extend(iter(each))  # type: ignore[arg-type]  # all views of mappings that there are
         elif not isinstance(each, plain):
             raise TemplateError(f"it puts out a {type(each).__name__}, whose text would name a place in memory")
     return size
