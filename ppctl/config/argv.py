@@ -79,7 +79,7 @@ class _Sorter:
         self.tokens = tuple(queue)
         self.own = own
         self.found = Arguments()
-        self.typed: dict[str, tuple[str, str]] = {}
+        self.typed: dict[str, tuple[str, str, str]] = {}
         """Key -> its quoted value, and how it was typed."""
         self.sweeps: list[tuple[str, list[str]]] = []
         """For each list of values: how it was typed, and the values."""
@@ -149,7 +149,7 @@ class _Sorter:
         if len(self.foreign) > 1:
             single = [problem for _, problem in self.foreign]
             flags = [known for known, _ in self.foreign]
-            given = {key: value for key, (value, _) in self.typed.items()}
+            given = {key: value for key, (value, _, _) in self.typed.items()}
             words = [word for known in flags for word in shlex.split(known.override)]
             given |= {key: value for key, _, value in (word.partition("=") for word in words)}
             merged = flags_problem(flags, " ".join(["ppctl", command, *self.line]), given)
@@ -178,10 +178,10 @@ class _Sorter:
             return
         self.line.append(typed if typed.startswith("--") and "=" not in typed else shlex.quote(typed))
         quoted = quote(key, value)
-        before, first = self.typed.setdefault(key, (quoted, typed))
+        before, first, again = self.typed.setdefault(key, (quoted, typed, value))
         if before != quoted:
             message = f"{key} has two values, {first} and {typed}; keep one of them"
-            self.found.problems.append(Problem("PP-E124", message, shlex.quote(f"{key}={before}"), PLACE))
+            self.found.problems.append(Problem("PP-E124", message, shlex.quote(f"{key}={again}"), PLACE))
         elif first is typed:
             self.found.overrides.append(f"{key}={quoted}")
 

@@ -55,7 +55,8 @@ def _uncut(
     beside = f" with {typed}" if typed else ""
     message = f"{config.model_type} at {directory}{beside} cannot be cut into stages: {error}"
     routers = "router" in str(error) and getattr(config, "output_router_logits", False)
-    remedy = "model.hf_overrides.output_router_logits=false" if routers else _OTHER_MODEL
+    remedy = "'model.hf_overrides={}'" if overrides else _OTHER_MODEL  # by its own values it may be cut
+    remedy = "model.hf_overrides.output_router_logits=false" if routers else remedy
     return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
 

@@ -59,7 +59,7 @@ def _as_own(own: Any, value: Any) -> Any:
 
 
 def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]:
-    if not hasattr(config, name):
+    if name.startswith("__") or not hasattr(config, name) or callable(getattr(config, name)):
         fields = [field for field in vars(config) if not field.startswith("_")]
         message = f"the config of {config.model_type} has no such field{did_you_mean(name, fields)}"
         yield _problem(name, message, next((_typed(each, text) for each in nearest(name, fields)), ""))

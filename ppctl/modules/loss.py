@@ -73,7 +73,7 @@ class StepLoss:
             self._check(output, labels)
             logits = _logits_of(output)
             mask = _mask(labels)
-            wanted = labels.clamp(min=0)  # NO_TOKEN is no index
+            wanted = labels.masked_fill(labels == NO_TOKEN, 0)  # other negative ones are no tokens: torch refuses them
             loss = microbatch_loss(logits, wanted, mask, mask.sum().clamp(min=1) if self.total is None else self.total)
         return loss / self.shares if self.scales else loss
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppctl
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, PpctlError
 
 
 def test_a_dry_pass_leaves_everything_as_it_was() -> None:
@@ -114,3 +114,14 @@ def test_a_schedule_comes_from_a_file(tmp_path: Path) -> None:
         ppctl.pipeline(
             made("plain"), ppctl.PipelineConfig(pp_schedule_csv=str(path), module_fqns_per_model_part=PARTS[2])
         )
+
+
+def test_negative_labels_that_are_not_the_mark_are_no_word_0() -> None:
+    pipeline = ppctl.pipeline(
+        made("tied"), ppctl.PipelineConfig(pp_schedule="interleaved_1f1b", module_fqns_per_model_part=PARTS[4])
+    )
+    tokens, labels = batches(1, 4)[0]
+    labels = labels.clone()
+    labels[0, 0] = -1
+    with pytest.raises(PpctlError, match="-1 is out of bounds"):
+        pipeline.step((tokens, labels))

@@ -166,6 +166,7 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["+recipe"], "PP-E105", "ppctl recipes"),
         (["pp=2", "pp=4"], "PP-E124", "try: parallel.pipeline_model_parallel_size=2"),
         (["pp=2", "parallel.pipeline_model_parallel_size=4"], "PP-E124", "has two values"),
+        (["model.lora.rank=4", "model.lora.rank=8"], "PP-E124", "try: model.lora.rank=4"),
         (["pp=2", "--pipeline-model-parallel-size", "4"], "PP-E124", "--pipeline-model-parallel-size 4"),
     ],
 )
