@@ -41,20 +41,20 @@ COMMANDS = {
     "train": Command("train a model", overrides=True),
     "plan": Command("check a config and show what train would do; no torch, no GPU", overrides=True),
     "rehearse": Command(
-        "measure memory, host waits and messages of full-size ranks, on tensors without values", overrides=True
+        "measure memory, host waits and messages at full size", overrides=True
     ),
     "layout": Command("check and draw a pipeline layout"),
     "simulate": Command("simulate and draw a schedule from the times of its operations"),
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("continue a run from its last checkpoint", overrides=True),
     "ckpt": Command("show, verify, compare, average, prune, import or export checkpoints"),
-    "data": Command("tokenize text into Megatron's .bin and .idx files; show these, or conversations"),
+    "data": Command("tokenize text into .bin and .idx files, or show data"),
     "runs": Command("list runs, or show one"),
     "submit": Command("submit a run to SLURM", overrides=True),
     "status": Command("show the state of a run"),
     "logs": Command("show the output of a run"),
     "trace": Command("show where the time of a measured step went (log.trace)"),
-    "parity": Command("compare a cut with one process step by step, or two runs with each other", overrides=True),
+    "parity": Command("compare a cut with one process, or two runs", overrides=True),
     "cancel": Command("cancel the job of a submitted run", place="jobs.cancel"),
     "requeue": Command("requeue the job of a submitted run", place="jobs.requeue"),
     "doctor": Command("check this machine, and measure messages between ranks"),
