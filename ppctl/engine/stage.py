@@ -24,6 +24,9 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients.intercept import intercepting
 from ppctl.weight_gradients.put_off import PutOff, collecting
 
+AroundBackward = Callable[[int, Callable[[], None]], None]
+"""Called with a microbatch and what runs its backward."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
@@ -39,7 +42,7 @@ class StageProgram:
     forward: Callable[[int, Message], Message]
     receives: Sequence[TensorLike] = ()
     sends: Sequence[TensorLike] = ()
-    around_backward: Callable[[int, Callable[[], None]], None] | None = None
+    around_backward: AroundBackward | None = None
     """Called as `around_backward(mb, run)` in place of a backward, and of each half of a split one; it must call
     `run()`, which is that backward or half, once. There is no such hook for forwards: `forward` itself can do it."""
     prepare: Callable[[int], None] | None = None
@@ -207,14 +210,7 @@ class Stage:
     def _hand_back(self, mb: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         message = tuple(g.contiguous() for g in gradients if g is not None)
         if len(message) < len(gradients):
-            raise TrainingError(
-                Problem(
-                    "PP-E713",
-                    f"stage {self.program.stage} has no gradient for its input in microbatch {mb}: "
-                    "its output does not depend on all that it received",
-                    "let the stage's output depend on its input (a detach or a no_grad inside is the usual cause)",
-                )
-            )
+            raise no_gradient(self.program.stage, mb)
         if self.gradient_inbox_of_previous is not None:
             self.gradient_inbox_of_previous[mb] = Arrival(message)
         else:
@@ -222,29 +218,35 @@ class Stage:
 
     def _check_outputs(self, mb: int, outputs: Message) -> None:
         if self.is_last:
-            self._check_loss(mb, outputs)
-        elif not (_is_message(outputs) and self.sends.fits(outputs)):
-            stage = self.program.stage
-            raise TrainingError(
-                Problem(
-                    "PP-E712",
-                    f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}; "
-                    f"the plan says {self.sends}",
-                    "return what the edge's spec says, or correct the spec",
-                )
-            )
+            refuse_other_loss(self.program.stage, mb, outputs)
+        else:
+            refuse_other_outputs(self.program.stage, mb, outputs, self.sends)
 
-    def _check_loss(self, mb: int, outputs: Message) -> None:
-        if _is_message(outputs) and len(outputs) == 1 and outputs[0].numel() == 1 and outputs[0].requires_grad:
-            return
-        raise TrainingError(
-            Problem(
-                "PP-E714",
-                f"the last stage (stage {self.program.stage}) must return one scalar loss that needs a gradient; "
-                f"in microbatch {mb} it returned {_describe(outputs)}",
-                "return (loss,), reduced to one number, computed outside no_grad",
-            )
-        )
+
+def refuse_other_outputs(stage: int, mb: int, outputs: object, sends: MessageSpec) -> None:
+    """Raise TrainingError (PP-E712) for outputs that are not what a stage sends."""
+    if _is_message(outputs) and sends.fits(outputs):
+        return
+    message = f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}; "
+    message += f"the plan says {sends}"
+    raise TrainingError(Problem("PP-E712", message, "return what the edge's spec says, or correct the spec"))
+
+
+def refuse_other_loss(stage: int, mb: int, outputs: object) -> None:
+    """Raise TrainingError (PP-E714) for what is no loss whose backward can run."""
+    if _is_message(outputs) and len(outputs) == 1 and outputs[0].numel() == 1 and outputs[0].requires_grad:
+        return
+    message = f"the last stage (stage {stage}) must return one scalar loss that needs a gradient; "
+    message += f"in microbatch {mb} it returned {_describe(outputs)}"
+    raise TrainingError(Problem("PP-E714", message, "return (loss,), reduced to one number, computed outside no_grad"))
+
+
+def no_gradient(stage: int, mb: int) -> TrainingError:
+    """The error of a stage that has made no gradient of its input."""
+    message = f"stage {stage} has no gradient for its input in microbatch {mb}: "
+    message += "its output does not depend on all that it received"
+    remedy = "let the stage's output depend on its input (a detach or a no_grad inside is the usual cause)"
+    return TrainingError(Problem("PP-E713", message, remedy))
 
 
 def _run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Tensor]) -> None:

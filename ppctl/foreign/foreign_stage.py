@@ -18,7 +18,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.adapters import add_adapters, canonical
 from ppctl.foreign.anatomy import CannotCut, further_names
-from ppctl.foreign.library import call, config_from, make_model, recorded, rows_are_whole
+from ppctl.foreign.library import call, config_from, make_model, mask_hides, recorded, rows_are_packed, rows_are_whole
 from ppctl.foreign.stage_memory import give_memory, make_buffers
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
@@ -69,6 +69,7 @@ class ForeignStage(nn.Module, StageModel):
         self._arrived: Tensor | None = None
         self._arrived_logits: Sequence[Tensor] = ()
         self._beside: Mapping[str, Tensor] = {}
+        self._known: tuple[bool | None, bool | None] = None, None
         self.model = model
         untie(model, anatomy)
         shared = further_names(model)
@@ -91,13 +92,17 @@ class ForeignStage(nn.Module, StageModel):
         tokens: Tensor | None = None,
         packing: Packing = ROWS,
         beside: Mapping[str, Tensor] = MappingProxyType({}),
+        hides: bool | None = None,
+        packed: bool | None = None,
     ) -> tuple[Tensor, ...]:
         """As `StageModel`: token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out.
 
         Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
         of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
         that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
-        refused. `beside` is what the model's forward gets by name on every stage: a mask, positions.
+        refused. `beside` is what the model's forward gets by name on every stage: a mask, positions. `hides` says
+        whether the mask hides tokens, `packed` whether positions begin anew within a row, where somebody knows: the
+        model's own code reads both otherwise.
         """
         if packing.documents is not None or packing.positions is not None:
             raise ValueError("a model of transformers takes whole rows, without documents or positions")
@@ -105,6 +110,7 @@ class ForeignStage(nn.Module, StageModel):
         if self.empty:
             return tuple(each.clone() for each in inputs)
         self._arrived, self._beside = None if self.embeds else given, beside
+        self._known = hides, packed if "position_ids" in beside else False
         self._arrived_logits = [each for stacked in logits for each in stacked.unbind()]
         try:
             return self._called(given)
@@ -120,8 +126,9 @@ class ForeignStage(nn.Module, StageModel):
         if self.adds_to_loss and self.ends:
             logits, added = call(self.model, **self._begin(given))
             return (logits,) if added is None else (logits, added)
-        # Positions that are given may say where documents begin, which the model's own code looks for.
-        with nullcontext() if "position_ids" in self._beside else rows_are_whole():
+        hides, packed = self._known
+        documents = nullcontext() if packed is None else rows_are_packed() if packed else rows_are_whole()
+        with documents, nullcontext() if hides is None else mask_hides(some=hides):
             given_to_all = {**self._begin(given), **self._beside}
             return (self.model(**given_to_all, use_cache=False, return_dict=True).logits,)
 

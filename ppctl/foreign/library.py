@@ -149,11 +149,42 @@ def rows_are_whole() -> Iterator[None]:
     Looking reads a value in every forward: a host waits there until its GPU is through with all that it was given.
     Tensors without values have none to read.
     """
+    with _instead("find_packed_sequence_indices", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def rows_are_packed() -> Iterator[None]:
+    """Let the library take it as known that positions begin anew within rows: it does not read them to find out."""
     masks: Any = importlib.import_module("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
+    look = getattr(masks, "find_packed_sequence_indices", None)
+
+    def without_reading(*arguments: Any, **named: Any) -> Any:
+        assert look is not None  # else nobody calls this
+        with _instead("is_tracing", lambda *_: True):
+            return look(*arguments, **named)
+
+    with _instead("find_packed_sequence_indices", without_reading):
+        yield
+
+
+@contextmanager
+def mask_hides(*, some: bool) -> Iterator[None]:
+    """Let the library take it as known whether the mask [rows, tokens] of a forward hides some of its tokens.
+
+    It looks in every forward, as for documents, because kernels are faster without a mask.
+    """
+    with _instead("fast_all", lambda _: not some):
+        yield
+
+
+@contextmanager
+def _instead(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function in the place of one with which the library makes masks; older versions may not have it."""
+    masks: Any = importlib.import_module("transformers.masking_utils")
     before = getattr(masks, name, None)
     if before is not None:
-        setattr(masks, name, lambda *_, **__: None)
+        setattr(masks, name, function)
     try:
         yield
     finally:

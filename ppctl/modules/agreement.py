@@ -97,6 +97,12 @@ def _parts(one: str, other: str) -> tuple[list[str], list[str]]:
     return first, second
 
 
+def on_host(ranks: AgreeingRanks) -> bool:
+    """Whether the ranks' group carries numbers of the host, or there is one rank alone."""
+    group: Any = ranks.group or dist.group.WORLD
+    return ranks.size == 1 or torch.device("cpu") in group._device_types
+
+
 class SameCall:
     """Whether all ranks make the same call and have ended it: three numbers on the host before and behind its messages.
 
@@ -106,7 +112,7 @@ class SameCall:
     def __init__(self, ranks: AgreeingRanks) -> None:
         self.alone = ranks.size == 1
         group: Any = None if self.alone else ranks.group or dist.group.WORLD
-        if not self.alone and torch.device("cpu") not in group._device_types:
+        if not on_host(ranks):
             members = dist.get_process_group_ranks(group)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.group, self._rank = group, ranks.rank

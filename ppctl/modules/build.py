@@ -6,6 +6,7 @@ Knows process groups and how a config's fields become values. Must not know how 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -218,3 +219,20 @@ def start_process_group(device: torch.device) -> None:
     if dist.is_initialized() or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         return
     dist.init_process_group(group_backends(device.type, None, os.environ, share=False))
+
+
+def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None:
+    """Raise ConfigError (PP-E130) on all ranks where these have made different numbers of process groups before.
+
+    torch names a group that its members alone make (`ppctl.comm.groups`) after how many each has made: they would look
+    for each other under different names until the limit of the group.
+    """
+
+    def conclude(found: list[int]) -> None:
+        if len({found[rank] for rank in members}) > 1:
+            counts = ", ".join(f"rank {rank} {found[rank]}" for rank in sorted(members))
+            message = f"ranks have made different numbers of process groups ({counts}): torch names the next one so"
+            remedy = "torch.distributed.new_group([rank], use_local_synchronization=True) on ranks that have made fewer"
+            raise ConfigError(Problem(CODE, message, remedy))
+
+    agreed(ranks, "count process groups", lambda: len(dist.distributed_c10d._world.pg_names), joined=conclude)

@@ -5,6 +5,7 @@ Knows stages, batches and losses. Must not know how ranks agree on a batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppctl.comm.buffers import MessageSpec
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.dry_pass import dry_pass, representatives
-from ppctl.engine.stage import StageProgram
+from ppctl.engine.stage import AroundBackward, StageProgram, no_gradient, refuse_other_loss, refuse_other_outputs
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.modules.batch import Batch
 from ppctl.modules.build import message_dtype
@@ -43,8 +45,8 @@ class Prepared:
 class BatchRun:
     """One batch on this rank's stages: `programs` gives those of a schedule call, `losses` fills with the shares.
 
-    With `carries_on`, a forward that raises ends up in `failed`, and this rank goes on with messages of NaN: other
-    ranks would wait for them.
+    With `carries_on`, a forward or backward that raises ends up in `failed`, and this rank goes on with messages of
+    NaN, for which other ranks would wait, and computes nothing any more.
     """
 
     source: Source
@@ -58,6 +60,8 @@ class BatchRun:
     failed: Exception | None = None
     where: str = ""
     """The stage and the microbatch that failed."""
+    _received: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    """(stage, microbatch of the call) -> what a forward got, until its backward: somebody waits for the gradients."""
     losses: list[Tensor] = field(default_factory=list)
     _loss: StepLoss = field(init=False)
 
@@ -76,6 +80,7 @@ class BatchRun:
         arrives = survey.edges[number - 1] if number else None
         leaves = None if is_last else survey.edges[number]
         dtype = message_dtype(self.config)
+        receives, sends = (() if edge is None else (in_messages(edge, dtype),) for edge in (arrives, leaves))
 
         def run(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             microbatch = self.batch.microbatches[first + mb]
@@ -83,29 +88,58 @@ class BatchRun:
             output = self.source.run(module, state, microbatch)
             if leaves is not None:
                 _check_dtype(number, output, leaves)
-                return (output if dtype is None else output.to(dtype),)
+                sent = (output if dtype is None else output.to(dtype),)
+                refuse_other_outputs(number, first + mb, sent, MessageSpec.of(sends))
+                return sent
             share = self._loss(output, microbatch.labels)
+            if torch.is_grad_enabled():
+                refuse_other_loss(number, first + mb, (share,))
             self.losses.append(share.detach())
             return (share,)
 
         def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
-            if self.failed is None:
-                try:
-                    return run(mb, received)
-                except Exception as error:
-                    if not self.carries_on:
-                        raise
-                    self.failed, self.where = error, f"stage {number} failed in microbatch {first + mb}"
-            return (self._nothing(received, None if leaves is None else in_messages(leaves, dtype)),)
+            if self.carries_on and any(each.requires_grad for each in received):
+                self._received[number, mb] = received
+            where = f"stage {number} failed in microbatch {first + mb}"
+            result = self._carried(where, lambda: run(mb, received))
+            return result or (self._nothing(received, sends[0] if sends else None),)
 
         sync, around = self.stages.sync[number], None
         if self.config.patch_stage_backward_maybe_with_nosync and sync.shards:
             row = self.prepared.schedule.actions[self.pp_rank]
             ends = [action.mb for action in row if action.stage == number and action.op in BACKWARDS]
             around = partial(sync.around, ends[-1] if ends and last_call else -1)
-        receives, sends = (() if edge is None else (in_messages(edge, dtype),) for edge in (arrives, leaves))
+        if self.carries_on:
+            around = partial(self._backward, number, first, around)
         whole = getattr(self.stages.made[number], "whole", ())
         return StageProgram(number, forward, receives, sends, around_backward=around, whole=whole)
+
+    def _backward(
+        self, number: int, first: int, around: AroundBackward | None, mb: int, run: Callable[[], None]
+    ) -> None:
+        """Run a backward, or a half of one; where this rank has failed, NaN in the place of its result."""
+        received = self._received.pop((number, mb), ())
+
+        def work() -> bool:
+            run() if around is None else around(mb, run)
+            if any(each.grad is None for each in received):
+                raise no_gradient(number, first + mb)
+            return True
+
+        if not self._carried(f"stage {number} failed in the backward of microbatch {first + mb}", work):
+            for each in received:
+                each.grad = torch.full_like(each, float("nan"))
+
+    def _carried(self, where: str, work: Callable[[], Any]) -> Any:
+        """The result of what this rank has to compute; None where it has failed before, or does so and goes on."""
+        if self.failed is None:
+            try:
+                return work()
+            except Exception as error:
+                if not self.carries_on:
+                    raise
+                self.failed, self.where = error, where
+        return None
 
     def _nothing(self, received: tuple[Tensor, ...], edge: Tensor | None) -> Tensor:
         """NaN in the place of a result, or without an edge of a loss, with a gradient for what was received."""
@@ -114,7 +148,7 @@ class BatchRun:
         return read if edge is None else read.to(edge.dtype).expand(edge.shape).clone()
 
     def failure(self, rank: int) -> TrainingError:
-        """The error of a call in which the forward of this rank, else that of `rank`, has failed."""
+        """The error of a call in which this rank, else `rank`, has failed."""
         message, remedy = f"rank {rank} of the pipeline failed in this call, and says why", "the exception of that rank"
         if self.failed is not None:
             first = (str(self.failed).splitlines() or [""])[0]

@@ -23,13 +23,14 @@ from ppctl.comm.communicator import Communicator
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import ConfigError, Problem
-from ppctl.modules.agreement import CODE, SameCall, agreed
+from ppctl.modules.agreement import CODE, SameCall, agreed, on_host
 from ppctl.modules.batch import Batch, divide
 from ppctl.modules.build import (
     check_kinds,
     device_of,
     message_dtype,
     placement_of,
+    refuse_uneven_groups,
     schedule_of,
     source_of,
     start_process_group,
@@ -106,6 +107,9 @@ class Pipeline:
         self.config, self.device = config, device
         self._source, self._ranks = source, ranks
         self.placement = agreed(ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages))
+        tied = {self.placement.rank_of(use.stage) for uses in source.ties for use in uses}
+        if members := tied if on_host(ranks) else set(range(ranks.size)):  # a group is made of them
+            refuse_uneven_groups(ranks, members)
         self._stages = RankStages(source, config, device, ranks, self.placement, parallelize)
         self._known: dict[str, Prepared] = {}
         self._communicator: Communicator | None = None
@@ -213,7 +217,10 @@ class Pipeline:
         known: Batch | None = None
         with suppress(Exception):  # all ranks raise it, below
             _check_gradients(training)
-            known = divide(given, self.config, self.device)
+            divided = self._divide(given)
+            if divided.on_host:  # a GPU would be waited for in every step: `_look_at` reads the first batch of a shape
+                self._source.refuse_values(divided.given)
+            known = divided
         call = "a step" if training else "an evaluation"
         ready = known is not None and known.shapes in self._known
         if self._same(f"{call} of {known.shapes}" if known is not None and ready else None, self._broken):
@@ -242,10 +249,14 @@ class Pipeline:
     def _dry_pass(self, batch: Batch) -> None:
         run_dry(self._run_of(batch), self.device)
 
+    def _divide(self, given: Any) -> Batch:
+        return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
+
     def _look_at(self, given: Any, training: bool) -> tuple[Batch, Survey]:
         _check_gradients(training)
-        batch = divide(given, self.config, self.device)
+        batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
+        self._source.refuse_values(batch.given)
         survey = self._source.look_at(first, self.device)
         ends = self.placement.num_stages - 1 in self._stages.numbers
         if survey.output is not None and (ends or self.config.loss_fn is None):

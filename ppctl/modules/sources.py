@@ -45,6 +45,8 @@ class Source(Protocol):
     num_stages: int
     ties: tuple[tuple[Use, ...], ...]
     """The uses of every shared parameter, the owner first."""
+    reads_masks: bool
+    """Whether its stages' forwards want to know what is in a mask and in positions."""
 
     def make_stage(self, number: int, device: torch.device) -> Any:
         """The module of a stage: `canonical_parameters()` and `canonical_buffers()` by the whole model's names."""
@@ -55,12 +57,17 @@ class Source(Protocol):
     def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
         """What travels between the stages for such a microbatch. Raises ConfigError (PP-E130, PP-E132)."""
 
+    def refuse_values(self, microbatch: Microbatch) -> None:
+        """Read a microbatch. Raises ConfigError (PP-E130) for values that mean something else than they seem to."""
+
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """The forward of a stage: what the next one receives; of the last stage what the loss reads."""
 
 
 class OwnModel:
     """A user's module. Raises ConfigError as `cut_by_names`, and PP-E130, PP-E132 for what cannot be cut so."""
+
+    reads_masks = False
 
     def __init__(self, model: nn.Module, config: PipelineConfig, pp: int) -> None:
         for field in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
@@ -97,6 +104,9 @@ class OwnModel:
         arguments = microbatch.positional, microbatch.named
         return look_at(self._blank, self.cut, arguments, self.aware, self._around, device)
 
+    def refuse_values(self, microbatch: Microbatch) -> None:
+        """As `Source`: only the model knows what they mean."""
+
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """As `Source`."""
         return module(arrived, microbatch.positional, microbatch.named)
@@ -107,6 +117,8 @@ class TransformersModel:
 
     Raises ConfigError as the library does, PP-E131 for names that do not fit, PP-E130 for a number of stages.
     """
+
+    reads_masks = True
 
     def __init__(self, config: Any, anatomy: Anatomy, dtype: torch.dtype, wanted: PipelineConfig, pp: int) -> None:
         self.config, self.anatomy, self.dtype = config, anatomy, dtype
@@ -146,10 +158,8 @@ class TransformersModel:
         self._sent = [stage.around.result or stage.weights or self.dtype for stage in stages]
 
     def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
-        """As `Source`. Labels that are the tokens themselves are refused, too: nothing shifts them here."""
+        """As `Source`."""
         tokens, _ = self._arguments(microbatch)
-        if self._own_loss:
-            _refuse_unshifted(tokens, microbatch.labels)
         rows, length = tokens.shape
         table = self.config.get_text_config()
         *sent, last = self._sent
@@ -157,10 +167,16 @@ class TransformersModel:
         logits = torch.empty(rows, length, table.vocab_size, dtype=last, device="meta")
         return Survey(tuple(states), output=logits)
 
+    def refuse_values(self, microbatch: Microbatch) -> None:
+        """As `Source`: labels that are the tokens themselves. Nothing shifts them here."""
+        if self._own_loss:
+            _refuse_unshifted(self._arguments(microbatch)[0], microbatch.labels)
+
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """As `Source`."""
         tokens, beside = self._arguments(microbatch)
-        return module(tokens if arrived is None else arrived, beside=beside)[0]
+        known = dict(hides=microbatch.hides, packed=microbatch.packed)
+        return module(tokens if arrived is None else arrived, beside=beside, **known)[0]
 
     def _arguments(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Token ids [rows, tokens], and what the model's forward is given beside them on every stage."""
@@ -185,7 +201,7 @@ _BESIDE = ("attention_mask", "position_ids")
 def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
     """Raise ConfigError (PP-E130) for labels that transformers' own loss would shift: token n is compared with itself.
 
-    Read once for each shape of a batch. A row of one token alone looks like that when it is shifted.
+    A row of one token alone looks like that when it is shifted.
     """
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or not bool((tokens != tokens[:, :1]).any()):
         return

@@ -340,6 +340,25 @@ def test_configs_and_models_that_differ_between_ranks_are_errors() -> None:
     assert "different models: rank 0 0.weight [4, rank 1 0.weight [5" in first[2]
 
 
+def after_groups_of_ones_own(mended: bool) -> str:
+    """A pipeline with tied weights behind a group that rank 1 alone has made."""
+    for _ in range(dist.get_rank() or mended):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    try:
+        pipeline = ppctl.pipeline(made("tied"), ppctl.PipelineConfig(module_fqns_per_model_part=GOOD))
+    except PpctlError as error:
+        return str(error)
+    pipeline.step(batches(1, 4)[0])
+    return "ran"
+
+
+def test_ranks_that_have_made_other_numbers_of_groups_are_told_so() -> None:
+    first, second = run_ranks(after_groups_of_ones_own, 2, False)
+    assert first == second and first.startswith("PP-E130: ranks have made different numbers of process groups (rank 0")
+    assert "new_group([rank], use_local_synchronization=True) on ranks that have made fewer" in first
+    assert run_ranks(after_groups_of_ones_own, 2, True) == ["ran", "ran"]
+
+
 class FailsLater(nn.Module):
     """Its second part raises when it is told to."""
 
@@ -354,7 +373,8 @@ class FailsLater(nn.Module):
         return self.b(x)
 
 
-FAILING: list[bool] = []
+FAILING: list[object] = []
+"""True for a forward, `backward`, `detach` for one without a gradient, or `short` for a result of another shape."""
 
 
 def test_after_a_step_that_failed_alone_another_one_runs() -> None:
@@ -434,9 +454,65 @@ class Raising(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "meta" and FAILING:
+        if x.device.type == "meta" or not FAILING:
+            return super().forward(x)
+        if FAILING == [True]:
             raise RuntimeError("told to")
-        return super().forward(x)
+        y: Tensor = super().forward(x.detach() if FAILING == ["detach"] else x)
+        if FAILING == ["short"]:
+            return y[:, :1]
+        if FAILING == ["backward"] and y.requires_grad:
+            y.register_hook(raise_told)
+        return y
+
+
+def raise_told(_: Tensor) -> None:
+    raise RuntimeError("told to")
+
+
+def one_whose_backward_fails(schedule: str, failing: int, how: str) -> list[str]:
+    """Two steps in which one rank's backward raises, an evaluation amid them, and a step that runs."""
+    parts = [["a"], ["b"], ["c"], ["d"]] if schedule == "interleaved_1f1b" else [["a", "b"], ["c", "d"]]
+    config = ppctl.PipelineConfig(module_fqns_per_model_part=parts, pp_schedule=schedule)
+    pipeline, found = ppctl.pipeline(FailsHere(), config), list[str]()
+    pipeline.step(rows())
+    whole = [parameter.grad.clone() for parameter in pipeline.parameters()]
+    for failing_now in (True, True, False):
+        pipeline.zero_grad()
+        FAILING[:] = [how] * (failing_now and pipeline.info.pp_rank == failing)
+        try:
+            pipeline.step(rows())
+            found.append("ran")
+        except Exception as error:
+            found.append(f"{error} <- {error.__cause__!r}")
+        FAILING.clear()
+        pipeline.eval(rows())
+    same = all(torch.equal(p.grad, before) for p, before in zip(pipeline.parameters(), whole, strict=True))
+    return [*found, str(same)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "failing", "how", "why"),
+    [
+        *(
+            (schedule, rank, "backward", "told to")
+            for schedule in ("1f1b", "interleaved_1f1b", "zb_h1")
+            for rank in (0, 1)
+        ),
+        ("1f1b", 1, "detach", "has no gradient for its input"),
+        ("zb_h1", 1, "detach", "has no gradient for its input"),
+        ("1f1b", 0, "short", "put float32[1, 1, 16] on its edge"),
+    ],
+)
+def test_a_backward_that_fails_on_one_rank_is_an_error_of_all_in_the_same_call(
+    schedule: str, failing: int, how: str, why: str
+) -> None:
+    for rank, (first, second, third, same) in enumerate(run_ranks(one_whose_backward_fails, 2, schedule, failing, how)):
+        for told in (first, second):
+            assert told.startswith(f"PP-E558: rank {failing}")
+            where = "failed in" if how == "short" else "failed in the backward of"
+            assert (f"{where} microbatch 0: " in told and why in told) == (rank == failing), told
+        assert third == "ran" and same == "True", "a step behind it is as ever"
 
 
 def test_pipelines_over_one_group_are_closed_one_by_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from foreign_models import LAYERS, WORDS, model_of
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppctl
 from ppctl.errors import PpctlError
 from ppctl.model.loss import microbatch_loss
+from ppctl.modules.calls import run_dry
 
 STEPS, ROWS, TOKENS = 2, 4, 12
 NAMES = [
@@ -177,6 +180,59 @@ def test_masks_and_positions_of_a_batch_reach_the_models_own_code_on_every_stage
         assert [name for name, value in gradients.items() if not torch.equal(value, expected[name])] == [], kind
 
 
+class Reads(TorchDispatchMode):
+    """Counts the values that a host reads: on a GPU it would wait for each."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def packed() -> dict[str, Tensor]:
+    """Rows of which two are of two documents each."""
+    tokens, labels = data()[0]
+    places = torch.arange(TOKENS).repeat(ROWS, 1)
+    places[1, 5:] -= 5
+    places[2, 7:] -= 7
+    return {"input_ids": tokens, "position_ids": places, "labels": labels}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+@pytest.mark.parametrize(
+    ("given", "hides", "begins"),
+    [(padded, [True, False, True, False], [None] * ROWS), (packed, [None] * ROWS, [False, True, True, False])],
+)
+def test_masks_and_positions_are_read_ahead_of_the_pipeline_and_in_no_forward(
+    given: Callable[[], dict[str, Tensor]], hides: list[bool | None], begins: list[bool | None], kind: str
+) -> None:
+    pipeline = ppctl.pipeline(model_of(kind))
+    batch = pipeline._begin(given())
+    assert [(each.hides, each.packed) for each in batch.microbatches] == list(zip(hides, begins, strict=True))
+    with Reads() as reads:
+        run_dry(pipeline._run_of(batch), torch.device("cpu"))
+    assert reads.number == 0
+
+
+def test_documents_in_a_row_are_kept_apart_by_their_positions() -> None:
+    batch, model = packed(), model_of("Llama")
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        rows = [
+            model(**{name: each[row : row + 1] for name, each in batch.items()}, use_cache=False).logits
+            for row in range(ROWS)
+        ]
+    shares = [
+        microbatch_loss(logits, labels[row : row + 1], torch.ones(1, TOKENS), torch.tensor(ROWS * TOKENS))
+        for row, logits in enumerate(rows)
+    ]
+    apart = ppctl.pipeline(model).eval(labels=labels, **batch)
+    together = ppctl.pipeline(model_of("Llama")).eval(input_ids=batch["input_ids"], labels=labels)
+    assert apart is not None and together is not None and torch.equal(apart, torch.stack(shares).sum())
+    assert not torch.equal(apart, together)
+
+
 def test_what_a_pipeline_would_do_otherwise_than_transformers_is_refused() -> None:
     pipeline = ppctl.pipeline(model_of("Llama"))
     tokens, labels = data()[0]
@@ -190,5 +246,14 @@ def test_what_a_pipeline_would_do_otherwise_than_transformers_is_refused() -> No
             pipeline.step(**batch)
     shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     assert pipeline.step(input_ids=tokens, labels=shifted) is not None
+    with pytest.raises(PpctlError, match=r"PP-E130.*nothing shifts them"):  # also in a batch whose shape is known
+        pipeline.step(input_ids=tokens, labels=tokens.clone())
+    for few in (1, ROWS // 2, ROWS + 1):
+        mask = torch.ones(few, tokens.shape[1], dtype=torch.int64)
+        if few == 1:
+            assert pipeline.step(input_ids=tokens, attention_mask=mask, labels=shifted) is not None
+            continue
+        with pytest.raises(PpctlError, match=rf"PP-E130.*attention_mask \[{few}, .* has {few} rows"):
+            pipeline.step(input_ids=tokens, attention_mask=mask, labels=shifted)
     with pytest.raises(PpctlError, match=r"PP-E130.*output_router_logits"):
         ppctl.pipeline(model_of("Qwen3Moe balanced"))

@@ -159,6 +159,17 @@ def test_a_step_waits_for_the_gradients_norm_once():
     assert [(wait.count, lines[wait.line - 1].strip()) for wait in waits] == [(1, "return float(self.total)")]
 
 
+@pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_dense_step_whose_state_is_shared_waits_for_nothing_else(sharding, optimizer):
+    shared = f"parallel.data_parallel_sharding={sharding}"
+    config, plan = composed(
+        "+recipe=quickstart", *ON_GPU, "pp=2", "vpp=1", "dp=2", shared, f"optim.name={optimizer}", "bf16=true"
+    )
+    waits = rehearsal.rehearse(config, plan, 0).host_waits  # the last stage's rank reports losses as well
+    assert [(Path(wait.file).name, wait.count) for wait in waits] == [("grad_norm.py", 1)]
+
+
 def test_the_places_of_experts_norms_are_made_once():
     """A list as an index is a copy to the device at every step, made where no ledger sees it."""
     masters = {name: nn.Parameter(torch.ones(2)) for name in ("dense", "experts")}
