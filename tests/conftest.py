@@ -1,8 +1,10 @@
 """Shared test set-up: every process computes on one thread, and a test that fails leaves no process behind."""
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 import hypothesis
 import pytest
@@ -23,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "DESCRIPTIONS_OF_TESTS" not in os.environ:  # else this is a worker of the session that made it
+        os.environ["DESCRIPTIONS_OF_TESTS"] = made = tempfile.mkdtemp(prefix="descriptions-")
+        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
     if config.getoption("shard"):
         from soak import Soak
 

@@ -32,7 +32,7 @@ from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang.limits import Limits
-from ppctl.launch.described import absent_for
+from ppctl.launch.described import absent_for, other_version
 from ppctl.launch.environment import Started, detect
 from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
@@ -139,6 +139,8 @@ def adapt_to_machine(
         problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
     else:
         problems += absent_for(config.model)
+        if other := other_version(config.model):
+            note(f"note: {other}")
     if started.is_rank and started.world_size != world:
         problems.append(_other_world(started, world, arguments))
     elif not started.is_rank and config.launch.target == "env":

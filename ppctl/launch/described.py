@@ -90,6 +90,21 @@ def absent_for(model: ModelConfig) -> list[Problem]:
     return [*absent("transformers", f"model.from = {model.from_}"), *adapters]
 
 
+def other_version(model: ModelConfig) -> str | None:
+    """A note where the transformers of this machine is another one than a model was proved with, as a run or checkpoint
+    from elsewhere may have been; None where it is the same, or not here."""
+    foreign = foreign_of(model)
+    with suppress(metadata.PackageNotFoundError):
+        here = metadata.version("transformers")
+        if foreign is not None and here != foreign.transformers:
+            return (
+                f"the model was proved with transformers {foreign.transformers}, and {here} is installed: its code may "
+                "compute something else, and nothing has looked at that. `ppctl doctor --model DIR` proves a directory "
+                "with this version (of a run: `ppctl ckpt export --hf RUN DIR`)"
+            )
+    return None
+
+
 def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None) -> dict[str, Any]:
     """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
     with tempfile.TemporaryDirectory() as temporary:

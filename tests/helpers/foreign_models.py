@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ppctl.files import write_atomically
 from ppctl.foreign.describe import describe
+from ppctl.geometry.foreign_model import Adapters, ForeignModel
+from ppctl.launch import described as launched
 from ppctl.launch import weights
-from ppctl.launch.described import Description
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 LAYERS, HIDDEN, WORDS = 4, 24, 320
 
@@ -203,9 +210,26 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
+KEPT = "DESCRIPTIONS_OF_TESTS"
+"""The variable with the directory for descriptions that all workers of a test session share; `conftest.py` makes it.
+As XDG_CACHE_HOME it serves commands, too."""
+
+
+def described(
+    directory: Path, overrides: Mapping[str, str] = NOTHING, adapters: Adapters | None = None
+) -> ForeignModel:
+    """A directory as the launcher describes it, but in this process, where torch is imported; once in a session."""
+    digest = launched._digest(launched.read_config_file(directory), overrides, adapters)
+    kept = Path(os.environ[KEPT], "ppctl", "models", f"{digest}.json")
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, describe(directory, overrides, adapters).to_text())
+    return ForeignModel.from_text(kept.read_text())
+
+
 @contextmanager
 def described_here() -> Iterator[None]:
-    """Models are described in this process, and what is found is kept nowhere."""
+    """Models are described in this process, once in a session."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "describe", lambda *asked: Description(describe(*asked).to_text(), None))
+        patch.setattr(weights, "describe", lambda *asked: launched.Description(described(*asked).to_text(), None))
         yield

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from dense_runs import CPU, SEQ
 from dense_runs import config_of as run_of
-from foreign_models import model_of
+from foreign_models import described, model_of
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.data.load import load_data
-from ppctl.foreign.describe import describe
 from ppctl.model.loss import token_losses
 from ppctl.plan.build import build_plan
 from ppctl.train import generate
@@ -37,7 +36,7 @@ def run_config(text: Path, kind: str, **cut: Any) -> RunConfig:
     directory = text.parent / kind
     if not directory.exists():
         model_of(kind).save_pretrained(directory)
-    found = describe(directory, {})
+    found = described(directory)
     config = run_of(text, m=2, **cut)
     config.model = ModelConfig(**found.sizes, transformers=found.to_text(), from_=str(directory))
     config.data.validation_split, config.train.eval_interval, config.train.eval_steps = 0.2, 1, 50

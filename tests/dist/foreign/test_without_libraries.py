@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from command import ppctl
-from foreign_models import model_of
+from foreign_models import KEPT, model_of
 
 from ppctl.errors import PpctlError
 from ppctl.modules.pipeline import pipeline
@@ -35,7 +36,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "corpus.txt").write_text("what a person types who has not installed everything " * 40)
     (path / "site").mkdir()
     (path / "site" / "sitecustomize.py").write_text(HIDES)
-    done = ppctl("ckpt", "import", "--hf", "cohere", "kept", cwd=path, timeout=300, XDG_CACHE_HOME=str(path / "cache"))
+    (path / KNOWN).symlink_to(os.environ[KEPT])
+    done = ppctl("ckpt", "import", "--hf", "cohere", "kept", cwd=path, timeout=300, XDG_CACHE_HOME=str(path / KNOWN))
     assert done.returncode == 0, done.stderr
     return path
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from foreign_models import FEW, OTHERS, config_of
+from foreign_models import described as described_once
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
@@ -20,12 +21,13 @@ from ppctl.foreign.library import make_model, read_own_config
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.geometry.layers import Layer
+from ppctl.launch.described import other_version
 from ppctl.plan.build import build_plan
 
 
 def described(kind: str, tmp_path: Path, **overrides: str) -> ForeignModel:
     config_of(kind).save_pretrained(tmp_path / kind)
-    return describe(tmp_path / kind, overrides)
+    return described_once(tmp_path / kind, overrides)
 
 
 def config_with(found: ForeignModel) -> ModelConfig:
@@ -54,6 +56,13 @@ def test_products_and_causal_scores_are_counted_as_for_ppctls_own_blocks(tmp_pat
     layers = [Layer("decoder", 0), Layer("decoder", 1), Layer("loss")]
     theirs = config_with(described("Llama", tmp_path))
     assert stage_flops(theirs, layers, 2, 32) == stage_flops(ours, layers, 2, 32)
+
+
+def test_another_version_of_the_library_than_the_one_that_was_proved_is_told(tmp_path: Path) -> None:
+    found = described("Llama", tmp_path)
+    assert other_version(config_with(found)) is None and other_version(ModelConfig()) is None
+    said = other_version(config_with(found._replace(transformers="5.0.0")))
+    assert said is not None and f"transformers 5.0.0, and {found.transformers} is installed" in said
 
 
 def test_layers_are_told_apart_by_structure(tmp_path: Path) -> None:
