@@ -6,7 +6,7 @@ Knows how the two are run and compared. Must not know directories or what is pri
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,6 +45,18 @@ class Proof:
     """How the model's own code initialises each parameter and saved buffer."""
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several threads add up the rows of experts in another order in every run: bits differ by chance."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def prove(config: Any) -> Proof:
     """Run a miniature of a model whole and cut, in float32 on the CPU, and compare all results to the bit.
 
@@ -65,6 +77,7 @@ def prove(config: Any) -> Proof:
     return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each, _ in loss), starts)
 
 
+@_one_thread()
 def drops_of(config: Any) -> dict[str, float]:
     """The fields by which a model drops something in training, with their values: draws would depend on the cut.
 

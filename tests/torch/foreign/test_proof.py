@@ -42,6 +42,17 @@ def test_a_full_sized_config_becomes_a_miniature_with_all_layers() -> None:
     assert proof.stages[1:-1] == tuple(f"decoder.{run}" for run in runs)
 
 
+def test_sums_that_threads_divide_do_not_stand_against_a_cut() -> None:
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=4, num_experts=32, num_experts_per_tok=8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert prove(config).anatomy.count == 4
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("words", [64, 512])
 def test_a_model_of_few_words_is_proved_with_tokens_that_it_has(words: int) -> None:
     config = config_of("Llama")

@@ -307,7 +307,7 @@ def test_override_keeps_what_was_composed_and_moves_the_layout():
 
 def test_override_refuses_another_recipe():
     first = compose([])
-    with pytest.raises(ConfigError, match="keeps the recipe"):
+    with pytest.raises(ConfigError, match="keeps its recipe"):
         override(first.config, first.provenance, ["recipe=quickstart"])
 
 

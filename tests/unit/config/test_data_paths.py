@@ -42,7 +42,7 @@ def test_every_form_names_paths_and_weights(value, sources):
         ("[]", "one of them is empty"),
         ("[0.3,a,0.7,]", "one of them is empty"),
         ("[0.3,a,0.7]", "0.7 is in the place of a path"),
-        ("[0.3,a,b]", "b stands alone"),
+        ("[0.3,a,b]", "b has no partner"),
         ("[0.3,a,b,c]", "a weight is a number greater than 0, not b"),
         ("[0,a,1,b]", "a weight is a number greater than 0, not 0"),
         ("[-1,a,1,b]", "greater than 0, not -1"),
@@ -86,7 +86,7 @@ RULES = [
     (["data.validation_split=1"], "0 or more, below 1", "data.validation_split=0.0"),
     (["data.validation_split=nan"], "0 or more, below 1", "data.validation_split=0.0"),
     (["data.path=[0,a]"], "greater than 0", "data.path=null"),
-    (["data.path=[a,1]"], "1 stands where", "data.path=null"),
+    (["data.path=[a,1]"], "1 is in the place of a path", "data.path=null"),
 ]
 
 

@@ -134,7 +134,7 @@ def test_rows_that_fit_no_pipeline_are_refused(text: str, placement: Placement |
 
 
 def test_a_lane_is_one_operation_for_every_microbatch() -> None:
-    assert lane(Op.B, 3, 2) == [Action(Op.B, 3, 0), Action(Op.B, 3, 1)]
+    assert list(lane(Op.B, 3, 2)) == [Action(Op.B, 3, 0), Action(Op.B, 3, 1)]
     assert all(type(action) is Action for action in lane(Op.B, 3, 2))
 
 
