@@ -26,6 +26,9 @@ _KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
 )
 """Of a field's own value: which values may stand in its place, and what these are called. The first that fits."""
 
+_PRECISION = ("dtype", "torch_dtype")
+"""Fields that name the dtype of the weights in a file."""
+
 
 def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mapping[str, Any]], Any]) -> Any:
     """The config that `make` makes with the values of these texts. `config` is without them.
@@ -63,6 +66,9 @@ def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]
         fields = [field for field in vars(config) if not field.startswith("_")]
         message = f"the config of {config.model_type} has no such field{did_you_mean(name, fields)}"
         yield _problem(name, message, next((_typed(each, text) for each in nearest(name, fields)), ""))
+        return
+    if name in _PRECISION:
+        yield _problem(name, "has no effect: the run's precision is the dtype of its weights", "parallel.bf16=true")
         return
     own = getattr(config, name)
     kind = next((row for row in _KINDS if isinstance(own, row[0])), None)

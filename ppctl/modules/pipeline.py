@@ -117,6 +117,7 @@ class Pipeline:
         self._same = SameCall(ranks)
         self._broken = ""
         """What ended a step amid its messages."""
+        self._closed = False
 
     # --- what a training loop uses -----------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ class Pipeline:
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
+        self._closed = True
 
     # --- how it runs -------------------------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Pipeline:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
         known: Batch | None = None
         with suppress(Exception):  # all ranks raise it, below
-            _check_gradients(training)
+            self._check(training=training)
             divided = self._divide(given)
             if divided.on_host:  # a GPU would be waited for in every step: `_look_at` reads the first batch of a shape
                 self._source.refuse_values(divided.given)
@@ -252,8 +254,13 @@ class Pipeline:
     def _divide(self, given: Any) -> Batch:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
 
-    def _look_at(self, given: Any, training: bool) -> tuple[Batch, Survey]:
+    def _check(self, *, training: bool) -> None:
+        if self._closed:
+            raise ConfigError(Problem(CODE, "the pipeline is closed", "pipeline = ppctl.pipeline(model, config)"))
         _check_gradients(training)
+
+    def _look_at(self, given: Any, training: bool) -> tuple[Batch, Survey]:
+        self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
         self._source.refuse_values(batch.given)

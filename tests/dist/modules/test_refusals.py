@@ -295,6 +295,8 @@ def calls_that_differ() -> list[str]:
         lambda: pipeline.step(four) if rank else pipeline.eval(four),
         lambda: pipeline.step(four if rank else 3),
         lambda: without_gradients(pipeline, four) if rank else pipeline.step(four),
+        lambda: pipeline.step(four),
+        lambda: closed_first(pipeline, four) if rank else pipeline.step(four),
     ]
     for call in calls:
         try:
@@ -302,9 +304,13 @@ def calls_that_differ() -> list[str]:
             found.append("ran")
         except PpctlError as error:
             found.append(error.problems[0].message)
-    pipeline.step(four)
     pipeline.close()
     return found
+
+
+def closed_first(pipeline: Any, batch: Any) -> None:
+    pipeline.close()
+    pipeline.step(batch)
 
 
 def test_no_rank_waits_for_one_that_makes_another_call() -> None:
@@ -315,6 +321,7 @@ def test_no_rank_waits_for_one_that_makes_another_call() -> None:
     assert "rank 0 an evaluation of 4 microbatches" in first[2] and "rank 1 a step of" in first[2]
     assert "not a int" in first[3]
     assert "gradients are disabled" in first[4]
+    assert first[5] == "ran" and "the pipeline is closed" in first[6]
 
 
 def configs_that_differ() -> list[str]:

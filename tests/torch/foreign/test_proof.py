@@ -278,6 +278,12 @@ def test_an_override_that_cannot_be_is_named_with_a_value_that_can(tmp_path: Pat
         read_own_config(where, {} if other else {field: value})
 
 
+def test_a_dtype_is_no_override(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype: has no effect") as caught:
+        read_own_config(directory(tmp_path, config_of("Gemma2")), {"dtype": "float77"})
+    assert caught.value.problems[0].remedy == "parallel.bf16=true"
+
+
 def test_overrides_that_are_right_are_taken(tmp_path: Path) -> None:
     where = directory(tmp_path, config_of("Gemma2"))
     typed = {"attn_logit_softcapping": "null", "rms_norm_eps": "1", "sliding_window": "7"}
