@@ -246,7 +246,7 @@ def test_what_a_pipeline_would_do_otherwise_than_transformers_is_refused() -> No
             pipeline.step(**batch)
     shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     assert pipeline.step(input_ids=tokens, labels=shifted) is not None
-    with pytest.raises(PpctlError, match=r"PP-E130.*nothing shifts them"):  # also in a batch whose shape is known
+    with pytest.raises(PpctlError, match=r"PP-E130.*does not shift them"):  # also in a batch whose shape is known
         pipeline.step(input_ids=tokens, labels=tokens.clone())
     for few in (1, ROWS // 2, ROWS + 1):
         mask = torch.ones(few, tokens.shape[1], dtype=torch.int64)

@@ -79,5 +79,5 @@ def test_a_store_to_which_nobody_comes_says_how_many_are_there(monkeypatch):
     refused.close()
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TrainingError, match=r"PP-E709: only 1 of 2 ranks came"):
+    with pytest.raises(TrainingError, match=r"PP-E709: only 1 of 2 ranks reached"):
         meet(OwnRank(0, 0, 2, 1), timedelta(seconds=1))
