@@ -23,7 +23,7 @@ test: .venv/ready-test       ## every test file, two at a time (JOBS=1: one); la
 test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
 	$(PY) -m pytest -m "slurm" -rs -n 4 --dist loadfile --durations 10 tests/slurm
 
-test-all: .venv/ready-test   ## every pair of a grid's values, and SLURM: at most 75 minutes on two quiet cores; dated logs under benchmarks/
+test-all: .venv/ready-test   ## every pair of a grid's values, and SLURM: more than an hour on two quiet cores; dated logs under benchmarks/
 	log=benchmarks/test-all-$$(date +%F); $(call logged,-n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  -m "not soak and not gpu" --durations 30)
 
