@@ -162,7 +162,8 @@ def by_a_plain_loop(
             head.weight.grad = table.weight.grad.clone()
         own = [p for p in weights.values() if not (tied and p is head.weight)]
         # What no loss reaches (the second bias of an untied Bert's head) counts as 0: an addend more, an ulp at most.
-        norm = nn.utils.get_total_norm([torch.zeros_like(p) if p.grad is None else p.grad for p in own])
+        counted = [torch.zeros_like(p) if p.grad is None else p.grad for p in own if p.requires_grad]
+        norm = nn.utils.get_total_norm(counted)
         nn.utils.clip_grads_with_norm_(weights.values(), optim.clip_grad, norm)
         gradients.append(gradients_of(weights))
         losses.append(loss_of_step)
