@@ -95,7 +95,8 @@ def proving(directory: Path, overrides: dict[str, str], measure: bool) -> dict[s
                 return {"state": "runs", "kinds": [kind.name for kind in describe(directory, overrides).kinds]}
             config = read_own_config(directory, overrides)
             refuse_dropout(config, directory)
-            different = dict.fromkeys(traits_of(make_model(config, "meta"), proved(config, directory).anatomy))
+            anatomy = proved(config, directory).anatomy  # first: it says what the library cannot build
+            different = dict.fromkeys(traits_of(make_model(config, "meta"), anatomy))
             return {"state": "runs", "kinds": names_of([*different])}
         except PpctlError as error:
             problem = error.problems[0]
