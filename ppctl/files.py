@@ -68,11 +68,14 @@ def read_text(path: Path | str, most: int = MOST_READ) -> str:
     return read_whole(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> None:
-    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there."""
+def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there.
+
+    A `private` file can be read by this user alone.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "wb") as file:
+        with open(draft, "wb", opener=_opener_of_private if private else None) as file:
             file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             if durable:
@@ -81,6 +84,12 @@ def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> 
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def _opener_of_private(path: str, flags: int) -> int:
+    with suppress(FileNotFoundError):  # a draft of a killed process with this number may have another mode
+        os.unlink(path)
+    return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 def append(path: Path, line: str) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from ppctl import checkpoint_folder
@@ -24,6 +27,8 @@ from ppctl.rundir import RunDir
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 
 
+SECRET = "PPCTL_SECRET"
+"""The variable with the secret of ranks that do not share a disk."""
 QUIET = 60.0
 """Seconds after its last write when a run that nobody is seen to hold is over: heartbeats come every ten."""
 
@@ -103,8 +108,41 @@ def slurm_start() -> str | None:
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else None
 
 
+def write_secret(run: RunDir) -> None:
+    """Draw the secret of the next start, by which its ranks know each other (`comm.sealed_store`)."""
+    write_atomically(run.path / "secret", secrets.token_hex(32), private=True)
+
+
+def secret_of(run: RunDir) -> bytes | None:
+    """The secret of the newest start; None where PPCTL_SECRET=none says that there shall be none.
+
+    The file counts only if it is this user's own: the path may come from somebody else. Raises ConfigError (PP-E777).
+    """
+    text, place = os.environ.get(SECRET), "environment"
+    if text == "none":
+        return None
+    if text is None:
+        text, place = _own_text(run.path / "secret"), str(run.path / "secret")
+    if re.fullmatch("[0-9a-f]{64}", text) is None:
+        message = "the ranks of this start have no secret in common: 64 hexadecimal digits that this user alone reads"
+        raise ConfigError(Problem("PP-E777", message, f"export {SECRET}=$(openssl rand -hex 32)", place))
+    return bytes.fromhex(text)
+
+
+def _own_text(path: Path) -> str:
+    """The first bytes of a file of this user's; empty where it is another's, no file, or not there."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                return file.read(65).decode("latin-1")
+    return ""
+
+
 def begin_start(run: RunDir, name: str) -> None:
     """Prepare the next start of a submitted run: the last result is deleted, its failures are kept aside."""
+    write_secret(run)
     write_atomically(run.path / "life", name)
     (run.path / "result.json").unlink(missing_ok=True)
     if run.errors():

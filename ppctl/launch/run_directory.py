@@ -25,7 +25,7 @@ from ppctl.heartbeat import host_name
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import count_gpus
 from ppctl.plan import Plan
-from ppctl.run_starts import set_aside
+from ppctl.run_starts import set_aside, write_secret
 from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint
 
@@ -76,6 +76,7 @@ def _fill(run: RunDir, launch: Launch) -> None:
     run.write_environment(environment | {"data": dict(launch.data), "compose_s": round(launch.compose_s, 3)})
     run.write_plan(launch.plan)
     run.add_command(launch.command)
+    write_secret(run)
     run.write_status("starting")
     run.write_config(launch.config)
 

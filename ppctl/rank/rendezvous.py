@@ -12,20 +12,23 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
+from ppctl.comm.sealed_store import SealedStore, halves, unproved
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
+from ppctl.reach.hosts import listen_as
+from ppctl.run_starts import secret_of
 from ppctl.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ _RUN = "ppctl/run"
 _READERS = "ppctl/read"
 _STARTS = "ppctl/starts"
 _START = "PPCTL_START"
+_NODE = "ppctl/node"
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _LOOK = 0.5
 """Seconds between looks at the store, at most: 2,047 ranks ask it twice each."""
@@ -81,11 +86,12 @@ class SharedRun:
 def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
     """The store that all ranks share (MASTER_ADDR, MASTER_PORT).
 
-    Raises TrainingError within `patience`: PP-E708 where the store is not reached, PP-E709 where other ranks do not
-    come.
+    Ranks of ppctl's launcher are on one machine and meet in a file of the start's directory. Raises TrainingError
+    within `patience`: PP-E708 where the store is not reached, PP-E709 where other ranks do not come; ConfigError
+    (PP-E605) where rank 0 cannot have the port.
     """
     try:
-        store: Store = next(rendezvous("env://", own.rank, own.world_size, timeout=patience))[0]
+        store = _file_store(os.environ[NODE_DIRECTORY], own) if NODE_DIRECTORY in os.environ else _tcp(own, patience)
     except RuntimeError as error:
         problem = _why_no_store(str(error), own, patience.total_seconds())
         if problem is None:
@@ -94,6 +100,42 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
     number = os.environ.get(_START) or _start(store, own, patience)
     os.environ[_START] = str(number)  # for this process after an exec with other variables
     return PrefixStore(f"ppctl/start/{number}/", store)
+
+
+def _file_store(directory: str, own: OwnRank) -> Store:
+    return FileStore(f"{directory}/store", own.world_size)
+
+
+def _tcp(own: OwnRank, patience: timedelta) -> Store:
+    """The store at MASTER_ADDR, MASTER_PORT: an agent of torchrun serves it, or rank 0 on that address alone."""
+    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), own.world_size
+    if own.rank != 0 or os.environ.get(_AGENT) == str(True):
+        return TCPStore(host, port, world, is_master=False, timeout=patience)
+    try:
+        listening = listen_as(host, port)
+    except (OSError, OverflowError) as error:
+        message = f"rank 0 on {host_name()} cannot listen at {host} port {port}: {error}"
+        raise ConfigError(Problem("PP-E605", message, "ppctl explain PP-E605", "MASTER_ADDR, MASTER_PORT")) from error
+    address = listening.getsockname()[0]
+    return TCPStore(address, port, world, True, patience, multi_tenant=True, master_listen_fd=listening.detach())
+
+
+def sealed(store: Store, run: RunDir) -> SealedStore:
+    """The store with the secret of the run's newest start. Raises ConfigError (PP-E777)."""
+    return SealedStore(store, secret_of(run), os.environ[_START])
+
+
+def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
+    """The store that torch's groups connect through: a file in the node's `directory` where that is every rank's.
+
+    Other users of the machine reach no file of that directory, and any port. A collective over ranks that have all
+    come, on `hosts`.
+    """
+    if NODE_DIRECTORY in os.environ or len(hosts) > 1:
+        return store.plain
+    store.set(f"{_NODE}/{own.rank}", directory.name)
+    shared = all(store.get(f"{_NODE}/{rank}") == directory.name for rank in range(own.world_size))
+    return _file_store(str(directory), own) if shared else store.plain
 
 
 def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
@@ -162,24 +204,33 @@ def read_run(directory: Path) -> SharedRun:
     return SharedRun(run, run.read_config(), run.read_plan())
 
 
-def publish_run(store: Store, shared: SharedRun) -> None:
+def publish_run(store: SealedStore, shared: SharedRun) -> None:
     """Give the run to the ranks that call `receive_run`."""
     parts = {"directory": str(shared.run.path), "config": to_mapping(shared.config), "plan": shared.plan.to_json()}
-    store.set(_RUN, json.dumps(parts))
+    store.set(_RUN, parts)
 
 
-def receive_run(store: Store) -> SharedRun | int:
-    """The run that rank 0 published, or the exit code with which it refused one."""
-    parts: dict[str, Any] = json.loads(store.get(_RUN))
-    if "refused" in parts:
-        store.add(_READERS, 1)
-        return int(parts["refused"])
-    return SharedRun(RunDir(Path(parts["directory"])), from_mapping(parts["config"]), Plan.from_json(parts["plan"]))
+def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
+    """The run that rank 0 published and the store with its secret, or the exit code with which rank 0 refused a run.
+
+    Where the secret lies is read before it can prove anything: it counts only if it is this user's own.
+    """
+    try:
+        parts = json.loads(halves(store.get(_RUN))[1])
+        if "refused" in parts:
+            store.add(_READERS, 1)
+            return int(parts["refused"])
+        run = RunDir(Path(parts["directory"]))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise TrainingError(unproved(_RUN)) from error
+    own = sealed(store, run)
+    parts = own.get(_RUN)
+    return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own
 
 
 def refuse_run(store: Store, code: int, world_size: int, patience_s: float = 30.0) -> None:
     """Let every other rank exit with `code`. The store may be in rank 0, which stays until all have read it."""
-    store.set(_RUN, json.dumps({"refused": code}))
+    SealedStore(store, None, "").set(_RUN, {"refused": code})  # there is no run, and so no secret
     deadline = time.monotonic() + patience_s
     while store.add(_READERS, 0) < world_size - 1 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -10,14 +10,13 @@ contact it waits, and from these entries all conclude the same.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,11 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.channel_ends import other_end
 from ppctl.comm.channels import DirectEnd, Pending, Transport
+from ppctl.comm.sealed_store import SealedStore
 from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
 from ppctl.schedule.action import Channel
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 _ROUNDS = 3
 """Messages of one contact: the first makes the connection, the fastest shows its speed."""
@@ -179,7 +176,7 @@ def _synchronize(device: torch.device) -> None:
 class FirstContact:
     """One rank's part in the first contact."""
 
-    store: Store
+    store: SealedStore
     rank: int
     world: int
     host: str
@@ -212,19 +209,19 @@ class FirstContact:
         return made
 
     def _write(self, **entry: Any) -> None:
-        self.store.set(f"{_KEY}/{self.rank}", json.dumps({"host": self.host, "over": False, **entry}))
+        self.store.set(f"{_KEY}/{self.rank}", {"host": self.host, "over": False, **entry})
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """What these ranks had written when they were first read."""
         for rank in ranks:
             if rank not in self._entries:
-                self._entries[rank] = json.loads(self.store.get(f"{_KEY}/{rank}"))
+                self._entries[rank] = self.store.get(f"{_KEY}/{rank}")
         return {rank: self._entries[rank] for rank in ranks}
 
     def _arrive(self) -> None:
         """Wait until all ranks have arrived: their limits begin at the same time."""
         if self.store.add(f"{_KEY}/arrived", 1) == self.world:
-            self.store.set(f"{_KEY}/all", "1")
+            self.store.set(f"{_KEY}/all", True)
         self.store.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
 
     def _fail(self, contact: Contact, how: str) -> None:

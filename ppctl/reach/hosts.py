@@ -18,6 +18,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 
 from ppctl.errors import TrainingError
 
@@ -55,6 +56,32 @@ def listen() -> tuple[socket.socket, Address]:
     server.bind((host, 0))
     server.listen(socket.SOMAXCONN)
     return server, (host, int(server.getsockname()[1]))
+
+
+def listen_as(host: str, port: int) -> socket.socket:
+    """A listening socket on this machine's address that `host` names, never on all addresses.
+
+    Where the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
+    address of gloo, which other hosts must reach as well. Raises OSError.
+    """
+    rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    named = list(dict.fromkeys(str(address[0]) for *_, address in rows))
+    beyond = [address for address in named if not ip_address(address.partition("%")[0]).is_loopback]
+    here = own_address()
+    is_name = host not in (*named, "localhost")
+    for address in dict.fromkeys([*beyond, *[here] * is_name, *named, here]):
+        server = socket.socket(_family(address))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((address, port))
+        except OSError as error:
+            server.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            continue
+        server.listen(socket.SOMAXCONN)
+        return server
+    raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
 
 
 def own_address() -> str:

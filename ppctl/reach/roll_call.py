@@ -6,19 +6,16 @@ groups. Rank 0 judges, and every rank raises rank 0's result: none stays behind 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ppctl.comm.sealed_store import SealedStore
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
 from ppctl.heartbeat import host_name
 from ppctl.reach.hosts import CAUSES, REMEDY, DeadEdge, listen, unreached
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 _KEY = "ppctl/roll"
 _LATER = 10.0
@@ -32,7 +29,9 @@ class _Absent(Exception):
     """Some ranks have not written in time."""
 
 
-def call_roll(store: Store, rank: int, world: int, digest: str, *, edge_limit: float, patience: float) -> list[str]:
+def call_roll(
+    store: SealedStore, rank: int, world: int, digest: str, *, edge_limit: float, patience: float
+) -> list[str]:
     """The hosts, in the order of their first ranks, once every rank has come and nothing is wrong.
 
     `digest` stands for the run that this rank has. All times are in seconds: ranks have `patience` to come, hosts
@@ -41,39 +40,35 @@ def call_roll(store: Store, rank: int, world: int, digest: str, *, edge_limit: f
     """
     server, address = listen()
     with server:
-        _write(store, f"rank/{rank}", {"host": host_name(), "address": address, "digest": digest})
+        store.set(f"{_KEY}/rank/{rank}", {"host": host_name(), "address": address, "digest": digest})
         problem, hosts = None, list[str]()
         try:
             if rank == 0:
                 ranks = _read(store, "rank", range(world), patience)
                 problem = _different_runs(ranks)
                 first = {} if problem else _first_of_each_host(ranks)
-                _write(store, "hosts", [[number, each["host"], *each["address"]] for number, each in first.items()])
+                store.set(f"{_KEY}/hosts", [[number, each["host"], *each["address"]] for number, each in first.items()])
             hosts = _try_hosts(store, rank, edge_limit, patience + _LATER)
             if rank == 0 and len(hosts) > 1 and problem is None:
                 problem = _dead_edges(ranks, _read(store, "unreached", first, edge_limit + _LATER))
         except _Absent as absent:
             problem = Problem("PP-E709", str(absent), "ppctl explain PP-E709")
-            _write(store, "hosts", [])
+            store.set(f"{_KEY}/hosts", [])
         _raise_on_every_rank(store, rank, world, problem, patience + edge_limit + 2 * _LATER)
     return hosts
 
 
-def _write(store: Store, key: str, value: Any) -> None:
-    store.set(f"{_KEY}/{key}", json.dumps(value))
-
-
-def _read(store: Store, what: str, ranks: Iterable[int], patience: float) -> dict[int, Any]:
+def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) -> dict[int, Any]:
     """What these ranks have written under `what`. Raises _Absent naming those that have not in `patience` seconds."""
     keys = {rank: f"{_KEY}/{what}/{rank}" for rank in ranks}
     try:
-        store.wait(list(keys.values()), timedelta(seconds=patience))
+        store.wait([*keys.values()], timedelta(seconds=patience))
     except RuntimeError:
-        absent = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        absent = [str(rank) for rank, key in keys.items() if not store.has(key)]
         named = ", ".join(absent[:_SHOWN]) + (f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
         have = "rank {} has" if len(absent) == 1 else "ranks {} have"
         raise _Absent(f"{have.format(named)} not come within {patience:g} s; all others wait") from None
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+    return {rank: store.get(key) for rank, key in keys.items()}
 
 
 def _different_runs(ranks: Mapping[int, Any]) -> Problem | None:
@@ -93,14 +88,14 @@ def _first_of_each_host(ranks: Mapping[int, Any]) -> dict[int, Any]:
     return {rank: ranks[rank] for rank in first.values()}
 
 
-def _try_hosts(store: Store, rank: int, limit: float, patience: float) -> list[str]:
+def _try_hosts(store: SealedStore, rank: int, limit: float, patience: float) -> list[str]:
     """The first rank of every host tries all other hosts. Returns the hosts' names."""
     store.wait([f"{_KEY}/hosts"], timedelta(seconds=patience))
-    rows = json.loads(store.get(f"{_KEY}/hosts"))
+    rows = store.get(f"{_KEY}/hosts")
     addresses = {int(first): (str(host), int(port)) for first, _, host, port in rows}
     if rank in addresses and len(addresses) > 1:
         found = unreached({first: address for first, address in addresses.items() if first != rank}, limit)
-        _write(store, f"unreached/{rank}", [[first, *addresses[first], reason] for first, reason in found.items()])
+        store.set(f"{_KEY}/unreached/{rank}", [[first, *addresses[first], reason] for first, reason in found.items()])
     return [str(name) for _, name, *_ in rows]
 
 
@@ -117,12 +112,12 @@ def _dead_edges(ranks: Mapping[int, Any], found: Mapping[int, Any]) -> Problem |
     return Problem("PP-E707", lines[0], REMEDY, "\n".join([*lines[1:_SHOWN], *more, CAUSES]))
 
 
-def _raise_on_every_rank(store: Store, rank: int, world: int, problem: Problem | None, patience: float) -> None:
+def _raise_on_every_rank(store: SealedStore, rank: int, world: int, problem: Problem | None, patience: float) -> None:
     """Raise rank 0's `problem` on every rank. The store may be in rank 0, which stays until all others have read it."""
     if rank == 0:
-        _write(store, "result", None if problem is None else problem.to_json())
+        store.set(f"{_KEY}/result", None if problem is None else problem.to_json())
     store.wait([f"{_KEY}/result"], timedelta(seconds=patience))
-    result = json.loads(store.get(f"{_KEY}/result"))
+    result = store.get(f"{_KEY}/result")
     if result is None:
         return
     readers = store.add(f"{_KEY}/readers", 1)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import connecting_on_first_use
+from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.errors import Problem
@@ -60,7 +61,7 @@ def join_world(store: Store, rank: int, world: int, backends: str, limit: timede
 
 
 def warm_up(
-    store: Store,
+    store: SealedStore,
     launch: LaunchConfig,
     device: torch.device,
     communicator: Communicator | None,
