@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -119,7 +119,8 @@ def _disk(where: Path) -> dict[str, Any]:
     """Bytes per second of a large synced write (a checkpoint), and seconds of a small one (status.json)."""
     found: dict[str, Any] = {"path": str(where.resolve()), "bytes_per_s": None, "sync_s": None, "error": None}
     try:
-        with tempfile.NamedTemporaryFile(dir=where, prefix=".ppctl-doctor-") as file:
+        with open(where / f".ppctl-doctor-{secrets.token_hex(8)}", "xb") as file:
+            os.unlink(file.name)
             found["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
             found["sync_s"] = _synced(file, [b"x"])
     except OSError as error:

@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
-from ppctl import heartbeat
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import choose_port
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, JobOutcome, failures, report
@@ -26,7 +25,6 @@ def supervise(job: LocalJob, out: TextIO | None = None) -> JobOutcome:
     Leaves no process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if
     MASTER_PORT is set and in use (PP-E605) or a process cannot be started (PP-E614).
     """
-    heartbeat.sweep()
     with Signals() as signals:
         for attempts_left in reversed(range(_PORT_ATTEMPTS)):
             port = choose_port(job.environment)

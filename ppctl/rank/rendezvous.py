@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
+from ppctl.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
 from ppctl.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 START_UP = timedelta(minutes=10)
 """How long a rank waits for rank 0 before it has the config, which has the run's own limit."""
+_FIRST_RANK = timedelta(minutes=1)
+"""How long a rank waits for the first one of its node: both have met, and one may have to start again."""
 _RUN = "ppctl/run"
 _READERS = "ppctl/read"
 _STARTS = "ppctl/starts"
@@ -154,6 +157,27 @@ def _why_no_store(text: str, own: OwnRank, waited: float) -> Problem | None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     message = f"rank {own.rank} on {host_name()} did not reach rank 0's store at {host} port {port} within {waited:g} s"
     return Problem("PP-E708", message, f'python -c "import socket; socket.create_connection({(host, port)}, 5)"')
+
+
+def node_directory(own: OwnRank, store: Store, at_end: ExitStack) -> Path:
+    """The directory of this start on this node: that of ppctl's launcher, else one that the node's first rank makes.
+
+    A rank that cannot use it, in a container of its own, has another one that nobody else reads.
+    """
+    if NODE_DIRECTORY in os.environ:
+        return Path(os.environ[NODE_DIRECTORY])
+    key = f"node directory {own.rank - own.local_rank}"
+    if own.local_rank != 0:
+        with suppress(RuntimeError, OSError):  # a first rank that does not come is the roll call's to tell
+            store.wait([key], _FIRST_RANK)
+            name = store.get(key).decode(errors="replace")
+            if is_own_name(name):
+                names(shared_memory() / name)
+                return shared_memory() / name
+    path = at_end.enter_context(own_directory(shared_memory()))
+    if own.local_rank == 0:
+        store.set(key, path.name)
+    return path
 
 
 def read_run(directory: Path) -> SharedRun:

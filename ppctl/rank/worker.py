@@ -42,7 +42,17 @@ from ppctl.rank.failure import fail
 from ppctl.rank.hang_dump import dump_on_request
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
-from ppctl.rank.rendezvous import START_UP, OwnRank, SharedRun, meet, publish_run, read_run, receive_run, refuse_run
+from ppctl.rank.rendezvous import (
+    START_UP,
+    OwnRank,
+    SharedRun,
+    meet,
+    node_directory,
+    publish_run,
+    read_run,
+    receive_run,
+    refuse_run,
+)
 from ppctl.rank.results import final_state, metrics_writer, write_results, write_start_up
 from ppctl.rank.times import Phases, TimeLeft, job_end, process_age
 from ppctl.rank.watchdog import Alarm, NodeWatch
@@ -140,13 +150,14 @@ def _run(
     run, config, leads = shared.run, shared.config, own.rank == 0
     writer = _writer(shared, own, store)
     device = _device(shared, own)
-    heartbeat = HeartbeatFile(run.id, own.rank)
+    directory = node_directory(own, store, at_end)
+    heartbeat = HeartbeatFile(directory, own.rank)
     at_end.callback(heartbeat.close)
     listener = Listener()
     dump_on_request(run, own.rank, listener)
     limits = Limits.of(config.launch)
     alarm, watch = Alarm(limits), launcher.make_watch(shared, limits)
-    publisher = _publisher(run, own, limits, run.write_heartbeats if watch is None else watch)
+    publisher = _publisher(directory, own, limits, run.write_heartbeats if watch is None else watch)
     with phases("groups"):
         _join(shared, own, store, device, limits, watch)
     with phases("build"):
@@ -236,11 +247,11 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     return device
 
 
-def _publisher(run: RunDir, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
+def _publisher(directory: Path, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
     """On one rank of a node, the thread that publishes the states of all its ranks."""
     if own.local_rank != 0:
         return None
-    publisher = Publisher(run.id, range(own.rank, own.rank + own.local_world_size), write, limits.look)
+    publisher = Publisher(directory, range(own.rank, own.rank + own.local_world_size), write, limits.look)
     publisher.start()
     return publisher
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from ppctl.heartbeat import HeartbeatFile, leave_failure
+from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
 
@@ -19,7 +20,8 @@ RUN = RunDir(Path(sys.argv[1]))
 RANK = int(os.environ["RANK"])
 BEHAVIOUR = sys.argv[2:][min(RANK, len(sys.argv) - 3)]
 
-beat = HeartbeatFile(RUN.id, RANK)
+DIRECTORY = Path(os.environ[NODE_DIRECTORY])
+beat = HeartbeatFile(DIRECTORY, RANK)
 
 
 def say(name: str, text: object = "") -> None:
@@ -70,7 +72,7 @@ def raises_config() -> None:
 def finds_the_disk_full() -> None:
     """Leaves half a file, and its reason where there is room."""
     (RUN.path / "errors" / f".rank-{RANK:04d}.json.7.tmp").write_text("{")
-    leave_failure(RUN.id, RankFailure(RANK, "No space left", "OSError", code="PP-E701"))
+    leave_failure(DIRECTORY, RankFailure(RANK, "No space left", "OSError", code="PP-E701"))
     os._exit(1)
 
 
