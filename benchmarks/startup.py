@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -26,7 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ppctl.launch.environment import choose_port, rank_environment
+from ppctl.launch.environment import rank_environment
+from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rundir import RunDir
 
 MOST = 1.15
@@ -54,11 +56,11 @@ def first_step_of_ppctl(ranks: int, where: Path) -> tuple[float, dict[str, float
 def first_step_of_plain_processes(ranks: int, run: Path) -> tuple[float, dict[str, float]]:
     """The same without a launcher."""
     began = time.perf_counter()
-    port = choose_port({})
+    directory = tempfile.mkdtemp()
     processes = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(run)],
-            env=rank_environment(rank, ranks, port, {"PYTHONPATH": str(ROOT)}),
+            env=rank_environment(rank, ranks, {"PYTHONPATH": str(ROOT), NODE_DIRECTORY: directory}),
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -72,6 +74,7 @@ def first_step_of_plain_processes(ranks: int, run: Path) -> tuple[float, dict[st
     for process in processes:
         process.kill()
         process.wait()
+    shutil.rmtree(directory)
     phases: dict[str, float] = json.loads(line.partition(" ")[2])
     rest = seconds - sum(phases.values())
     return seconds, phases | {"the rest": rest, "CPU of all": _cpu_seconds() - before}
@@ -88,7 +91,6 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=4)
     asked = parser.parse_args()
-    os.environ.pop("MASTER_PORT", None)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would ranks
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)

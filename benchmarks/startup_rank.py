@@ -24,7 +24,7 @@ def main() -> None:
     run, own = RunDir(Path(sys.argv[1])), OwnRank.from_environment()
     config, plan, device = run.read_config(), run.read_plan(), torch.device("cpu")
     with phases("groups"):
-        join_world(meet(own), own.rank, own.world_size, device, START_UP)
+        join_world(meet(own), own.rank, own.world_size, "cpu:gloo", START_UP)
     with phases("build"):
         session = build_session(config, plan, own.rank, device)
     trainer = Trainer(session, session.batches(), lambda: 0)

@@ -6,6 +6,7 @@ configs. Ranks that share GPUs (`launch.share_gpu`) were never run on CUDA.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -71,3 +72,9 @@ def group_backends(kind: str, nccl: tuple[int, ...] | None, environ: Mapping[str
     if kind == "cpu" or (share and not nccl_shares_gpus(nccl, environ)):
         return "gloo"
     return "cpu:gloo,cuda:nccl"
+
+
+def loopback_variables() -> dict[str, str]:
+    """Variables with which gloo and NCCL listen where no other machine reaches them: for ranks of one machine."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

@@ -3,8 +3,8 @@
 Knows the bytes of the file and where it is. Must not know schedules or the paths of a run: an action is an index into
 the rank's own list, and a published record goes to a function of the caller's. An action costs no system call.
 
-The file is outside the run directory and outlives its rank: the launcher reads there what a killed rank was doing.
-Whoever made a file removes it; `sweep` removes the files of a launcher that was killed.
+The file is outside the run directory and outlives its rank: the launcher reads there what a killed rank was doing. It
+goes with its directory, which a start makes on every node (`private_files.own_directory`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,29 +22,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppctl.processes import exists, is_stopped
+from ppctl import private_files
+from ppctl.processes import is_stopped
 from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankFailure, RankState
 
-# mark, owner's pid, own pid, rank, state, step, action index, whether it computes, monotonic seconds, exchanges by axis
-_RECORD = struct.Struct(f"=8sqqqqqqqd{len(EXCHANGING_AXES)}q")
+# mark, pid, rank, state, step, action index, whether it computes, monotonic seconds, exchanges by axis
+_RECORD = struct.Struct(f"=8sqqqqqqd{len(EXCHANGING_AXES)}q")
 _STATE = struct.Struct("=qqqqd")
 _MOVE = struct.Struct("=qqqd")
 _COUNT = struct.Struct("=q")
-_OWNER_AT, _PID_AT, _STATE_AT, _STEP_AT, _EXCHANGES_AT = 8, 16, 32, 40, 72
-_MARK = b"ppctl-3\0"
+_PID_AT, _STATE_AT, _STEP_AT, _EXCHANGES_AT = 8, 24, 32, 64
+_MARK = b"ppctl-4\0"
 _NONE = (0,) * len(EXCHANGING_AXES)
+_MOST_OF_A_FAILURE = 2**24
+"""Bytes of a failure, whose traceback is the longest part."""
 _monotonic = time.monotonic
 
 
 class HeartbeatFile:
     """A rank's own file, mapped into memory. `enter` and `work` are called for every action: they only write memory."""
 
-    __slots__ = ("_exchanges", "_map", "_path", "step")
+    __slots__ = ("_exchanges", "_map", "step")
 
-    def __init__(self, run_id: str, rank: int) -> None:
-        """Open the file of global `rank`, which the launcher has made; make it if it is not there."""
-        self._path = create(run_id, rank, owner=os.getpid())
-        with open(self._path, "r+b") as file:
+    def __init__(self, directory: Path, rank: int) -> None:
+        """Make the file of global `rank` anew in the start's `directory` on this node. Raises OSError."""
+        create(directory, rank)
+        with open(private_files.open_file(_path(directory, rank), os.O_RDWR), "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
         self.step = 0
         """The step that the next `enter` belongs to."""
@@ -76,90 +77,58 @@ class HeartbeatFile:
         _COUNT.pack_into(self._map, _EXCHANGES_AT + place * _COUNT.size, self._exchanges[place])
 
     def close(self) -> None:
-        """Close the file, and remove it if this process made it."""
-        (owner,) = struct.unpack_from("=q", self._map, _OWNER_AT)
+        """Unmap the file; it stays for who reads it."""
         self._map.close()
-        if owner == os.getpid():
-            self._path.unlink(missing_ok=True)
 
 
-def directory() -> Path:
-    """Where this machine's files are: shared memory, or the temporary directory where there is none."""
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+def _path(directory: Path, rank: int, kind: str = "beat") -> Path:
+    return directory / f"{rank}.{kind}"
 
 
-def _path(run_id: str, rank: int, kind: str = "beat") -> Path:
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", run_id)
-    return directory() / f"ppctl-{os.getuid()}-{safe}-{rank}.{kind}"
+def create(directory: Path, rank: int) -> None:
+    """Make the file of `rank`, whose process has yet to begin."""
+    record = _RECORD.pack(_MARK, 0, rank, 0, 0, NO_ACTION, 0, _monotonic(), *_NONE)
+    private_files.write(_path(directory, rank), record)
 
 
-def create(run_id: str, rank: int, owner: int) -> Path:
-    """Make the file of `rank`, unless it exists, to be removed by process `owner`; returns its path."""
-    path = _path(run_id, rank)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(_RECORD.pack(_MARK, owner, 0, rank, 0, 0, NO_ACTION, 0, _monotonic(), *_NONE))
-    try:
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()
-    return path
-
-
-def read(run_id: str, rank: int) -> RankState | None:
+def read(directory: Path, rank: int) -> RankState | None:
     """The state of `rank`, since a time of the monotonic clock; None where there is no file."""
     try:
-        data = _path(run_id, rank).read_bytes()
-        mark, _, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)
+        data = private_files.read(_path(directory, rank), _RECORD.size)
+        mark, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)
     except (OSError, struct.error):
         return None
-    if mark != _MARK:
+    if mark != _MARK or not 0 <= state < len(STATES):
         return None
     return RankState(
         own, STATES[state], step, index, since, bool(working), is_stopped(pid), host_name(), pid, tuple(exchanges)
     )
 
 
-def read_all(run_id: str, ranks: Iterable[int]) -> list[RankState]:
+def read_all(directory: Path, ranks: Iterable[int]) -> list[RankState]:
     """The states of those of `ranks` that have a file."""
-    return [state for state in (read(run_id, rank) for rank in ranks) if state is not None]
+    return [state for state in (read(directory, rank) for rank in ranks) if state is not None]
 
 
-def remove(run_id: str, ranks: Iterable[int]) -> None:
+def remove(directory: Path, ranks: Iterable[int]) -> None:
     """Remove the files of `ranks`."""
     for rank in ranks:
-        _path(run_id, rank).unlink(missing_ok=True)
+        private_files.remove(_path(directory, rank))
 
 
-def leave_failure(run_id: str, failure: RankFailure) -> None:
+def leave_failure(directory: Path, failure: RankFailure) -> None:
     """Leave a failure for the launcher that could not be written to the run directory: its disk may be full."""
-    path = _path(run_id, failure.rank, "failure")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(failure.to_json()), encoding="utf-8")
-    draft.replace(path)
+    private_files.write(_path(directory, failure.rank, "failure"), json.dumps(failure.to_json()).encode())
 
 
-def take_failures(run_id: str, ranks: Iterable[int]) -> list[RankFailure]:
+def take_failures(directory: Path, ranks: Iterable[int]) -> list[RankFailure]:
     """The failures that `ranks` left with `leave_failure`; their files are removed."""
     found = []
-    for path in (_path(run_id, rank, "failure") for rank in ranks):
+    for path in (_path(directory, rank, "failure") for rank in ranks):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            found.append(RankFailure.from_json(json.loads(path.read_text(encoding="utf-8"))))
-        path.unlink(missing_ok=True)
+            found.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_OF_A_FAILURE))))
+            private_files.remove(path)
     return found
-
-
-def sweep() -> None:
-    """Remove this user's files whose owner does not exist any more: a launcher that was killed."""
-    for path in directory().glob(f"ppctl-{os.getuid()}-*.beat"):
-        try:
-            owner = _RECORD.unpack(path.read_bytes())[1]
-        except (OSError, struct.error):
-            continue
-        if not exists(owner):
-            path.unlink(missing_ok=True)
-            path.with_suffix(".failure").unlink(missing_ok=True)
 
 
 def host_name() -> str:
@@ -174,8 +143,8 @@ Write = Callable[[str, Mapping[str, Any]], None]
 class Publisher:
     """One thread that publishes the states of a node's ranks by `write`: every ten seconds, and by `publish`."""
 
-    def __init__(self, run_id: str, ranks: Iterable[int], write: Write, every: float = 10.0) -> None:
-        self.run_id = run_id
+    def __init__(self, directory: Path, ranks: Iterable[int], write: Write, every: float = 10.0) -> None:
+        self.directory = directory
         self.ranks = tuple(ranks)
         self.write = write
         self.every = every
@@ -196,7 +165,7 @@ class Publisher:
     def publish(self) -> None:
         """Publish now. A disk that cannot be written does not end the run: the next publication may succeed."""
         now, clock = time.time(), time.monotonic()
-        states = read_all(self.run_id, self.ranks)
+        states = read_all(self.directory, self.ranks)
         rows = [replace(state, since=now - (clock - state.since)).to_json() for state in states]
         with suppress(OSError):
             self.write(host_name(), {"host": host_name(), "time": now, "ranks": rows})

@@ -15,7 +15,6 @@ import json
 import math
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -69,7 +68,7 @@ class RunDir:
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
             message = f"the run directory cannot be written: {error.strerror} ({error.filename or home})"
-            remedy = f"log.dir={tempfile.gettempdir()}/ppctl-runs"
+            remedy = 'log.dir="$(mktemp -d)"'
             raise ConfigError(Problem("PP-E610", message, remedy, "log.dir")) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -209,11 +208,6 @@ class RunDir:
     def has_error(self, rank: int) -> bool:
         """Whether there is a failure of the rank."""
         return self._error(rank).exists()
-
-    def forget_errors(self) -> None:
-        """Delete the failures, before the launcher starts the ranks again."""
-        for file in (self.path / "errors").glob("rank-*.json"):
-            file.unlink()
 
     def _error(self, rank: int) -> Path:
         return self.path / "errors" / f"rank-{rank:04d}.json"

@@ -17,6 +17,7 @@ from ppctl.checkpoint.disk import Values
 from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.writer import places, size_of, values_in
 from ppctl.errors import CheckpointError, Problem
+from ppctl.private_files import open_file
 
 if sys.platform == "linux":
     from mmap import MAP_POPULATE, MAP_SHARED
@@ -95,8 +96,7 @@ class HostMemory:
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
     """A file, all of it in memory, and its mapping. Raises OSError where there is no room."""
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_file(file, os.O_RDWR | os.O_CREAT)
     elif sys.platform != "linux":
         return -1, mmap(-1, size)  # this process's alone: no writer can be reached there either
     else:

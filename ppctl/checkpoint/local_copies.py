@@ -10,7 +10,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,8 +222,7 @@ class LocalCopies:
 
 
 def _values(copy: LocalCopy) -> tuple[bytes, Tensor]:
-    with open(copy.values, "r+b") as file:
-        return copy.text(), _tensor(memoryview(mmap(file.fileno(), 0)))
+    return copy.text(), _tensor(memoryview(copy.mapped()))
 
 
 def _tensor(memory: memoryview) -> Tensor:

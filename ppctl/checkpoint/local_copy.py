@@ -11,20 +11,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from mmap import PROT_READ, mmap
+from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
+from ppctl import private_files
 from ppctl.checkpoint.manifest import digests_of
 from ppctl.checkpoint.shard_file import Part
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.processes import identity
 
-_OWN = re.compile(r"rank-(\d+)(\.kept)?\.(values|json|tmp)")
-
+_OWN = re.compile(r"rank-([0-9]{5,})(\.kept)?\.(values|json|tmp)")
+_MOST_OF_A_RECORD = 2**26
+"""Bytes of a record: 36 for every 16 MiB of values, and state.json."""
 
 CHANGED = "warning: copies in memory have changed since they were made; they are not used"
 
@@ -47,35 +49,41 @@ class LocalRecord:
     @staticmethod
     def of(text: bytes) -> LocalRecord:
         """Raises ValueError or TypeError for anything else."""
-        return LocalRecord(**json.loads(text))
+        record, other = LocalRecord(**json.loads(text)), {"step": int, "world": int, "digests": list}
+        if any(type(value) is not other.get(name, str) for name, value in asdict(record).items()):
+            raise TypeError("a field of a record is of another type")
+        return record
 
 
 class LocalCopy:
     """The files of a rank's copy in `directory`, which is in memory: on its own host, or `kept` by a neighbour."""
 
     def __init__(self, directory: Path, rank: int, *, kept: bool = False) -> None:
-        self.values, self.record, self._draft = (
-            directory / f"rank-{rank:05}{'.kept' * kept}.{end}" for end in ("values", "json", "tmp")
-        )
+        self.rank, self.kept = rank, kept
+        self.values, self.record = (directory / f"rank-{rank:05}{'.kept' * kept}.{end}" for end in ("values", "json"))
 
     def forget(self) -> None:
         """From now on there is none: its values change."""
-        self.record.unlink(missing_ok=True)
+        private_files.remove(self.record)
 
     def keep(self, text: bytes) -> None:
         """The values are whole, and this is their record. Raises OSError."""
-        self._draft.write_bytes(text)
-        self._draft.replace(self.record)
+        private_files.write(self.record, text)
 
     def text(self) -> bytes:
         """Of its record. Raises OSError."""
-        return self.record.read_bytes()
+        return private_files.read(self.record, _MOST_OF_A_RECORD)
 
     def is_intact(self) -> bool:
         """Whether there is a record, and the values are those that it was made for; reads all of them."""
-        with suppress(OSError, ValueError, TypeError), open(self.values, "rb") as file:
-            return is_of(LocalRecord.of(self.text()), memoryview(mmap(file.fileno(), 0, prot=PROT_READ)))
+        with suppress(OSError, ValueError, TypeError):
+            return is_of(LocalRecord.of(self.text()), memoryview(self.mapped()))
         return False
+
+    def mapped(self) -> mmap:
+        """Its values. Raises OSError, and ValueError where there are none."""
+        with open(private_files.open_file(self.values, os.O_RDWR), "r+b") as file:
+            return mmap(file.fileno(), 0)
 
 
 def record_text(step: int, world: int, start: str, parts: Sequence[Part], state: bytes, memory: memoryview) -> bytes:
@@ -107,20 +115,25 @@ def remove_all(directory: Path) -> None:
 
 def sweep(directory: Path, names: Collection[str]) -> None:
     """Delete copies and records on this host but those of these `names`."""
-    for path in directory.iterdir():
-        if _OWN.fullmatch(path.name) and path.name not in names:
-            path.unlink(missing_ok=True)
+    for name in private_files.names(directory):
+        if _OWN.fullmatch(name) and name not in names:
+            private_files.remove(directory / name)
 
 
 def files_of(directory: Path, step: int, start: str) -> set[str]:
     """The names of all copies of this step and start on this host, with their records. Raises OSError."""
-    names = set()
-    for path in directory.glob("rank-*.json"):
-        with suppress(ValueError, TypeError):
-            record = LocalRecord.of(path.read_bytes())
-            if (record.step, record.start) == (step, start):
-                names |= {path.name, path.with_suffix(".values").name}
-    return names
+    found = [copy for copy, record in _records(directory) if (record.step, record.start) == (step, start)]
+    return {path.name for copy in found for path in (copy.record, copy.values)}
+
+
+def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
+    """The copies in the directory that have a record. Raises OSError."""
+    for name in private_files.names(directory):
+        match = _OWN.fullmatch(name)
+        if match is not None and match[3] == "json":
+            copy = LocalCopy(directory, int(match[1]), kept=bool(match[2]))
+            with suppress(OSError, ValueError, TypeError):
+                yield copy, LocalRecord.of(copy.text())
 
 
 # What a start finds, and which copies it uses
@@ -165,23 +178,26 @@ class Chosen(NamedTuple):
 
 
 def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int) -> Seen:
-    """Look at the copies on this host; of its own the rank reads the values. Raises OSError."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Look at the copies on this host; of its own the rank reads the values.
+
+    Raises CheckpointError (PP-E650) where the directory, or `checkpoint.local` above it, is not this user's alone.
+    """
+    try:
+        private_files.make_directory(directory)
+    except OSError as error:
+        message = f"copies in memory cannot be kept there: {error.strerror} ({error.filename})"
+        remedy = pasted(f"checkpoint.local={private_files.shared_memory() / directory.name}")
+        raise CheckpointError(Problem("PP-E650", message, remedy, "checkpoint.local")) from error
     found, process = directory.stat(), identity()
     place, own = f"{process['boot']} {found.st_dev} {found.st_ino}", _digest(parts)
     copies, changed, other = [], False, 0
-    for path in sorted(directory.glob("rank-*.json")):
-        match = _OWN.fullmatch(path.name)
-        with suppress(OSError, ValueError, TypeError):
-            record = LocalRecord.of(path.read_bytes())
-            if match is None or record.world != world:
-                other = max(other, record.step)
-                continue
-            of, kept = int(match[1]), bool(match[2])
-            if (of, kept, record.parts) == (rank, False, own) and not LocalCopy(directory, rank).is_intact():
-                changed = True
-                continue
-            copies.append(Copy(of, kept, record.step, record.start, record.parts))
+    for copy, record in _records(directory):
+        if record.world != world:
+            other = max(other, record.step)
+        elif (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
+            changed = True
+        else:
+            copies.append(Copy(copy.rank, copy.kept, record.step, record.start, record.parts))
     return Seen(place, process["machine"], own, size, copies, changed, other)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -25,8 +25,9 @@ import ppctl
 from ppctl.cli.model_proof import prove
 from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, Problem
-from ppctl.launch.environment import Started, choose_port, detect, rank_environment
+from ppctl.launch.environment import Started, detect, rank_environment
 from ppctl.launch.machine import gpu_devices
+from ppctl.private_files import NODE_DIRECTORY, own_directory, shared_memory
 
 _COMMAND = [sys.executable, "-m", "ppctl.reach.probe"]
 _DEADLINE = 240.0
@@ -78,20 +79,20 @@ def _measure(ranks: int) -> dict[str, Any]:
     """Start the ranks of the measurement on this machine."""
     if find_spec("torch") is None:
         return _failure("torch is not installed: plan, simulate and submit work, train does not")
-    port = choose_port({})
     started = []
-    for rank in range(ranks):
-        pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        environment = rank_environment(rank, ranks, port, {})
-        started.append(subprocess.Popen(_COMMAND, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True))
-    try:
-        out, error = started[0].communicate(timeout=_DEADLINE)
-    except subprocess.TimeoutExpired:
-        out, error = "", f"no result after {_DEADLINE:.0f} s"
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    with own_directory(shared_memory()) as directory:
+        for rank in range(ranks):
+            pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            environment = rank_environment(rank, ranks, {}) | {NODE_DIRECTORY: str(directory)}
+            started.append(subprocess.Popen(_COMMAND, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True))
+        try:
+            out, error = started[0].communicate(timeout=_DEADLINE)
+        except subprocess.TimeoutExpired:
+            out, error = "", f"no result after {_DEADLINE:.0f} s"
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
     return _read(out, error)
 
 
@@ -119,7 +120,8 @@ def _disk(where: Path) -> dict[str, Any]:
     """Bytes per second of a large synced write (a checkpoint), and seconds of a small one (status.json)."""
     found: dict[str, Any] = {"path": str(where.resolve()), "bytes_per_s": None, "sync_s": None, "error": None}
     try:
-        with tempfile.NamedTemporaryFile(dir=where, prefix=".ppctl-doctor-") as file:
+        with open(where / f".ppctl-doctor-{secrets.token_hex(8)}", "xb") as file:
+            os.unlink(file.name)
             found["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
             found["sync_s"] = _synced(file, [b"x"])
     except OSError as error:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -53,9 +54,9 @@ class _Lines:
 
 
 @contextmanager
-def live_block(run: RunDir, world_size: int, steps: int) -> Iterator[TextIO]:
+def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[TextIO]:
     """Draw the block while entered; returns where rank 0's lines go. Nothing of the block stays on the screen."""
-    block, screen = Block(run, world_size, steps), console()
+    block, screen = Block(run, directory, world_size, steps), console()
     with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
         yield _Lines(screen)  # type: ignore[misc]  # of a stream, the launcher uses these two methods
 
@@ -63,8 +64,9 @@ def live_block(run: RunDir, world_size: int, steps: int) -> Iterator[TextIO]:
 class Block:
     """The block of one start of a run. It reads only what was appended to metrics.jsonl since it read last."""
 
-    def __init__(self, run: RunDir, world_size: int, steps: int) -> None:
+    def __init__(self, run: RunDir, directory: Path, world_size: int, steps: int) -> None:
         self._run = run
+        self._directory = directory
         self._ranks = range(world_size)
         self._steps = steps
         self._began = time.monotonic()
@@ -92,7 +94,7 @@ class Block:
             self._losses.append(record["loss"] or math.nan)
 
     def _starting(self) -> Text:
-        states = heartbeat.read_all(self._run.id, self._ranks)
+        states = heartbeat.read_all(self._directory, self._ranks)
         doing = Counter(
             "importing torch" if not state.pid else _STARTING.get(state.state, state.state) for state in states
         )
@@ -102,7 +104,7 @@ class Block:
     def _training(self) -> Group:
         last = self._recent[-1]
         # With log.interval the last record may be many steps old; the ranks' own counts are not.
-        states = heartbeat.read_all(self._run.id, self._ranks)
+        states = heartbeat.read_all(self._directory, self._ranks)
         step = max(last["step"], min((state.step for state in states), default=0))
         left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)
         bar = Table.grid(padding=(0, 2))

@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +39,7 @@ from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
 from ppctl.plan import Plan
 from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
+from ppctl.private_files import own_directory, shared_memory
 from ppctl.processes import unwinding_on_term
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
@@ -154,8 +154,8 @@ def _directory(kept: str | None) -> Iterator[Path]:
     if kept is not None:
         yield Path(kept)
         return
-    with tempfile.TemporaryDirectory(prefix="ppctl-parity-") as path:
-        yield Path(path)
+    with own_directory() as path:
+        yield path
 
 
 class _StepLines:
@@ -184,8 +184,8 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     variables = dict(config.launch.env)
     if sys.stderr.isatty():  # rank 0 prints into a pipe and cannot see how wide its lines may be
         variables["COLUMNS"] = str(shutil.get_terminal_size().columns - len(_BEFORE_A_STEP))
-    job = LocalJob(run, plan.sizes.world, variables, limits=Limits.of(config.launch))
-    with hold(run):
+    with hold(run), own_directory(shared_memory()) as directory:
+        job = LocalJob(run, plan.sizes.world, directory, variables, limits=Limits.of(config.launch))
         outcome = supervise(job, _StepLines())  # type: ignore[arg-type]  # of a stream, it uses write and flush
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -31,6 +30,7 @@ from ppctl.launch.described import absent_for
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.private_files import own_directory
 from ppctl.processes import unwinding_on_term
 from ppctl.rehearsal_record import Rehearsed
 from ppctl.rundir import RunDir
@@ -120,12 +120,12 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
         f"rehearsing {len(chosen)} of {plan.sizes.world} ranks, which are of {len(kinds)} kind{'s' * (len(kinds) > 1)}"
         f"{less if short.num_microbatches < plan.num_microbatches else ''}"
     )
-    with tempfile.TemporaryDirectory(prefix="ppctl-rehearsal-") as directory:
-        files = RunDir(Path(directory))
+    with own_directory() as directory:
+        files = RunDir(directory)
         files.write_config(short_config)
         files.write_plan(short)
         with _live() as shown:
-            measured = _Ranks(Path(directory), shown).measure_all([each for _, each in chosen])
+            measured = _Ranks(directory, shown).measure_all([each for _, each in chosen])
     kinds_measured = tuple((kind, each) for (kind, _), each in zip(chosen, measured, strict=True))
     return Rehearsal(config, plan, short, kinds_measured)
 

@@ -42,6 +42,7 @@ from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
 from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan
+from ppctl.private_files import own_directory, shared_memory
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import checkpoint_if_any, find_checkpoint
@@ -221,9 +222,10 @@ def run_to_end(
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
     tried = candidates(config.checkpoint.resume, run.checkpoints)
     limits, first_step = Limits.of(config.launch), step_of(tried[0].path if tried else None)
-    job = LocalJob(run, launch.plan.sizes.world, config.launch.env, limits=limits, first_step=first_step)
-    with _terminal(job, config, out) as lines:
-        outcome = supervise(job, lines)
+    with own_directory(shared_memory()) as directory:
+        job = LocalJob(run, launch.plan.sizes.world, directory, config.launch.env, limits=limits, first_step=first_step)
+        with _terminal(job, config, out) as lines:
+            outcome = supervise(job, lines)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
         note("")  # the terminal has shown ^C
     if outcome.report:
@@ -243,7 +245,7 @@ def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[TextIO]
         return
     from ppctl.cli.live import live_block  # rich
 
-    with live_block(job.run, job.world_size, config.train.steps) as lines:
+    with live_block(job.run, job.directory, job.world_size, config.train.steps) as lines:
         yield lines
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -24,6 +23,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.files import read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
+from ppctl.private_files import own_directory
 
 _COMMAND = (sys.executable, "-m", "ppctl.foreign")
 _EXTRAS = {
@@ -107,8 +107,8 @@ def other_version(model: ModelConfig) -> str | None:
 
 def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None) -> dict[str, Any]:
     """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
-    with tempfile.TemporaryDirectory() as temporary:
-        answer = Path(temporary) / "answer.json"
+    with own_directory() as temporary:
+        answer = temporary / "answer.json"
         command = [*_COMMAND, str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
         command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

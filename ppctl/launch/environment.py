@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ppctl.devices import loopback_variables
 from ppctl.errors import ConfigError, Problem
 
 _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294967290, 4294967296))})
@@ -72,19 +71,19 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
     if local_world < 1:
         raise ValueError(f"LOCAL_WORLD_SIZE {local_world} is below 1")
     local = int(environ.get("LOCAL_RANK", rank % local_world))
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    server = {"MASTER_ADDR": environ["MASTER_ADDR"], "MASTER_PORT": str(int(environ["MASTER_PORT"]))}
     elastic = environ.get("TORCHELASTIC_RUN_ID")
     # torchrun without --rdzv-id calls every run "none": that is no id.
     run_id = elastic if elastic not in (None, "", "none") else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(environ.get("SLURM_RESTART_COUNT", 0))
-    variables = _rank_variables(rank, local, world, local_world, address, port)
+    variables = _rank_variables(rank, local, world, local_world) | server
     return Started("torchrun" if elastic else "env", rank, world, run_id, restarts, variables)
 
 
-def _rank_variables(rank: int, local: int, world: int, local_world: int, address: str, port: int) -> dict[str, str]:
+def _rank_variables(rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
     """The variables by which a worker knows its place."""
     ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
-    return {name: str(value) for name, value in (ranks | {"MASTER_ADDR": address, "MASTER_PORT": port}).items()}
+    return {name: str(value) for name, value in ranks.items()}
 
 
 def slurm_rank(environ: Mapping[str, str]) -> Started:
@@ -98,7 +97,9 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
     tasks_here = _tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))
     # Below the range from which the kernel assigns ports; a different one for every step and every requeue.
     port = 20000 + (7 * job + 31 * step + restarts) % 10000
-    variables = _rank_variables(rank, local, tasks, tasks_here, first_host(nodes), port)
+    alone = tasks_here == tasks
+    server = {"MASTER_ADDR": "127.0.0.1" if alone else first_host(nodes), "MASTER_PORT": str(port)}
+    variables = _rank_variables(rank, local, tasks, tasks_here) | server
     return Started("slurm", rank, tasks, f"{job}.{step}", restarts, variables)
 
 
@@ -142,22 +143,7 @@ def default_variables() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
 
 
-def choose_port(extra: Mapping[str, str]) -> int:
-    """MASTER_PORT if it is set, else a port that is free now. Raises ConfigError (PP-E605) if it is in use."""
-    asked = extra.get("MASTER_PORT") or os.environ.get("MASTER_PORT")
-    try:
-        port = int(asked or 0)
-        with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    except (OSError, OverflowError, ValueError) as error:
-        message = f"MASTER_PORT is {asked}, and that port cannot be used: {error}"
-        raise ConfigError(Problem("PP-E605", message, "unset MASTER_PORT", "environment")) from error
-
-
-def rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of one local rank; the later the stronger: defaults, this process's, `launch.env`, the rank's."""
-    here = default_variables() | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    own = _rank_variables(rank, rank, world_size, world_size, "127.0.0.1", port)
-    return here | dict(os.environ) | dict(extra) | own
+    own = _rank_variables(rank, rank, world_size, world_size)
+    return default_variables() | dict(os.environ) | loopback_variables() | dict(extra) | own

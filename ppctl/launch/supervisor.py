@@ -6,38 +6,27 @@ error record, its heartbeat and status.json. `watch.py` starts, watches and ends
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from typing import TextIO
 
-from ppctl import heartbeat
 from ppctl.errors import ConfigError, Problem
-from ppctl.launch.environment import choose_port
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, JobOutcome, failures, report
 from ppctl.launch.watch import LocalJob, Signals, Watch
-
-_PORT_ATTEMPTS = 3
 
 
 def supervise(job: LocalJob, out: TextIO | None = None) -> JobOutcome:
     """Run `job` to its end; rank 0's stdout goes to `out` (default: stdout) line by line, all else to logs/.
 
-    Leaves no process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if
-    MASTER_PORT is set and in use (PP-E605) or a process cannot be started (PP-E614).
+    Leaves no process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a
+    process cannot be started (PP-E614).
     """
-    heartbeat.sweep()
     with Signals() as signals:
-        for attempts_left in reversed(range(_PORT_ATTEMPTS)):
-            port = choose_port(job.environment)
-            watch = Watch(job, signals, out or sys.stdout, _say)
-            try:
-                watch.run(port)
-            except OSError as error:
-                raise _cannot_start(job, error) from error
-            if not (attempts_left and _port_was_lost(watch)):
-                break
-            job.run.forget_errors()
+        watch = Watch(job, signals, out or sys.stdout, _say)
+        try:
+            watch.run()
+        except OSError as error:
+            raise _cannot_start(job, error) from error
     outcome = _outcome(watch)
     try:
         try:
@@ -70,14 +59,6 @@ def _outcome(watch: Watch) -> JobOutcome:
 def _say(line: str) -> None:
     """Print for the person at the terminal, on a line of its own behind the ^C that it shows."""
     print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
-
-
-def _port_was_lost(watch: Watch) -> bool:
-    """Whether another program took the port between its choice here and its use by rank 0."""
-    if watch.cause != "failure" or "MASTER_PORT" in os.environ | dict(watch.job.environment):
-        return False
-    text = " ".join(failure.message for failure in watch.job.run.errors())
-    return "EADDRINUSE" in text or "address already in use" in text.lower()
 
 
 def _cannot_start(job: LocalJob, error: OSError) -> ConfigError:

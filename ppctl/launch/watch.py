@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -28,6 +29,7 @@ from ppctl.hang.verdict import verdict
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.outcome import Exit
 from ppctl.launch.process import OutputThread, RankProcess
+from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.run_starts import sweep
 from ppctl.rundir import RunDir
@@ -85,6 +87,8 @@ class LocalJob:
 
     run: RunDir
     world_size: int
+    directory: Path
+    """Of this start's own on this machine: heartbeats, and failures that the run directory did not take."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """`launch.env`, set for every rank."""
     command: Sequence[str] = ()
@@ -128,17 +132,17 @@ class Watch:
         self._killed = False
         self._progress = Progress(job.limits, time.monotonic(), job.first_step) if job.limits is not None else None
 
-    def run(self, port: int) -> None:
+    def run(self) -> None:
         """Start all ranks and return when none is left, whatever happens."""
         run, everyone = self.job.run, range(self.job.world_size)
         # Rank 0 publishes heartbeats while it lives; the launcher publishes the last ones of all ranks.
-        publisher = heartbeat.Publisher(run.id, everyone, run.write_heartbeats)
+        publisher = heartbeat.Publisher(self.job.directory, everyone, run.write_heartbeats)
         output: OutputThread | None = None
         run.write_status("starting")
         try:
             for rank in everyone:
-                heartbeat.create(run.id, rank, owner=os.getpid())
-                self._ranks.append(self._start(rank, port))
+                heartbeat.create(self.job.directory, rank)
+                self._ranks.append(self._start(rank))
             output = OutputThread(self._ranks[0].stdout, self._out)
             run.write_status("running")
             self._wait()
@@ -147,16 +151,17 @@ class Watch:
             publisher.publish()
             if output is not None:
                 output.finish()
-            self.states = {state.rank: state for state in heartbeat.read_all(run.id, everyone)}
-            self.unwritten_errors += heartbeat.take_failures(run.id, everyone)
-            heartbeat.remove(run.id, everyone)
+            self.states = {state.rank: state for state in heartbeat.read_all(self.job.directory, everyone)}
+            self.unwritten_errors += heartbeat.take_failures(self.job.directory, everyone)
+            heartbeat.remove(self.job.directory, everyone)
             if not self._alive():
                 sweep(run)
 
-    def _start(self, rank: int, port: int) -> RankProcess:
+    def _start(self, rank: int) -> RankProcess:
         job = self.job
         command = job.command or (sys.executable, "-m", "ppctl.rank.worker", "--run", str(job.run.path))
-        environment = rank_environment(rank, job.world_size, port, job.environment)
+        own = {NODE_DIRECTORY: str(job.directory)}
+        environment = rank_environment(rank, job.world_size, job.environment) | own
         return RankProcess(rank, command, environment, job.run.log(rank), piped=rank == 0)
 
     def _wait(self) -> None:
@@ -174,7 +179,7 @@ class Watch:
     def _check_progress(self, progress: Progress) -> None:
         """End a job in which nothing moves any more, after writing the error of the rank that all others wait for."""
         now = time.monotonic()
-        states = heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
+        states = heartbeat.read_all(self.job.directory, (rank.rank for rank in self._alive()))
         still = progress.late(states, now)
         if still is None:
             return
@@ -215,7 +220,9 @@ class Watch:
 
     def _handle_key(self) -> None:
         """Ctrl-C: ask to save, where there is something to save; else, or once more, end; after that, kill."""
-        step = max((state.step for state in heartbeat.read_all(self.job.run.id, range(self.job.world_size))), default=0)
+        step = max(
+            (state.step for state in heartbeat.read_all(self.job.directory, range(self.job.world_size))), default=0
+        )
         if self.cause is not None:
             self._end("interrupt", signal.SIGKILL)
         elif self.asked is not None or step <= self.job.first_step:
@@ -236,7 +243,7 @@ class Watch:
         """
         for rank in self._alive():
             if rank.rank in self._to_ask:
-                state = heartbeat.read(self.job.run.id, rank.rank)
+                state = heartbeat.read(self.job.directory, rank.rank)
                 rank.send(number)
                 if state is not None and state.state != "starting":
                     self._to_ask.discard(rank.rank)

@@ -5,14 +5,17 @@ Knows where a failure is written. Must not know why a rank fails, nor who is to 
 
 from __future__ import annotations
 
+import os
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 from ppctl.comm.channels import PeerLost
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
 from ppctl.heartbeat import host_name, leave_failure
 from ppctl.plan import Plan
+from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rank.launcher import PpctlLauncher
 from ppctl.rank_records import RankFailure
 from ppctl.run_starts import slurm_start, start_name
@@ -31,8 +34,8 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, lau
         try:
             run.write_error(failure)
         except OSError:
-            with suppress(OSError):
-                leave_failure(run.id, failure)
+            with suppress(OSError, KeyError):  # no launcher of ppctl's would look for it
+                leave_failure(Path(os.environ[NODE_DIRECTORY]), failure)
     launcher.report(error, run, rank)
     return code
 

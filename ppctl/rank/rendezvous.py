@@ -10,24 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from ppctl.comm.sealed_store import SealedStore, halves, unproved
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
-from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
-from ppctl.reach.hosts import listen_as
+from ppctl.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
+from ppctl.reach.store import connect, file_store
 from ppctl.run_starts import secret_of
 from ppctl.rundir import RunDir
 
@@ -36,12 +35,13 @@ if TYPE_CHECKING:
 
 START_UP = timedelta(minutes=10)
 """How long a rank waits for rank 0 before it has the config, which has the run's own limit."""
+_FIRST_RANK = timedelta(minutes=1)
+"""How long a rank waits for the first one of its node: both have met, and one may have to start again."""
 _RUN = "ppctl/run"
 _READERS = "ppctl/read"
 _STARTS = "ppctl/starts"
 _START = "PPCTL_START"
 _NODE = "ppctl/node"
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _LOOK = 0.5
 """Seconds between looks at the store, at most: 2,047 ranks ask it twice each."""
@@ -59,7 +59,8 @@ class OwnRank:
     @classmethod
     def from_environment(cls) -> OwnRank:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE. Raises ConfigError naming what is missing."""
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        server = () if NODE_DIRECTORY in os.environ else ("MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in ("RANK", "WORLD_SIZE", *server) if name not in os.environ]
         if missing:
             message = f"a worker is started by a launcher, which sets {', '.join(missing)}"
             raise ConfigError(Problem("PP-E740", message, "ppctl train +recipe=quickstart"))
@@ -84,40 +85,11 @@ class SharedRun:
 
 
 def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
-    """The store that all ranks share (MASTER_ADDR, MASTER_PORT).
-
-    Ranks of ppctl's launcher are on one machine and meet in a file of the start's directory. Raises TrainingError
-    within `patience`: PP-E708 where the store is not reached, PP-E709 where other ranks do not come; ConfigError
-    (PP-E605) where rank 0 cannot have the port.
-    """
-    try:
-        store = _file_store(os.environ[NODE_DIRECTORY], own) if NODE_DIRECTORY in os.environ else _tcp(own, patience)
-    except RuntimeError as error:
-        problem = _why_no_store(str(error), own, patience.total_seconds())
-        if problem is None:
-            raise
-        raise TrainingError(problem) from error
+    """The store that all ranks share, with a prefix for this start of theirs. Raises as `reach.store.connect` does."""
+    store = connect(own.rank, own.world_size, patience)
     number = os.environ.get(_START) or _start(store, own, patience)
     os.environ[_START] = str(number)  # for this process after an exec with other variables
     return PrefixStore(f"ppctl/start/{number}/", store)
-
-
-def _file_store(directory: str, own: OwnRank) -> Store:
-    return FileStore(f"{directory}/store", own.world_size)
-
-
-def _tcp(own: OwnRank, patience: timedelta) -> Store:
-    """The store at MASTER_ADDR, MASTER_PORT: an agent of torchrun serves it, or rank 0 on that address alone."""
-    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), own.world_size
-    if own.rank != 0 or os.environ.get(_AGENT) == str(True):
-        return TCPStore(host, port, world, is_master=False, timeout=patience)
-    try:
-        listening = listen_as(host, port)
-    except (OSError, OverflowError) as error:
-        message = f"rank 0 on {host_name()} cannot listen at {host} port {port}: {error}"
-        raise ConfigError(Problem("PP-E605", message, "ppctl explain PP-E605", "MASTER_ADDR, MASTER_PORT")) from error
-    address = listening.getsockname()[0]
-    return TCPStore(address, port, world, True, patience, multi_tenant=True, master_listen_fd=listening.detach())
 
 
 def sealed(store: Store, run: RunDir) -> SealedStore:
@@ -135,7 +107,7 @@ def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Se
         return store.plain
     store.set(f"{_NODE}/{own.rank}", directory.name)
     shared = all(store.get(f"{_NODE}/{rank}") == directory.name for rank in range(own.world_size))
-    return _file_store(str(directory), own) if shared else store.plain
+    return file_store(directory, own.world_size) if shared else store.plain
 
 
 def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
@@ -185,17 +157,25 @@ def _is_set(store: Store, key: str, until: float) -> bool:
     return True
 
 
-def _why_no_store(text: str, own: OwnRank, waited: float) -> Problem | None:
-    """The problem in an error of the rendezvous; None where it is of another kind (a port in use)."""
-    joined = re.search(r"(\d+)/(\d+) clients joined", text)
-    if joined is not None:
-        message = f"only {joined[1]} of {joined[2]} ranks reached the store on {host_name()} within {waited:g} s"
-        return Problem("PP-E709", message, "ppctl explain PP-E709")
-    if not re.search(r"trying to connect|failed to connect|Connection refused|resolve|getaddrinfo", text):
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    message = f"rank {own.rank} on {host_name()} did not reach rank 0's store at {host} port {port} within {waited:g} s"
-    return Problem("PP-E708", message, f'python -c "import socket; socket.create_connection({(host, port)}, 5)"')
+def node_directory(own: OwnRank, store: SealedStore, at_end: ExitStack) -> Path:
+    """The directory of this start on this node: that of ppctl's launcher, else one that the node's first rank makes.
+
+    A rank that cannot use it, in a container of its own, has another one that nobody else reads.
+    """
+    if NODE_DIRECTORY in os.environ:
+        return Path(os.environ[NODE_DIRECTORY])
+    key = f"{_NODE}/of/{own.rank - own.local_rank}"
+    if own.local_rank != 0:
+        with suppress(RuntimeError, OSError):  # a first rank that does not come is the roll call's to tell
+            store.wait([key], _FIRST_RANK)
+            name = str(store.get(key))
+            if is_own_name(name):
+                names(shared_memory() / name)
+                return shared_memory() / name
+    path = at_end.enter_context(own_directory(shared_memory()))
+    if own.local_rank == 0:
+        store.set(key, path.name)
+    return path
 
 
 def read_run(directory: Path) -> SharedRun:

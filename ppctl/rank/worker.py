@@ -32,9 +32,10 @@ import torch.distributed as dist
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.writer import WriterProcess
+from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
-from ppctl.devices import device_index, device_type, group_backends
+from ppctl.devices import device_index, device_type, group_backends, loopback_variables
 from ppctl.errors import ConfigError
 from ppctl.hang.limits import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
@@ -42,7 +43,19 @@ from ppctl.rank.failure import fail
 from ppctl.rank.hang_dump import dump_on_request
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
-from ppctl.rank.rendezvous import START_UP, OwnRank, SharedRun, meet, publish_run, read_run, receive_run, refuse_run
+from ppctl.rank.rendezvous import (
+    START_UP,
+    OwnRank,
+    SharedRun,
+    meet,
+    node_directory,
+    publish_run,
+    read_run,
+    receive_run,
+    refuse_run,
+    sealed,
+    store_of_groups,
+)
 from ppctl.rank.results import final_state, metrics_writer, write_results, write_start_up
 from ppctl.rank.times import Phases, TimeLeft, job_end, process_age
 from ppctl.rank.watchdog import Alarm, NodeWatch
@@ -73,10 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             known = None if directory is None else read_run(directory)
             with phases("groups"):
-                store = meet(own, START_UP if known is None else _patience(known))
-            shared = known or _receive(arguments.refuse, own, store)
-            if isinstance(shared, int):
-                return shared
+                plain = meet(own, START_UP if known is None else _patience(known))
+            entered = _receive(arguments.refuse, own, plain) if known is None else (known, sealed(plain, known.run))
+            if isinstance(entered, int):
+                return entered
+            shared, store = entered
             if arguments.publish is not None:
                 publish_run(store, shared)
             run, plan = shared.run, shared.plan
@@ -108,15 +122,15 @@ def _patience(shared: SharedRun) -> timedelta:
     return timedelta(seconds=seconds(shared.config.launch.start_limit) + 10)
 
 
-def _receive(refused: int | None, own: OwnRank, store: Store) -> SharedRun | int:
+def _receive(refused: int | None, own: OwnRank, store: Store) -> tuple[SharedRun, SealedStore] | int:
     """The run that rank 0 publishes, or the code to exit with: on rank 0 itself, `refused`."""
     if refused is not None:
         refuse_run(store, refused, own.world_size)
         return refused
-    shared = receive_run(store)
-    if isinstance(shared, SharedRun):
-        _exec_with(shared.config.launch.env)
-    return shared
+    entered = receive_run(store)
+    if not isinstance(entered, int):
+        _exec_with(entered[0].config.launch.env)
+    return entered
 
 
 def _exec_with(environment: Mapping[str, str]) -> None:
@@ -131,7 +145,7 @@ def _run(
     shared: SharedRun,
     own: OwnRank,
     launcher: PpctlLauncher,
-    store: Store,
+    store: SealedStore,
     stop: StopRequest,
     phases: Phases,
     at_end: ExitStack,
@@ -140,15 +154,16 @@ def _run(
     run, config, leads = shared.run, shared.config, own.rank == 0
     writer = _writer(shared, own, store)
     device = _device(shared, own)
-    heartbeat = HeartbeatFile(run.id, own.rank)
+    directory = node_directory(own, store, at_end)
+    heartbeat = HeartbeatFile(directory, own.rank)
     at_end.callback(heartbeat.close)
     listener = Listener()
     dump_on_request(run, own.rank, listener)
     limits = Limits.of(config.launch)
     alarm, watch = Alarm(limits), launcher.make_watch(shared, limits)
-    publisher = _publisher(run, own, limits, run.write_heartbeats if watch is None else watch)
+    publisher = _publisher(directory, own, limits, run.write_heartbeats if watch is None else watch)
     with phases("groups"):
-        _join(shared, own, store, device, limits, watch)
+        _join(shared, own, store, directory, device, limits, watch)
     with phases("build"):
         session = build_session(config, shared.plan, own.rank, device, heartbeat)
     if leads:
@@ -198,7 +213,7 @@ def _run(
     return outcome
 
 
-def _warm_up(run: RunDir, session: Session, store: Store) -> None:
+def _warm_up(run: RunDir, session: Session, store: SealedStore) -> None:
     """Send the first message over every connection and group of the session. A collective over the world."""
     launch, messages, ties = session.config.launch, session.communicator, session.ties.group
     edges = warm_up(store, launch, session.device, messages, session.groups, ties, session.exchanges)
@@ -206,7 +221,7 @@ def _warm_up(run: RunDir, session: Session, store: Store) -> None:
         run.write_edges(edges)
 
 
-def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
+def _writer(shared: SharedRun, own: OwnRank, store: SealedStore) -> Callable[[], str]:
     """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
     key, config = f"checkpoint writer {own.rank - own.local_rank}", shared.config.checkpoint
     if own.local_rank == 0 and config.in_background:
@@ -216,7 +231,7 @@ def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
             print(f"warning: no checkpoint writer could be started, ranks write themselves: {error}", file=sys.stderr)
             address = ""
         store.set(key, address)
-    return lambda: store.get(key).decode()
+    return lambda: str(store.get(key))
 
 
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
@@ -236,17 +251,23 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     return device
 
 
-def _publisher(run: RunDir, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
+def _publisher(directory: Path, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
     """On one rank of a node, the thread that publishes the states of all its ranks."""
     if own.local_rank != 0:
         return None
-    publisher = Publisher(run.id, range(own.rank, own.rank + own.local_world_size), write, limits.look)
+    publisher = Publisher(directory, range(own.rank, own.rank + own.local_world_size), write, limits.look)
     publisher.start()
     return publisher
 
 
 def _join(
-    shared: SharedRun, own: OwnRank, store: Store, device: torch.device, limits: Limits, watch: NodeWatch | None
+    shared: SharedRun,
+    own: OwnRank,
+    store: SealedStore,
+    directory: Path,
+    device: torch.device,
+    limits: Limits,
+    watch: NodeWatch | None,
 ) -> None:
     """Join the world once all ranks have come and their hosts reach each other."""
     edge_limit, patience = float(seconds(shared.config.launch.edge_limit)), _patience(shared).total_seconds()
@@ -256,7 +277,11 @@ def _join(
     nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
     backends = group_backends(device.type, nccl, os.environ, share=shared.config.launch.share_gpu)
     refuse_backend(shared.config, backends, nccl)
-    join_world(store, own.rank, own.world_size, backends, limits.of_groups)
+    if len(hosts) == 1:
+        for name, value in loopback_variables().items():
+            os.environ.setdefault(name, value)
+    groups = store_of_groups(store, own, directory, hosts)
+    join_world(groups, own.rank, own.world_size, backends, limits.of_groups)
 
 
 def _time_left(exit_after: str | None) -> TimeLeft:

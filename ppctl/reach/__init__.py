@@ -6,5 +6,6 @@
     join_world   the ranks make the default process group
     warm_up      every channel and every group carries a first message (`first_contact`)
 
-`python -m ppctl.reach.probe` measures messages between neighbours, for `ppctl doctor`.
+Before these, ranks find each other through a store (`store`). `python -m ppctl.reach.probe` measures messages between
+neighbours, for `ppctl doctor`.
 """

@@ -18,7 +18,6 @@ import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import ip_address
 
 from ppctl.errors import TrainingError
 
@@ -52,36 +51,10 @@ def listen() -> tuple[socket.socket, Address]:
     The kernel answers by itself; no connection is accepted.
     """
     host = own_address()
-    server = socket.socket(_family(host))
+    server = socket.socket(family_of(host))
     server.bind((host, 0))
     server.listen(socket.SOMAXCONN)
     return server, (host, int(server.getsockname()[1]))
-
-
-def listen_as(host: str, port: int) -> socket.socket:
-    """A listening socket on this machine's address that `host` names, never on all addresses.
-
-    Where the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
-    address of gloo, which other hosts must reach as well. Raises OSError.
-    """
-    rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    named = list(dict.fromkeys(str(address[0]) for *_, address in rows))
-    beyond = [address for address in named if not ip_address(address.partition("%")[0]).is_loopback]
-    here = own_address()
-    is_name = host not in (*named, "localhost")
-    for address in dict.fromkeys([*beyond, *[here] * is_name, *named, here]):
-        server = socket.socket(_family(address))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind((address, port))
-        except OSError as error:
-            server.close()
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            continue
-        server.listen(socket.SOMAXCONN)
-        return server
-    raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
 
 
 def own_address() -> str:
@@ -122,7 +95,8 @@ async def _why_unreached(host: str, port: int, limit: float) -> str | None:
     return None
 
 
-def _family(host: str) -> socket.AddressFamily:
+def family_of(host: str) -> socket.AddressFamily:
+    """The kind of an address: IPv6 where it has colons."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.devices import device_type, group_backends
+from ppctl.reach.store import connect
 
 LIMIT = 20.0
 """Seconds that one edge may take."""
@@ -36,7 +37,8 @@ def main() -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backends = group_backends(device.type, None, os.environ, share=False)
-    dist.init_process_group(backends, timeout=timedelta(seconds=LIMIT))
+    limit = timedelta(seconds=LIMIT)
+    dist.init_process_group(backends, store=connect(rank, world, limit), rank=rank, world_size=world, timeout=limit)
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, socket.gethostname())
     edges = [_edge(source, (source + 1) % world, hosts, device) for source in range(world)] if world > 1 else []

@@ -5,13 +5,13 @@ python acting_rank.py RUN BEHAVIOUR...: rank N plays the N-th behaviour (the las
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from ppctl.heartbeat import HeartbeatFile, leave_failure
+from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
 
@@ -19,7 +19,8 @@ RUN = RunDir(Path(sys.argv[1]))
 RANK = int(os.environ["RANK"])
 BEHAVIOUR = sys.argv[2:][min(RANK, len(sys.argv) - 3)]
 
-beat = HeartbeatFile(RUN.id, RANK)
+DIRECTORY = Path(os.environ[NODE_DIRECTORY])
+beat = HeartbeatFile(DIRECTORY, RANK)
 
 
 def say(name: str, text: object = "") -> None:
@@ -70,7 +71,7 @@ def raises_config() -> None:
 def finds_the_disk_full() -> None:
     """Leaves half a file, and its reason where there is room."""
     (RUN.path / "errors" / f".rank-{RANK:04d}.json.7.tmp").write_text("{")
-    leave_failure(RUN.id, RankFailure(RANK, "No space left", "OSError", code="PP-E701"))
+    leave_failure(DIRECTORY, RankFailure(RANK, "No space left", "OSError", code="PP-E701"))
     os._exit(1)
 
 
@@ -153,22 +154,12 @@ def has_child() -> None:
         wait()
 
 
-def binds() -> None:
-    """Finds its port taken in the first life."""
-    if not (RUN.path / "port.0").exists():
-        say("port", os.environ["MASTER_PORT"])
-        fail("DistNetworkError", "The server socket has failed to listen: EADDRINUSE")
-        os._exit(1)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-
-
 def floods() -> None:
     for n in range(20000):
         print(f"step {n}", flush=True)
 
 
 ROLES = [finish, raises, raises_config, follows, is_killed, is_silent, saves, leaves_unsaved, is_stubborn, has_child]
-ROLES += [finds_the_disk_full, binds, floods, wait, saves_steps, trains_on, trains_on_stubbornly]
+ROLES += [finds_the_disk_full, floods, wait, saves_steps, trains_on, trains_on_stubbornly]
 {role.__name__: role for role in ROLES}[BEHAVIOUR.partition("+")[0]]()
 beat.close()

@@ -1,6 +1,8 @@
 """A launcher in a process of its own, for tests that send it signals.
 
 python launcher_process.py RUN WORLD BEHAVIOUR...
+
+The file `directory` in the run says which directory the start has on this machine.
 """
 
 import sys
@@ -9,20 +11,24 @@ from pathlib import Path
 from ppctl.errors import PpctlError
 from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
+from ppctl.private_files import own_directory, shared_memory
 from ppctl.rundir import RunDir
 
 run, world, *behaviours = sys.argv[1:]
 actor = Path(__file__).with_name("acting_rank.py")
-job = LocalJob(
-    RunDir(Path(run)),
-    int(world),
-    command=(sys.executable, str(actor), run, *behaviours),
-    environment={"COLOUR": "green", "OMP_NUM_THREADS": "3"},
-    stop_grace=4.0,
-    kill_grace=1.0,
-)
 try:
-    outcome = supervise(job)
+    with own_directory(shared_memory()) as directory:
+        (Path(run) / "directory").write_text(str(directory))
+        job = LocalJob(
+            RunDir(Path(run)),
+            int(world),
+            directory,
+            command=(sys.executable, str(actor), run, *behaviours),
+            environment={"COLOUR": "green", "OMP_NUM_THREADS": "3"},
+            stop_grace=4.0,
+            kill_grace=1.0,
+        )
+        outcome = supervise(job)
 except PpctlError as error:
     print(f"error {error}", file=sys.stderr)
     sys.exit(error.exit_code)

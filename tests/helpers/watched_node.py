@@ -20,13 +20,14 @@ run, rank, hosts = RunDir(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3].spli
 os.environ["SLURMD_NODENAME"] = hosts[rank]
 signal.signal(signal.SIGUSR2, lambda *_: None)  # a rank's own follows, its flight records
 write_stacks_on_request()
-beat = HeartbeatFile(run.id, rank)
+directory = Path(os.environ["DIRECTORY"])
+beat = HeartbeatFile(directory, rank)
 limits = Limits(start=60.0, first_step=float(os.environ["LIMIT"]), step=float(os.environ["LIMIT"]))
 watch = NodeWatch(run, run.read_plan(), limits)
 print("ready", flush=True)
 sys.stdin.readline()
 beat.set_state("updating" if rank else "training")
-Publisher(run.id, [rank], watch, limits.look).start()
+Publisher(directory, [rank], watch, limits.look).start()
 watch.meet(hosts)
 while True:
     time.sleep(60)

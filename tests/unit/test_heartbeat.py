@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,75 +15,63 @@ from ppctl import heartbeat
 from ppctl.heartbeat import HeartbeatFile, Publisher
 
 
-@pytest.fixture
-def run_id(tmp_path: Path) -> Iterator[str]:
-    name = f"test {os.getpid()}/{tmp_path.name}"
-    yield name
-    heartbeat.remove(name, range(8))
-
-
-def test_what_a_rank_enters_is_read_by_others(run_id: str) -> None:
-    own = HeartbeatFile(run_id, 3)
-    assert heartbeat.read(run_id, 3) is not None
+def test_what_a_rank_enters_is_read_by_others(tmp_path: Path) -> None:
+    own = HeartbeatFile(tmp_path, 3)
+    assert heartbeat.read(tmp_path, 3) is not None
     own.set_state("training")
     own.step = 41
     before = time.monotonic()
     own.enter(17)
-    beat = heartbeat.read(run_id, 3)
+    beat = heartbeat.read(tmp_path, 3)
     assert beat is not None
     assert (beat.rank, beat.pid, beat.state, beat.step, beat.index) == (3, os.getpid(), "training", 41, 17)
     assert before <= beat.since <= time.monotonic()
     own.set_state("saving")
-    beat = heartbeat.read(run_id, 3)
+    beat = heartbeat.read(tmp_path, 3)
     assert beat is not None
     assert (beat.state, beat.step, beat.index) == ("saving", 41, heartbeat.NO_ACTION)
     assert beat.exchanges == (0, 0, 0, 0)
     for axis in ("cp", "tp", "cp"):
         own.exchange(axis)
-    beat = heartbeat.read(run_id, 3)
+    beat = heartbeat.read(tmp_path, 3)
     assert beat is not None
     assert beat.exchanges == (1, 2, 0, 0) and beat.state == "saving"
 
 
-def test_a_record_that_nobody_made_is_none(run_id: str) -> None:
-    assert heartbeat.read(run_id, 0) is None
-    Path(heartbeat.create(run_id, 0, os.getpid())).write_bytes(b"short")
-    assert heartbeat.read(run_id, 0) is None
+def test_a_record_that_nobody_made_or_that_is_damaged_is_none(tmp_path: Path) -> None:
+    assert heartbeat.read(tmp_path, 0) is None
+    heartbeat.create(tmp_path, 0)
+    (record,) = tmp_path.iterdir()
+    whole = record.read_bytes()
+    for damaged in (b"short", whole + b"x", b"another" + whole[7:], whole[:24] + b"\x7f" * 8 + whole[32:]):
+        record.write_bytes(damaged)
+        assert heartbeat.read(tmp_path, 0) is None
 
 
-def test_who_made_the_record_removes_it(run_id: str) -> None:
-    HeartbeatFile(run_id, 0).close()
-    assert heartbeat.read(run_id, 0) is None, "made by the rank itself"
-    heartbeat.create(run_id, 0, owner=os.getppid())
-    HeartbeatFile(run_id, 0).close()
-    beat = heartbeat.read(run_id, 0)
-    assert beat is not None and beat.pid == os.getpid(), "made by a launcher, which has yet to read it"
-
-
-def test_a_killed_ranks_record_stays_and_is_swept_when_its_owner_is_gone(run_id: str) -> None:
+def test_a_ranks_record_replaces_the_launchers_and_outlives_the_rank(tmp_path: Path) -> None:
+    heartbeat.create(tmp_path, 0)
     program = (
-        "import os, signal, sys; from ppctl.heartbeat import HeartbeatFile\n"
-        "beat = HeartbeatFile(sys.argv[1], 0); beat.step = 5; beat.enter(2); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from ppctl.heartbeat import HeartbeatFile\n"
+        "beat = HeartbeatFile(Path(sys.argv[1]), 0); beat.step = 5; beat.enter(2); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", program, run_id], check=False)
-    beat = heartbeat.read(run_id, 0)
-    assert beat is not None and (beat.step, beat.index) == (5, 2)
-    mine = HeartbeatFile(run_id, 1)
-    heartbeat.sweep()
-    assert [beat.rank for beat in heartbeat.read_all(run_id, range(2))] == [1]
-    mine.close()
+    beat = heartbeat.read(tmp_path, 0)
+    assert beat is not None and beat.pid == 0
+    killed = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    killed.wait()
+    beat = heartbeat.read(tmp_path, 0)
+    assert beat is not None and (beat.pid, beat.step, beat.index) == (killed.pid, 5, 2)
 
 
 @pytest.mark.skipif(subprocess.run(["which", "strace"], capture_output=True).returncode != 0, reason="needs strace")
-def test_an_action_costs_no_system_call(run_id: str, tmp_path: Path) -> None:
+def test_an_action_costs_no_system_call(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from ppctl.heartbeat import HeartbeatFile\n"
-        "beat = HeartbeatFile(sys.argv[1], 0); beat.enter(0); os.getppid()\n"
+        "import os, sys; from pathlib import Path; from ppctl.heartbeat import HeartbeatFile\n"
+        "beat = HeartbeatFile(Path(sys.argv[1]), 0); beat.enter(0); os.getppid()\n"
         "for index in range(1000): beat.enter(index)\n"
         "os.getppid(); beat.close()"
     )
     log = tmp_path / "calls"
-    traced = ["strace", "-o", str(log), sys.executable, "-c", program, run_id]
+    traced = ["strace", "-o", str(log), sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(traced, capture_output=True, text=True)
     if "ptrace" in done.stderr and done.returncode:
         pytest.skip("this machine forbids strace")
@@ -93,7 +81,7 @@ def test_an_action_costs_no_system_call(run_id: str, tmp_path: Path) -> None:
     assert between == []
 
 
-def test_the_publisher_writes_at_once_when_asked_and_at_the_end(run_id: str) -> None:
+def test_the_publisher_writes_at_once_when_asked_and_at_the_end(tmp_path: Path) -> None:
     written: list[tuple[str, Mapping[str, Any]]] = []
     first = threading.Event()
 
@@ -101,8 +89,8 @@ def test_the_publisher_writes_at_once_when_asked_and_at_the_end(run_id: str) -> 
         written.append((host, record))
         first.set()
 
-    beats = [HeartbeatFile(run_id, rank) for rank in (4, 5)]
-    publisher = Publisher(run_id, [4, 5, 6], write)
+    beats = [HeartbeatFile(tmp_path, rank) for rank in (4, 5)]
+    publisher = Publisher(tmp_path, [4, 5, 6], write)
     assert publisher.every == 10.0
     publisher.start()
     assert first.wait(5)
@@ -116,7 +104,7 @@ def test_the_publisher_writes_at_once_when_asked_and_at_the_end(run_id: str) -> 
     assert len(written) == 3
 
 
-def test_the_publisher_comes_again_and_survives_a_full_disk(run_id: str) -> None:
+def test_the_publisher_comes_again_and_survives_a_full_disk(tmp_path: Path) -> None:
     calls = 0
     enough = threading.Event()
 
@@ -127,7 +115,7 @@ def test_the_publisher_comes_again_and_survives_a_full_disk(run_id: str) -> None
             enough.set()
         raise OSError(28, "No space left on device")
 
-    publisher = Publisher(run_id, [0], write, every=0.01)
+    publisher = Publisher(tmp_path, [0], write, every=0.01)
     publisher.start()
     assert enough.wait(5)
     publisher.stop()

@@ -238,6 +238,7 @@ def test_a_config_error_under_torchrun_is_printed_once_and_every_rank_leaves(tmp
 def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_path):
     cut = ("pp=2", "vpp=1")
     runs = [planned_run(tmp_path / "mine", *cut), planned_run(tmp_path / "other", *cut, "pipeline.p2p_capacity=2")]
+    (runs[1] / "secret").write_text((runs[0] / "secret").read_text())  # one start, whose ranks see different files
     port = free_port()
     ranks = [
         subprocess.Popen(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from command import STARTED, TINY, alive, environment, only_run
 from dense_runs import config_of
 from ranks import run_ranks
+from stores import sealed_store
 
 from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
@@ -48,11 +49,11 @@ def join():
 
 def counted(mapping):
     """Connections of a rank more than at first: in the world, and after the warm-up of a session."""
-    store, before = join()
+    _, before = join()
     joined = connections() - before
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
-    warm_up(store, config.launch, CPU, session.communicator, session.groups, session.ties.group)
+    warm_up(sealed_store(), config.launch, CPU, session.communicator, session.groups, session.ties.group)
     return joined, connections() - before
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command import STARTED, TINY, alive, environment, metrics, only_run, ppctl, start
+from command import STARTED, TINY, alive, environment, free_port, metrics, only_run, ppctl, start
 from pairwise import pairwise
 
-from ppctl.launch.environment import choose_port
 from ppctl.rundir import RunDir
 
 KINDS = ("raise", "kill", "stop", "hold", "slow", "deaf", "cut", "full", "dumb", "room", "nan", "update")
@@ -281,7 +280,7 @@ def test_where_the_first_node_has_fallen_silent_the_next_one_ends_the_job(tmp_pa
     train = ("train", "+recipe=quickstart", *TINY, "pp=2", "vpp=1", "data.path=corpus.txt", "steps=100000")
     limits = ("launch.step_limit=4s", "launch.first_step_limit=12s")
     struck = {"PPCTL_FAULT": "hold 0 300 0B2", "PPCTL_ALARM_GRACE": "20"}  # late: its node has published by then
-    port, agents = choose_port({}), []
+    port, agents = free_port(), []
     for node, name in enumerate(("first", "second")):
         where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port))
         command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", "-m", "ppctl"]

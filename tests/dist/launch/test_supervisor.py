@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import ClassVar
 import pytest
 
 from ppctl import heartbeat
+from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rundir import RunDir
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -72,6 +72,11 @@ class Launcher:
         return self.process.returncode, out, err
 
 
+def node_directory(run: RunDir) -> Path:
+    """The directory that the last start of the run had on this machine."""
+    return Path((run.path / "directory").read_text())
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs (a zombie that nobody has reaped yet does not)."""
     try:
@@ -92,7 +97,7 @@ def test_ranks_that_finish_end_the_job_with_0_and_rank_0_is_heard(run: RunDir) -
     assert (code, out, err.strip()) == (0, "rank 0 says hello\n", "")
     assert run.status()["state"] == "finished"
     assert run.log(1).read_text() == "rank 1 says hello\n"
-    assert heartbeat.read_all(run.id, range(3)) == []
+    assert not node_directory(run).exists()
 
 
 def test_every_rank_finds_its_variables(run: RunDir) -> None:
@@ -102,9 +107,9 @@ def test_every_rank_finds_its_variables(run: RunDir) -> None:
         dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
         for text in launcher.wait_for("environment")
     )
-    own = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    own = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert second | own == second
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first[NODE_DIRECTORY] == second[NODE_DIRECTORY]
     assert first["COLOUR"] == "green"
     assert first["OMP_NUM_THREADS"] == "3", "launch.env is stronger than what is usual"
 
@@ -147,7 +152,7 @@ def test_a_reason_that_the_full_disk_did_not_take_is_told_and_nothing_half_writt
     assert code == 1
     assert err.startswith("error PP-E701: rank 1 failed while starting: OSError: No space left\n")
     assert list(run.path.rglob("*.tmp")) == []
-    assert not [path for path in heartbeat.directory().iterdir() if run.id in path.name]
+    assert not node_directory(run).exists()
 
 
 def test_the_culprits_exit_code_and_code_are_the_jobs(run: RunDir) -> None:
@@ -249,9 +254,10 @@ def test_nobody_survives_a_launcher_that_is_killed(run: RunDir) -> None:
     launcher.process.kill()
     assert all_gone(pids)
     launcher.process.communicate()
-    assert len(heartbeat.read_all(run.id, range(3))) == 3
-    heartbeat.sweep()
-    assert heartbeat.read_all(run.id, range(3)) == [], "the next launcher removes what a killed one left"
+    left = node_directory(run)
+    assert len(heartbeat.read_all(left, range(3))) == 3
+    Launcher(run, 1, "finish").end()
+    assert not left.exists(), "the next launcher removes what a killed one left"
 
 
 @pytest.mark.parametrize("behaviours", [("has_child", "raises"), ("has_child+finish", "finish")])
@@ -260,22 +266,6 @@ def test_what_a_rank_has_started_ends_with_it(run: RunDir, behaviours: tuple[str
     children = [int(pid) for pid in launcher.wait_for("child", 1)]
     launcher.end()
     assert all_gone(children)
-
-
-def test_a_port_that_is_lost_to_another_program_is_chosen_again(run: RunDir) -> None:
-    launcher = Launcher(run, 1, "binds")
-    assert launcher.end()[0] == 0
-    assert run.errors() == []
-
-
-def test_a_port_that_the_user_chose_and_is_in_use_is_an_error(run: RunDir) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = str(server.getsockname()[1])
-        code, _, err = Launcher(run, 1, "finish", MASTER_PORT=port).end()
-    assert code == 2
-    assert err.startswith(f"error PP-E605: MASTER_PORT is {port}, and that port cannot be used")
 
 
 def test_ranks_that_cannot_be_started_are_an_error_and_nobody_stays(run: RunDir) -> None:

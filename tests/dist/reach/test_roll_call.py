@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
+from stores import sealed_store
 
 from ppctl.config.schema import RunConfig
 from ppctl.errors import TrainingError
@@ -28,8 +29,7 @@ def answer(absent=(), deaf=(), hosts=3, patience=60.0):
     try:
         if rank not in absent:
             shared = SharedRun(RunDir(Path("nowhere")), config, build_plan(config, {}))
-            store = dist.distributed_c10d._get_default_store()
-            return roll_call.call_roll(store, rank, world, shared.digest, edge_limit=5.0, patience=patience)
+            return roll_call.call_roll(sealed_store(), rank, world, shared.digest, edge_limit=5.0, patience=patience)
     finally:
         roll_call.listen = listen
         del os.environ["SLURMD_NODENAME"]

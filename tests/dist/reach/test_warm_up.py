@@ -13,6 +13,7 @@ from axis_runs import config_of
 from command import FAULTS
 from pipeline import P2P_MODES
 from ranks import run_ranks
+from stores import sealed_store
 
 from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
@@ -35,9 +36,8 @@ def contacts(mode="channels"):
 
 
 def first_contact():
-    store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
-    return FirstContact(store, rank, dist.get_world_size(), f"host{rank}", 60.0)
+    return FirstContact(sealed_store(), rank, dist.get_world_size(), f"host{rank}", 60.0)
 
 
 def in_peace(mode):
@@ -64,8 +64,9 @@ def axes_of_a_session(mapping):
     """What rank 0 writes into edges.json, of a session with these axes."""
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config), dist.get_rank(), CPU)
-    store = dist.distributed_c10d._get_default_store()
-    record = warm_up(store, config.launch, CPU, session.communicator, session.groups, exchanges=session.exchanges)
+    record = warm_up(
+        sealed_store(), config.launch, CPU, session.communicator, session.groups, exchanges=session.exchanges
+    )
     session.close()
     return record
 

@@ -26,7 +26,7 @@ from ppctl.errors import CheckpointError
 
 def test_the_end_deletes_the_copies_of_ranks_that_an_earlier_start_had(tmp_path):
     directory = tmp_path / "id"
-    directory.mkdir()
+    directory.mkdir(0o700)
     for name in ("rank-00000.values", "rank-00000.json", "rank-00003.kept.values", "rank-00003.json", "rank-00003.tmp"):
         (directory / name).touch()
     remove_all(directory)
@@ -47,7 +47,7 @@ def test_what_is_not_ours_stays(tmp_path):
 def test_copies_of_no_use_give_their_memory_back(tmp_path):
     directory = directory_of(tmp_path, tmp_path / "job")
     assert directory != directory_of(tmp_path, tmp_path / "other" / "job"), "an id that a user chose twice"
-    directory.mkdir()
+    directory.mkdir(0o700)
     for rank in (6, 8, 12345):
         LocalCopy(directory, rank).keep(b"{}")
         LocalCopy(directory, rank, kept=True).values.touch()
@@ -111,7 +111,7 @@ def test_a_copy_of_other_parts_or_of_a_rank_that_is_no_more_is_none():
 def test_a_copy_that_has_changed_is_replaced_by_the_neighbours(tmp_path):
     memory = bytearray(b"values of rank 0")
     for directory, kept in ((tmp_path / "one", False), (tmp_path / "other", True)):
-        directory.mkdir()
+        directory.mkdir(0o700)
         copy = LocalCopy(directory, 0, kept=kept)
         copy.values.write_bytes(memory)
         copy.keep(record_text(6, 2, "a", [], b"{}", memoryview(memory)))

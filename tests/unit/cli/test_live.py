@@ -13,9 +13,7 @@ from ppctl.rundir import RunDir
 
 @pytest.fixture
 def run(tmp_path):
-    found = RunDir.create(tmp_path, "job", lambda draft: None)
-    yield found
-    heartbeat.remove(found.id, range(2))
+    return RunDir.create(tmp_path, "job", lambda draft: None)
 
 
 def record(step, loss=2.0, **more):
@@ -29,13 +27,13 @@ def drawn(block, columns=80):
     return screen.export_text().splitlines()
 
 
-def test_until_the_first_step_it_says_what_the_ranks_do(run):
-    block = Block(run, 2, 500)
+def test_until_the_first_step_it_says_what_the_ranks_do(run, tmp_path):
+    block = Block(run, tmp_path, 2, 500)
     assert drawn(block) == ["0:00  starting ranks"]
     for rank in range(2):
-        heartbeat.create(run.id, rank, owner=1)
+        heartbeat.create(tmp_path, rank)
     assert drawn(block) == ["0:00  importing torch (2 of 2 ranks)"]
-    with_torch = heartbeat.HeartbeatFile(run.id, 1)
+    with_torch = heartbeat.HeartbeatFile(tmp_path, 1)
     assert drawn(block, 120)[0].count("(1 of 2 ranks)") == 2
     with_torch.set_state("warming up")
     assert "first messages on every connection (1 of 2 ranks)" in drawn(block, 120)[0]
@@ -43,9 +41,9 @@ def test_until_the_first_step_it_says_what_the_ranks_do(run):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_it_shows_how_far_the_run_is_and_what_a_crash_would_cost(run, columns):
+def test_it_shows_how_far_the_run_is_and_what_a_crash_would_cost(run, columns, tmp_path):
     run.add_metrics(record(100, 5.0))
-    block = Block(run, 2, 500)  # of an earlier start
+    block = Block(run, tmp_path, 2, 500)  # of an earlier start
     assert drawn(block) == ["0:00  starting ranks"]
     for step in range(101, 157):
         run.add_metrics(record(step, 4.0 - step / 100, mfu=0.412))
@@ -55,10 +53,10 @@ def test_it_shows_how_far_the_run_is_and_what_a_crash_would_cost(run, columns):
     assert facts == "3,201 tokens/s  MFU 41.2%  bubble 21%  slowest stage 3  no checkpoint yet"
 
 
-def test_its_bar_moves_where_only_every_tenth_step_has_a_record(run):
-    block = Block(run, 2, 500)
+def test_its_bar_moves_where_only_every_tenth_step_has_a_record(run, tmp_path):
+    block = Block(run, tmp_path, 2, 500)
     run.add_metrics(record(150))
-    ranks = [heartbeat.HeartbeatFile(run.id, rank) for rank in range(2)]
+    ranks = [heartbeat.HeartbeatFile(tmp_path, rank) for rank in range(2)]
     for rank, done in zip(ranks, (157, 156), strict=True):
         rank.step = done
         rank.set_state("training")
@@ -69,10 +67,10 @@ def test_its_bar_moves_where_only_every_tenth_step_has_a_record(run):
         rank.close()
 
 
-def test_a_resumed_run_that_drops_steps_is_read_on(run):
+def test_a_resumed_run_that_drops_steps_is_read_on(run, tmp_path):
     for step in range(1, 6):
         run.add_metrics(record(step))
-    block = Block(run, 1, 10)
+    block = Block(run, tmp_path, 1, 10)
     run.drop_metrics_from(3)
     assert drawn(block) == ["0:00  starting ranks"]
     run.add_metrics(record(3, 1.25))
@@ -88,8 +86,8 @@ def test_the_curve_has_the_means_and_marks_what_is_not_finite():
     assert curve([], 3) == ""
 
 
-def test_lines_are_printed_whole(run, capsys):
-    with live_block(run, 1, 10) as lines:
+def test_lines_are_printed_whole(run, capsys, tmp_path):
+    with live_block(run, tmp_path, 1, 10) as lines:
         lines.write("[1/2] loss 3 [bold]\n")
         lines.flush()
     assert "[1/2] loss 3 [bold]\n" in capsys.readouterr().out

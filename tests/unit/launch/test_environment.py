@@ -1,12 +1,11 @@
 """Who started this process: the variables of torchrun, SLURM and others, as the real ones set them."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.launch.environment import allocator_variables, choose_port, detect, first_host, rank_environment
+from ppctl.launch.environment import allocator_variables, detect, first_host, rank_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -74,6 +73,11 @@ def test_a_task_of_srun_gets_a_workers_variables() -> None:
     }
 
 
+def test_tasks_that_are_all_on_one_node_meet_on_its_loopback() -> None:
+    alone = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
+    assert detect(alone).variables["MASTER_ADDR"] == "127.0.0.1"
+
+
 def test_ranks_of_a_node_are_counted_where_only_their_number_is_said() -> None:
     said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     assert detect(said).variables["LOCAL_RANK"] == "1"
@@ -132,31 +136,19 @@ def test_the_first_host_of_slurms_node_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-def test_a_port_is_free_unless_the_user_chose_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    port = choose_port({})
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        with pytest.raises(ConfigError, match=f"PP-E605: MASTER_PORT is {port}"):
-            choose_port({"MASTER_PORT": str(port)})
-    assert choose_port({"MASTER_PORT": str(port)}) == port
-    with pytest.raises(ConfigError, match="PP-E605: MASTER_PORT is http"):
-        choose_port({"MASTER_PORT": "http"})
-    with pytest.raises(ConfigError, match="PP-E605: MASTER_PORT is 70000"):
-        choose_port({"MASTER_PORT": "70000"})
-
-
 def test_a_ranks_environment_is_what_is_usual_then_ours_then_launch_env(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setenv("RANK", "77")
     monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
-    found = rank_environment(2, 4, 4711, {"NCCL_DEBUG": "INFO", "WORLD_SIZE": "9"})
-    wanted = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "4711", "NCCL_DEBUG": "INFO"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # of a cluster's profile, for runs on several hosts
+    found = rank_environment(2, 4, {"NCCL_DEBUG": "INFO", "WORLD_SIZE": "9"})
+    wanted = {"RANK": "2", "WORLD_SIZE": "4", "NCCL_DEBUG": "INFO"}
+    assert "MASTER_PORT" not in found and found["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert rank_environment(0, 1, {"GLOO_SOCKET_IFNAME": "eth3"})["GLOO_SOCKET_IFNAME"] == "eth3"
     assert found | wanted | {"OMP_NUM_THREADS": "5", "PYTHONFAULTHANDLER": "1"} == found
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert rank_environment(0, 1, 1, {})["OMP_NUM_THREADS"] == "1"
-    assert rank_environment(0, 1, 1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+    assert rank_environment(0, 1, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(0, 1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
 def test_large_blocks_get_huge_pages_of_their_own_where_the_kernel_has_them(tmp_path: Path) -> None:

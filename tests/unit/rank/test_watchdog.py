@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from unit_plan import plan
 
-from ppctl import heartbeat
 from ppctl.hang.limits import Limits
 from ppctl.rank.watchdog import NodeWatch
 from ppctl.rank_records import RankFailure
@@ -41,13 +40,11 @@ def opened() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
+def run(tmp_path: Path) -> RunDir:
     def fill(draft: RunDir) -> None:
         draft.write_plan(plan(pp=3, gbs=12, mbs=1))
 
-    made = RunDir.create(tmp_path, "watched", fill)
-    yield made
-    heartbeat.remove(made.id, range(len(HOSTS)))
+    return RunDir.create(tmp_path, "watched", fill)
 
 
 def node(number: int, age: float = 0.0) -> tuple[str, dict]:
@@ -80,7 +77,10 @@ def test_a_look_of_all_nodes_opens_as_many_files_as_there_are_nodes(
 
 def start(run: RunDir, hosts: tuple[str, ...] = HOSTS) -> list[subprocess.Popen[str]]:
     """Nodes that watch each other, and whose ranks stand still: all for rank 0."""
-    script, environment = Path(__file__).parents[2] / "helpers" / "watched_node.py", os.environ | {"LIMIT": str(LIMIT)}
+    script, environment = (
+        Path(__file__).parents[2] / "helpers" / "watched_node.py",
+        os.environ | {"LIMIT": str(LIMIT), "DIRECTORY": str(run.path.parents[1])},
+    )
     command = [sys.executable, str(script), str(run.path)]
     nodes = [
         subprocess.Popen(

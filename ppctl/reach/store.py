@@ -1,0 +1,102 @@
+"""The store through which ranks find each other: a file where they are on one machine, else a port of rank 0's.
+
+Knows the rank variables and who serves a store. Must not know what is in it. torch's own rendezvous listens on all
+addresses of a machine; here rank 0 binds one address and hands the socket over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import FileStore, TCPStore
+
+from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.heartbeat import host_name
+from ppctl.private_files import NODE_DIRECTORY
+from ppctl.reach.hosts import family_of, own_address
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def connect(rank: int, world: int, patience: timedelta) -> Store:
+    """The store of the ranks: in the directory of ppctl's launcher, else at MASTER_ADDR, MASTER_PORT.
+
+    Raises TrainingError within `patience`: PP-E708 where the store is not reached, PP-E709 where other ranks do not
+    come; ConfigError (PP-E605) where rank 0 cannot have the port.
+    """
+    if NODE_DIRECTORY in os.environ:
+        return file_store(Path(os.environ[NODE_DIRECTORY]), world)
+    try:
+        return _at_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world, patience)
+    except RuntimeError as error:
+        problem = _why_no_store(str(error), rank, patience.total_seconds())
+        if problem is None:
+            raise
+        raise TrainingError(problem) from error
+
+
+def file_store(directory: Path, world: int) -> Store:
+    """A store in a directory of this user's that all ranks see, on one machine: no socket."""
+    return FileStore(str(directory / "store"), world)
+
+
+def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -> Store:
+    """An agent of torchrun serves the store, or rank 0."""
+    if rank != 0 or os.environ.get(_AGENT) == str(True):
+        return TCPStore(host, port, world, is_master=False, timeout=patience)
+    try:
+        listening = _listen_as(host, port)
+    except (OSError, OverflowError) as error:
+        message = f"rank 0 on {host_name()} cannot listen at {host} port {port}: {error}"
+        raise ConfigError(Problem("PP-E605", message, "ppctl explain PP-E605", "MASTER_ADDR, MASTER_PORT")) from error
+    address = listening.getsockname()[0]
+    return TCPStore(address, port, world, True, patience, multi_tenant=True, master_listen_fd=listening.detach())
+
+
+def _listen_as(host: str, port: int) -> socket.socket:
+    """A listening socket on this machine's address that `host` names, never on all addresses.
+
+    Where the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
+    address of gloo, which other hosts must reach as well. Raises OSError.
+    """
+    rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    named = list(dict.fromkeys(str(address[0]) for *_, address in rows))
+    beyond = [address for address in named if not ip_address(address.partition("%")[0]).is_loopback]
+    here = own_address()
+    is_name = host not in (*named, "localhost")
+    for address in dict.fromkeys([*beyond, *[here] * is_name, *named, here]):
+        server = socket.socket(family_of(address))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((address, port))
+        except OSError as error:
+            server.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            continue
+        server.listen(socket.SOMAXCONN)
+        return server
+    raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
+
+
+def _why_no_store(text: str, rank: int, waited: float) -> Problem | None:
+    """The problem in an error of the rendezvous; None where it is of another kind (a port in use)."""
+    joined = re.search(r"(\d+)/(\d+) clients joined", text)
+    if joined is not None:
+        message = f"only {joined[1]} of {joined[2]} ranks reached the store on {host_name()} within {waited:g} s"
+        return Problem("PP-E709", message, "ppctl explain PP-E709")
+    if not re.search(r"trying to connect|failed to connect|Connection refused|resolve|getaddrinfo", text):
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    message = f"rank {rank} on {host_name()} did not reach rank 0's store at {host} port {port} within {waited:g} s"
+    return Problem("PP-E708", message, f'python -c "import socket; socket.create_connection({(host, port)}, 5)"')
