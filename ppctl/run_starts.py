@@ -131,7 +131,7 @@ def secret_of(run: RunDir) -> bytes | None:
 
 def _own_text(path: Path) -> str:
     """The first bytes of a file of this user's; empty where it is another's, no file, or not there."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: a path with a NUL in it
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)

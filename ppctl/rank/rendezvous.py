@@ -199,13 +199,19 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
         parts = json.loads(halves(store.get(_RUN))[1])
         if "refused" in parts:
             store.add(_READERS, 1)
-            return int(parts["refused"])
+            return _exit_code(parts["refused"])
         run = RunDir(Path(parts["directory"]))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TrainingError(unproved(_RUN)) from error
     own = sealed(store, run)
     parts = own.get(_RUN)
     return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own
+
+
+def _exit_code(value: object) -> int:
+    if type(value) is int and 0 < value < 126:
+        return value
+    raise ValueError(f"{value!r} is no exit code")
 
 
 def refuse_run(store: Store, code: int, world_size: int, patience_s: float = 30.0) -> None:
