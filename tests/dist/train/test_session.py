@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import config_of
 from ranks import RanksFailed, run_ranks
+from stores import sealed_store
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
@@ -41,7 +42,7 @@ def compare(mapping, seed, p2p_capacity):
     if dist.get_rank() == 1:
         config.train.seed += seed
         plan = replace(plan, p2p_capacity=p2p_capacity)
-    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world = sealed_store(), dist.get_rank(), dist.get_world_size()
     digest = SharedRun(RunDir(Path("nowhere")), config, plan).digest
     call_roll(store, rank, world, digest, edge_limit=20.0, patience=60.0)
 
