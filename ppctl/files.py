@@ -29,6 +29,12 @@ def is_file(path: Path | str) -> bool:
         return False
 
 
+def cache_directory() -> Path:
+    """This user's own directory for what can be made again; it need not be there."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "ppctl"
+
+
 def nearest_there(path: Path) -> Path:
     """`path`, or the first directory above it that is there: what `ls` can list."""
     return next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), Path("/"))

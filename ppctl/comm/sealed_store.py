@@ -29,6 +29,7 @@ class SealedStore:
 
     def __init__(self, plain: Store, secret: bytes | None, start: str) -> None:
         self.plain = plain
+        self.has_proofs = secret is not None
         self._secret = secret
         self._start = start
 

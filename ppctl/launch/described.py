@@ -21,7 +21,7 @@ import ppctl
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
-from ppctl.files import read_text, write_atomically
+from ppctl.files import cache_directory, read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 from ppctl.private_files import own_directory
 
@@ -54,7 +54,7 @@ def describe(
     cannot have.
     """
     config = read_config_file(directory)
-    kept = _cache() / f"{_digest(config, overrides, adapters)}.json"
+    kept = cache_directory() / "models" / f"{_digest(config, overrides, adapters)}.json"
     with suppress(OSError, ValueError):
         text = "" if anew else read_text(kept)
         ForeignModel.from_text(text)  # a disk that was full may have left half of it
@@ -141,9 +141,3 @@ def _digest_of_code() -> str:
     for file in sorted(file for name in _CODE for file in (package / name).glob("*.py")):
         found.update(file.name.encode() + file.read_bytes())
     return found.hexdigest()
-
-
-def _cache() -> Path:
-    """Where answers are kept: `ppctl/models` in the user's directory for caches."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "ppctl" / "models"

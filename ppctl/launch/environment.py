@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppctl.devices import loopback_variables
 from ppctl.errors import ConfigError, Problem
+from ppctl.files import cache_directory
 
 _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294967290, 4294967296))})
 """SLURM's names for steps that the user did not start with srun: the batch script, an interactive shell."""
@@ -139,8 +141,14 @@ def allocator_variables(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
 
 
 def default_variables() -> dict[str, str]:
-    """Every rank's variables, weaker than the environment: one thread, a stack on a crash, the allocator's."""
-    return {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
+    """Every rank's variables, weaker than the environment: one thread, a stack on a crash, the allocator's.
+
+    torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
+    """
+    found = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
+    with suppress(RuntimeError):  # a user without a home directory
+        found["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "compiled")
+    return found
 
 
 def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -27,7 +28,7 @@ from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.plan import Plan
 from ppctl.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
 from ppctl.reach.store import connect, file_store
-from ppctl.run_starts import secret_of
+from ppctl.run_starts import SECRET, secret_of
 from ppctl.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -186,6 +187,10 @@ def read_run(directory: Path) -> SharedRun:
 
 def publish_run(store: SealedStore, shared: SharedRun) -> None:
     """Give the run to the ranks that call `receive_run`."""
+    if not store.has_proofs:
+        print(
+            f"notice: {SECRET}=none: whoever reaches the rendezvous store can change what is trained", file=sys.stderr
+        )
     parts = {"directory": str(shared.run.path), "config": to_mapping(shared.config), "plan": shared.plan.to_json()}
     store.set(_RUN, parts)
 

@@ -152,6 +152,10 @@ def _run(
 ) -> TrainingEnd:
     """Connect, build, warm up, train, and write what came of it. A collective over the world."""
     run, config, leads = shared.run, shared.config, own.rank == 0
+    if leads and not store.has_proofs:
+        print(
+            f"notice: {SECRET}=none: whoever reaches the rendezvous store can change what is trained", file=sys.stderr
+        )
     writer = _writer(shared, own, store)
     device = _device(shared, own)
     directory = node_directory(own, store, at_end)

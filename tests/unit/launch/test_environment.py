@@ -146,6 +146,7 @@ def test_a_ranks_environment_is_what_is_usual_then_ours_then_launch_env(monkeypa
     assert "MASTER_PORT" not in found and found["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert rank_environment(0, 1, {"GLOO_SOCKET_IFNAME": "eth3"})["GLOO_SOCKET_IFNAME"] == "eth3"
     assert found | wanted | {"OMP_NUM_THREADS": "5", "PYTHONFAULTHANDLER": "1"} == found
+    assert not found["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/torchinductor")
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert rank_environment(0, 1, {})["OMP_NUM_THREADS"] == "1"
     assert rank_environment(0, 1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
