@@ -87,12 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = None if directory is None else read_run(directory)
             with phases("groups"):
                 plain = meet(own, START_UP if known is None else _patience(known))
-            entered = _receive(arguments.refuse, own, plain) if known is None else (known, sealed(plain, known.run))
+            entered = _receive(arguments.refuse, own, plain) if known is None else _share(known, arguments, own, plain)
             if isinstance(entered, int):
                 return entered
             shared, store = entered
-            if arguments.publish is not None:
-                publish_run(store, shared)
             run, plan = shared.run, shared.plan
             outcome = _run(shared, own, launcher, store, stop, phases, at_end)
             state, code, message = final_state(outcome), 0, ""
@@ -133,6 +131,21 @@ def _receive(refused: int | None, own: OwnRank, store: Store) -> tuple[SharedRun
     return entered
 
 
+def _share(
+    known: SharedRun, arguments: argparse.Namespace, own: OwnRank, store: Store
+) -> tuple[SharedRun, SealedStore]:
+    """The run that this rank has read itself, given to the others where they wait for it."""
+    try:
+        found = sealed(store, known.run)
+    except ConfigError as error:
+        if arguments.publish is not None:
+            refuse_run(store, error.exit_code, own.world_size)
+        raise
+    if arguments.publish is not None:
+        publish_run(found, known)
+    return known, found
+
+
 def _exec_with(environment: Mapping[str, str]) -> None:
     """Start this process again with `launch.env`, as rank 0 was started: some variables count at the start alone."""
     if environment.items() - os.environ.items():
@@ -152,10 +165,6 @@ def _run(
 ) -> TrainingEnd:
     """Connect, build, warm up, train, and write what came of it. A collective over the world."""
     run, config, leads = shared.run, shared.config, own.rank == 0
-    if leads and not store.has_proofs:
-        print(
-            f"notice: {SECRET}=none: whoever reaches the rendezvous store can change what is trained", file=sys.stderr
-        )
     writer = _writer(shared, own, store)
     device = _device(shared, own)
     directory = node_directory(own, store, at_end)
