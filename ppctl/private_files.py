@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.processes import boot
 
 NODE_DIRECTORY = "PPCTL_NODE_DIRECTORY"
 """The variable by which ranks of ppctl's launcher find the directory of their start."""
@@ -33,8 +34,13 @@ def shared_memory() -> Path:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether `own_directory` may have given a directory of this user's this name."""
-    return re.fullmatch(rf"ppctl-{os.geteuid()}-[0-9a-f]{{16}}", name) is not None
+    """Whether `own_directory` may have given this name on this machine, for this user."""
+    return re.fullmatch(rf"{_prefix()}[0-9a-f]{{16}}", name) is not None
+
+
+def _prefix() -> str:
+    """Machines may share a temporary directory and not its locks."""
+    return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
 
 
 @contextmanager
@@ -149,7 +155,7 @@ def _refused(path: Path) -> OSError:
 def _locked(place: Path) -> tuple[Path, int]:
     """A new directory in `place`, and a descriptor that holds its lock."""
     while True:
-        path = place / f"ppctl-{os.geteuid()}-{secrets.token_hex(8)}"
+        path = place / f"{_prefix()}{secrets.token_hex(8)}"
         path.mkdir(0o700)
         with suppress(FileNotFoundError):  # another start has swept it before it was locked
             descriptor = _opened(path)

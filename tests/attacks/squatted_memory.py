@@ -19,6 +19,7 @@ COPIES = SHARED / "ppctl"
 """`checkpoint.local`, which a run makes and leaves, empty."""
 KINDS = ("fifo", "file", "link", "link to a directory", "directory")
 MANY = 10_000
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def take(path: Path, kind: str) -> None:
@@ -42,11 +43,10 @@ def take(path: Path, kind: str) -> None:
 def take_names(uid: int) -> None:
     """All kinds under names with and without a random part, and ten thousand more."""
     for number, kind in enumerate(KINDS):
-        for end in ("x.beat", "x-0.failure", f"{number:016x}"):
-            name = f"ppctl-{uid}-{end}"
-            take(SHARED / (name if end[0] != "x" else f"ppctl-{uid}-{number}{end}"), kind)
+        for end in (f"{number}.beat", f"{number}-0.failure", f"{BOOT}-{number:016x}"):
+            take(SHARED / f"ppctl-{uid}-{end}", kind)
     for number in range(16, MANY):
-        os.mkfifo(SHARED / f"ppctl-{uid}-{number:016x}")
+        os.mkfifo(SHARED / f"ppctl-{uid}-{BOOT}-{number:016x}")
 
 
 def as_stranger(what: str, uid: int) -> None:

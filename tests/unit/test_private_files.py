@@ -17,11 +17,13 @@ import ppctl
 from ppctl import private_files
 from ppctl.errors import ConfigError
 from ppctl.private_files import make_directory, own_directory
+from ppctl.processes import boot
 
 PACKAGE = Path(ppctl.__file__).parent
 ELSEWHERE = {"/dev/shm": {"cli/doctor.py": "asks how much room is there"}, "tempfile": {}}
 """What only `private_files` may name, and other files that do, with the reason."""
 STRANGER = 65534
+PREFIX = f"ppctl-{os.geteuid()}-{boot()[:8]}-"
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +125,7 @@ def test_starts_that_sweep_at_the_same_time_take_nothing_from_each_other(tmp_pat
 
 @pytest.mark.parametrize("kind", [*NO_DIRECTORIES, "another's file"])
 def test_what_others_put_under_such_a_name_is_neither_swept_nor_in_the_way(tmp_path: Path, kind: str) -> None:
-    put(kind, tmp_path / f"ppctl-{os.geteuid()}-0123456789abcdef")
+    put(kind, tmp_path / f"{PREFIX}0123456789abcdef")
     before = sorted(tmp_path.rglob("*"))
     with own_directory(tmp_path):
         pass
@@ -132,7 +134,7 @@ def test_what_others_put_under_such_a_name_is_neither_swept_nor_in_the_way(tmp_p
 
 def test_ten_thousand_such_names_take_no_time(tmp_path: Path) -> None:
     for number in range(10_000):
-        os.mkfifo(tmp_path / f"ppctl-{os.geteuid()}-{number:016x}")
+        os.mkfifo(tmp_path / f"{PREFIX}{number:016x}")
     began = time.monotonic()
     with own_directory(tmp_path):
         pass
@@ -140,7 +142,8 @@ def test_ten_thousand_such_names_take_no_time(tmp_path: Path) -> None:
 
 
 def test_a_name_that_only_resembles_one_is_not_swept(tmp_path: Path) -> None:
-    for name in (f"ppctl-{os.geteuid()}-results", f"ppctl-{os.geteuid()}-0123456789ABCDEF", "ppctl-0123456789abcdef"):
+    others = PREFIX.replace(boot()[:8], "0" * 8)
+    for name in (f"{PREFIX}results", f"{PREFIX}0123456789ABCDEF", f"{others}0123456789abcdef"):
         (tmp_path / name).mkdir(0o700)
     with own_directory(tmp_path):
         pass
