@@ -9,56 +9,30 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.model.stage_model import StageModel
-from ppctl.private_files import make_directory
-
-_FILES = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = False) -> None:
     """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
 
     With `packed` documents, whose lengths differ every time, attention's core is left out. Call it before `recompute`
-    replaces methods of layers. Raises ConfigError before the first step: PP-E770 where the device's compiler is
-    missing, PP-E649 where it has no directory for its files.
+    replaces methods of layers. Raises ConfigError (PP-E770), before the first step, where the device's compiler is
+    missing.
     """
     missing = _missing_tool(device)
     if missing:
         message = f"train.compile on {device.type} needs {missing}, which is not here"
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
-    _keep_files_private()
     for layer in (module for name, module in stage.decoder_layers().items() if name.kind == "decoder"):
         if packed:
             attention = layer.get_submodule("attention")
             attention.mix = torch.compiler.disable(attention.mix)
         dense = getattr(layer, "moe", None) is None
         (layer if dense else layer.get_submodule("attention")).compile(dynamic=False)
-
-
-def _keep_files_private() -> None:
-    """Name a directory of this user's alone for inductor's files, unless the user has named one. Raises ConfigError
-    (PP-E649).
-
-    Inductor runs what it finds there, and takes its usual directory whoever has made it.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    usual = default_cache_dir()
-    if os.environ.get(_FILES, usual) != usual:  # torch itself sets the variable, too
-        return
-    for place in map(Path, (usual, os.path.expanduser("~/.cache/torchinductor"))):
-        with suppress(OSError):
-            make_directory(place)
-            os.environ[_FILES] = str(place)
-            return
-    message = "torch's compiler has no directory of this user's alone for its files"
-    raise ConfigError(Problem("PP-E649", message, f'export {_FILES}="$(mktemp -d)"', usual))
 
 
 def _missing_tool(device: torch.device) -> str | None:

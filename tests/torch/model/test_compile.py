@@ -1,13 +1,9 @@
 """Compiled layers: the same numbers within a millionth, the same names; a missing compiler is told before a step."""
 
-import os
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
@@ -55,28 +51,6 @@ def test_documents_that_are_kept_apart_agree_too_whatever_their_lengths():
         expected, got = run(plain, packing), run(compiled, packing)
         for name, value in expected.items():
             assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
-
-
-def test_the_compilers_files_are_in_a_directory_that_nobody_else_has_made(monkeypatch, tmp_path):
-    """Inductor imports what it finds there."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def chosen() -> Path:
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        compile_stage(stage(), CPU)
-        found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        assert found.stat().st_mode & 0o777 == 0o700
-        return found
-
-    usual = Path(default_cache_dir())
-    assert chosen() == usual and chosen() == usual
-    usual.rename(tmp_path / "a stranger's")
-    usual.symlink_to(tmp_path / "a stranger's")
-    assert chosen() == tmp_path / "home" / ".cache" / "torchinductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "the user's own choice"))
-    compile_stage(stage(), CPU)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "the user's own choice")
 
 
 def test_compiling_changes_no_name_and_a_missing_compiler_is_told_before_the_first_step(monkeypatch):
