@@ -208,8 +208,8 @@ def test_a_directory_for_later_starts_is_made_or_taken_only_as_ones_own(tmp_path
 
 def test_no_other_module_makes_temporary_files_or_names_shared_memory() -> None:
     found = {name: set() for name in ELSEWHERE}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, text in ((path, path.read_text()) for path in PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(text)) if any(name in text for name in ELSEWHERE) else ():
             told = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             told += [node.module] if isinstance(node, ast.ImportFrom) else []
             told += [node.value] if isinstance(node, ast.Constant) else []
