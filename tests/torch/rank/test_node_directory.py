@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,16 +36,22 @@ def test_the_first_rank_of_a_node_makes_the_directory_of_all_its_ranks(place: Pa
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize("told", [None, "", "..", "\xff", "/etc", "missing", "open", "link"])
-def test_a_rank_that_is_told_of_no_directory_of_its_users_makes_its_own(place: Path, told: str | None) -> None:
+@pytest.mark.parametrize("how", ["never made", "removed", "open to others", "a link", "a file", "of another name"])
+def test_a_rank_does_not_wait_for_ever_or_take_a_directory_that_is_not_its_users_alone(place: Path, how: str) -> None:
+    """As in a container with shared memory of its own, or where somebody else can rename what is there."""
     store = HashStore()
-    with own_directory(place) as other, ExitStack() as at_end:
-        name = other.name[:-4]
-        if told == "open":
-            (place / f"{name}0000").mkdir(0o755)
-        elif told == "link":
-            (place / f"{name}0000").symlink_to(other)
-        if told is not None:
-            store.set("node directory 0", f"{name}0000" if told in ("missing", "open", "link") else told)
+    with own_directory(place) as other, ExitStack() as at_end, pytest.MonkeyPatch.context() as patch:
+        if how == "of another name":
+            patch.setattr(rendezvous, "own_directory", lambda _: nullcontext(other.rename(place / "other")))
+        first = other if how == "never made" else node_directory(rank(0), store, at_end)
+        patch.undo()
+        if how == "open to others":
+            first.chmod(0o755)
+        elif how in ("removed", "a link", "a file"):
+            first.rmdir()
+        if how == "a link":
+            first.symlink_to(other)
+        elif how == "a file":
+            first.touch()
         found = node_directory(rank(1), store, at_end)
-        assert found.parent == place and is_own_name(found.name) and found not in (other, place / f"{name}0000")
+        assert found not in (first, other) and found.parent == place and is_own_name(found.name)
