@@ -8,12 +8,12 @@ result goes to stdout of rank 0 as one JSON object.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -33,12 +33,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ppctl import heartbeat
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import make_recorder
 from ppctl.engine.stage import StageProgram
+from ppctl.heartbeat import HeartbeatFile
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.plan.extra_warmup import least_warmup, simulated_steps
+from ppctl.private_files import own_directory, shared_memory
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
@@ -94,9 +95,8 @@ class Ppctl:
         self.losses: dict[int, Tensor] = {}
         self.programs = [self._program(stage) for stage in self.modules]
         self.recorder = make_recorder(harness.rank, self.schedule.actions[harness.rank], CPU)
-        name = f"bench-{os.environ['MASTER_PORT']}-{cell.schedule}-{extra}-{batched}"
-        self.path = heartbeat.create(name, harness.rank, os.getpid())
-        self.heartbeat = heartbeat.HeartbeatFile(name, harness.rank)
+        self.at_end = ExitStack()
+        self.heartbeat = HeartbeatFile(self.at_end.enter_context(own_directory(shared_memory())), harness.rank)
 
     def _program(self, stage: int) -> StageProgram:
         cell, module, edge = self.work.cell, self.modules[stage], (self.work.spec(),)
@@ -130,7 +130,7 @@ class Ppctl:
 
     def close(self) -> None:
         self.heartbeat.close()
-        self.path.unlink(missing_ok=True)
+        self.at_end.close()
 
 
 class Torch:

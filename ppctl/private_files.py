@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.processes import boot
 
 NODE_DIRECTORY = "PPCTL_NODE_DIRECTORY"
 """The variable by which ranks of ppctl's launcher find the directory of their start."""
@@ -33,8 +34,17 @@ def shared_memory() -> Path:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether `own_directory` may have given a directory of this user's this name."""
-    return re.fullmatch(rf"ppctl-{os.geteuid()}-[0-9a-f]{{16}}", name) is not None
+    """Whether `own_directory` may have given this name on this machine, for this user."""
+    return _names().fullmatch(name) is not None
+
+
+def _prefix() -> str:
+    """What begins the names: machines may share a temporary directory and not its locks."""
+    return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
+
+
+def _names() -> re.Pattern[str]:
+    return re.compile(rf"{_prefix()}[0-9a-f]{{16}}")
 
 
 @contextmanager
@@ -47,7 +57,7 @@ def own_directory(place: Path | None = None) -> Iterator[Path]:
     try:
         place = place or Path(tempfile.gettempdir())
         _sweep(place)
-        path, descriptor = _locked(place)
+        path, descriptor = _new(place)
     except OSError as error:
         message = f"a directory for the files of this start cannot be made: {error.strerror}"
         raise ConfigError(Problem("PP-E649", message, "df -hi /dev/shm /tmp", str(place or "TMPDIR"))) from error
@@ -146,32 +156,28 @@ def _refused(path: Path) -> OSError:
     return PermissionError(errno.EPERM, "it is a link, of another type, or not this user's alone", str(path))
 
 
-def _locked(place: Path) -> tuple[Path, int]:
-    """A new directory in `place`, and a descriptor that holds its lock."""
-    while True:
-        path = place / f"ppctl-{os.geteuid()}-{secrets.token_hex(8)}"
-        path.mkdir(0o700)
-        with suppress(FileNotFoundError):  # another start has swept it before it was locked
-            descriptor = _opened(path)
-            if _lock(descriptor) is not False and path.exists():
-                return path, descriptor
-            os.close(descriptor)
+def _new(place: Path) -> tuple[Path, int]:
+    """A directory in `place`, and a descriptor that holds its lock; it gets its name when it is locked."""
+    path = place / f"{_prefix()}{secrets.token_hex(8)}"
+    draft = path.with_name(f".{path.name}")
+    draft.mkdir(0o700)
+    descriptor = _opened(draft)
+    _lock(descriptor)
+    return draft.rename(path), descriptor
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Whether the directory's lock is held now; None on a file system without locks."""
+def _lock(descriptor: int) -> bool:
+    """Take the directory's lock; False where another process has it, or the file system knows no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     except OSError:
-        return None
+        return False
     return True
 
 
 def _sweep(place: Path) -> None:
-    with suppress(OSError), os.scandir(place) as entries:
-        for path in (Path(entry) for entry in entries if is_own_name(entry.name)):
+    with suppress(OSError):  # of a place that may be written and not be listed
+        for path in (place / name for name in filter(_names().fullmatch, os.listdir(place))):
             with suppress(OSError), _inside(path) as descriptor:
                 if _lock(descriptor):
                     _remove(path, descriptor)

@@ -19,13 +19,13 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def identity() -> dict[str, Any]:
     """This process and no other one: machine, boot, number and start. The same after the process has called exec."""
-    return {"machine": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "started": started(os.getpid())}
+    return {"machine": socket.gethostname(), "boot": boot(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
     """Whether the process with this identity ran on this machine and has ended; False where that is not known."""
     pid, began = process.get("pid"), process.get("started")
-    here = process.get("machine") == socket.gethostname() and process.get("boot") == _boot() != ""
+    here = process.get("machine") == socket.gethostname() and process.get("boot") == boot() != ""
     return here and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
 
 
@@ -75,7 +75,8 @@ def _fields(pid: int) -> list[str]:
     return []
 
 
-def _boot() -> str:
+def boot() -> str:
+    """An id of this machine's present life; empty on a system without /proc."""
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return ""

@@ -186,7 +186,7 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int
         private_files.make_directory(directory)
     except OSError as error:
         message = f"copies in memory cannot be kept there: {error.strerror} ({error.filename})"
-        remedy = pasted(f"checkpoint.local={private_files.shared_memory() / directory.name}")
+        remedy = pasted(f"checkpoint.local={private_files.shared_memory()}/ppctl-{directory.name[-8:]}")
         raise CheckpointError(Problem("PP-E650", message, remedy, "checkpoint.local")) from error
     found, process = directory.stat(), identity()
     place, own = f"{process['boot']} {found.st_dev} {found.st_ino}", _digest(parts)

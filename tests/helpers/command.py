@@ -33,7 +33,8 @@ FAULTS = Path(__file__).parents[1] / "faults"
 def environment(**more: str) -> dict[str, str]:
     """This process's environment with one thread a rank, without colours and without the pytest's own variables."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PPCTL_", "SLURM_", "TORCHELASTIC_"))}
-    return plain | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONPATH": str(FAULTS)} | more
+    path = os.pathsep.join(filter(None, (str(FAULTS), plain.get("PYTHONPATH"))))  # a checkout beside the installed one
+    return plain | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONPATH": path} | more
 
 
 def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:

@@ -110,7 +110,7 @@ def test_a_signal_to_the_command_ends_its_ranks(tmp_path, number, code):
     assert process.returncode == code
     with pytest.raises(ProcessLookupError):
         os.kill(rank, 0)
-    assert not [*tmp_path.glob("ppctl-rehearsal-*")]
+    assert not [*tmp_path.glob("ppctl-*")]
 
 
 def test_a_failures_first_line_is_the_error_and_not_its_remedy():

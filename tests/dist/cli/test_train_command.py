@@ -219,6 +219,9 @@ def test_ranks_that_others_start_make_one_run_with_the_same_losses(whole_run, te
         answer = json.loads(said[0][0])
         assert (answer["state"], answer["step"], answer["exit_code"]) == ("finished", 12, 0)
         assert said[1][0] == "" and "step 12/12" in said[0][1], "--json leaves nothing else on stdout"
+        (host,) = (tmp_path / "0").glob("runs/*/*/heartbeats/*.json")
+        ranks = [rank["rank"] for rank in json.loads(host.read_text())["ranks"]]
+        assert ranks == [0, 1], "a node's first rank publishes what all its ranks do"
     else:
         assert "step 12/12" in "".join(out for out, _ in said)
     (config,) = tmp_path.glob("*/runs/*/*/config.yaml")

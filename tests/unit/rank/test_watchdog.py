@@ -77,10 +77,8 @@ def test_a_look_of_all_nodes_opens_as_many_files_as_there_are_nodes(
 
 def start(run: RunDir, hosts: tuple[str, ...] = HOSTS) -> list[subprocess.Popen[str]]:
     """Nodes that watch each other, and whose ranks stand still: all for rank 0."""
-    script, environment = (
-        Path(__file__).parents[2] / "helpers" / "watched_node.py",
-        os.environ | {"LIMIT": str(LIMIT), "DIRECTORY": str(run.path.parents[1])},
-    )
+    script = Path(__file__).parents[2] / "helpers" / "watched_node.py"
+    environment = os.environ | {"LIMIT": str(LIMIT), "DIRECTORY": str(run.path.parents[1])}
     command = [sys.executable, str(script), str(run.path)]
     nodes = [
         subprocess.Popen(
