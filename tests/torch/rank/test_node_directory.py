@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from ppctl.comm.sealed_store import SealedStore
 from ppctl.private_files import NODE_DIRECTORY, is_own_name, own_directory
 from ppctl.rank import rendezvous
 from ppctl.rank.rendezvous import OwnRank, node_directory
@@ -29,7 +30,7 @@ def rank(number: int) -> OwnRank:
 
 
 def test_the_first_rank_of_a_node_makes_the_directory_of_all_its_ranks(place: Path) -> None:
-    store = HashStore()
+    store = SealedStore(HashStore(), None, "1")
     with ExitStack() as at_end:
         found = [node_directory(rank(number), store, at_end) for number in range(4)]
         assert found[0] == found[1] != found[2] == found[3] and sorted({*found}) == sorted(place.iterdir())
@@ -39,7 +40,7 @@ def test_the_first_rank_of_a_node_makes_the_directory_of_all_its_ranks(place: Pa
 @pytest.mark.parametrize("how", ["never made", "removed", "open to others", "a link", "a file", "of another name"])
 def test_a_rank_does_not_wait_for_ever_or_take_a_directory_that_is_not_its_users_alone(place: Path, how: str) -> None:
     """As in a container with shared memory of its own, or where somebody else can rename what is there."""
-    store = HashStore()
+    store = SealedStore(HashStore(), None, "1")
     with own_directory(place) as other, ExitStack() as at_end, pytest.MonkeyPatch.context() as patch:
         if how == "of another name":
             patch.setattr(rendezvous, "own_directory", lambda _: nullcontext(other.rename(place / "other")))
