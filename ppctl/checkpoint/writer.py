@@ -152,18 +152,16 @@ class _Failure(NamedTuple):
         if isinstance(error, OSError) and error.errno is not None:
             file = str(error.filename) if error.filename else None
             return cls(OSError.__name__, (), (error.errno, error.strerror, file))
-        name = type(error).__name__
-        return cls(name, (), tuple(map(str, error.args))) if name in _RAISED else cls("", (), (repr(error),))
+        kind = next((each for each in _RAISED if isinstance(error, each)), RuntimeError)
+        return cls(kind.__name__, (), tuple(map(str, error.args if type(error) is kind else [repr(error)])))
 
     def error(self) -> Exception:
         if self.problems:
             return CheckpointError(self.problems)
-        return _RAISED.get(self.kind, RuntimeError)(*self.arguments)
+        return next((each for each in _RAISED if each.__name__ == self.kind), RuntimeError)(*self.arguments)
 
 
-_RAISED: dict[str, type[Exception]] = {
-    each.__name__: each for each in (OSError, ValueError, KeyError, TypeError, MemoryError)
-}
+_RAISED = OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, MemoryError
 
 
 class _Stranger(PermissionError):
