@@ -242,6 +242,8 @@ def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
     """Wait for a copy; its record."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, of, group=ranks.group, tag=0)
+    if not 0 < int(size) <= _PIECE:
+        raise ValueError(f"rank {of} announces a record of {int(size)} bytes")
     text = torch.empty(int(size), dtype=torch.uint8)
     messages = [text, *values.split(_PIECE)]
     works = [dist.irecv(message, of, group=ranks.group, tag=tag) for tag, message in enumerate(messages, 1)]

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partialmethod
 from mmap import PROT_READ, mmap
 from threading import Lock, Thread
-from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
+from typing import IO, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from ppctl import wire
 from ppctl.checkpoint.disk import Disk, Values
@@ -55,7 +55,7 @@ class WriterProcess:
 
 
 class RemoteDisk(Disk):
-    """A `Disk` whose calls the writer at `address` does (empty: there is none), over the shared memory `descriptor` of
+    """A `Disk` whose work the writer at `address` does (empty: there is none), over the shared memory `descriptor` of
     `size` bytes.
 
     If the writer is lost, or its address is another user's, `warn` gets a problem (PP-E510) once, and from then on this
@@ -67,32 +67,34 @@ class RemoteDisk(Disk):
         self._warn = warn
         self._lasting: dict[str, tuple[Any, ...]] = {}
         """The last arguments of calls that later ones build on."""
-        self._connected: socket.socket | None = None
+        self._writer: IO[bytes] | None = None
         if not address:
             return
-        self._connected = socket.socket(socket.AF_UNIX)
         try:
-            self._connected.connect(f"\0{address}")
-            _refuse_strangers(self._connected)
-            socket.send_fds(self._connected, [_HELLO.pack(rank, size)], [descriptor])
+            with socket.socket(socket.AF_UNIX) as connected:
+                connected.connect(f"\0{address}")
+                _refuse_strangers(connected)
+                socket.send_fds(connected, [_HELLO.pack(rank, size)], [descriptor])
+                self._writer = connected.makefile("rwb")
         except OSError as error:
             self._lose(error)
 
     def close(self) -> None:
         """Let the writer go: no call follows."""
-        if self._connected is not None:
-            self._connected.close()
-            self._connected = None
+        if self._writer is not None:
+            with suppress(OSError):  # what it has not been told is lost with it
+                self._writer.close()
+            self._writer = None
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        if self._connected is not None:
+        if self._writer is not None:
             if name in ("choose", "hold"):
                 self._lasting[name] = arguments
-            number = _NAMES.index(name)
+            number, kinds = _NAMES.index(name), _CALLS[_NAMES.index(name)]
             try:
-                # What is behind the kinds, values, is for this process.
-                _send(self._connected, number, wire.packed(_CALLS[number], arguments[: len(get_args(_CALLS[number]))]))
-                failed, value = _receive(self._connected, (_RESULTS[number], _Failure))
+                # `write` has one more, its values, which are for this process.
+                _send(self._writer, number, wire.packed(kinds, arguments[: len(get_args(kinds))]))
+                failed, value = _receive(self._writer, (_RESULTS[number], _Failure))
             except (EOFError, OSError, wire.Malformed) as error:
                 self._lose(error)
                 if name == "write":
@@ -107,13 +109,12 @@ class RemoteDisk(Disk):
         self.close()
         why = f"{cause.strerror}" if isinstance(cause, OSError) and cause.strerror else "its connection was closed"
         message = f"rank {self.rank} has lost the checkpoint writer of {socket.gethostname()}: {why}"
-        see = "`getent passwd` names the user" if isinstance(cause, _Stranger) else _MEMORY
+        see = "see whether the host ran out of memory (`dmesg`)"
+        if isinstance(cause, _Stranger):
+            see = f"ask the host's administrator about that user (`getent passwd {cause.user}`)"
         self._warn(Problem("PP-E510", message, f"{see}; the run goes on, and the rank writes by itself"))
         for name, arguments in self._lasting.items():
             getattr(Disk, name)(self, *arguments)
-
-
-_MEMORY = "see whether the host ran out of memory (`dmesg`)"
 
 
 # What both sides send: frames
@@ -167,38 +168,37 @@ _RAISED = OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, 
 class _Stranger(PermissionError):
     """A process of another user is at the other end."""
 
+    def __init__(self, user: int) -> None:
+        self.user = user
+        super().__init__(errno.EPERM, f"a process of user {user} was at its address, and got nothing")
+
 
 def _refuse_strangers(connected: socket.socket) -> None:
     """Raise _Stranger unless a process of this user is at the other end: an abstract address has no permissions."""
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.geteuid():
-        raise _Stranger(errno.EPERM, f"its address is that of a process of user {user}, who gets nothing")
+        raise _Stranger(user)
 
 
-def _send(connected: socket.socket, number: int, data: bytes) -> None:
-    connected.sendall(_FRAME.pack(number, len(data)))
-    connected.sendall(data)
+def _send(to: IO[bytes], number: int, data: bytes) -> None:
+    to.write(_FRAME.pack(number, len(data)))
+    to.write(data)
+    to.flush()
 
 
-def _receive(connected: socket.socket, kinds: Sequence[Any]) -> tuple[int, Any]:
+def _receive(of: IO[bytes], kinds: Sequence[Any]) -> tuple[int, Any]:
     """Wait for a frame: which of the kinds it is of, and its value. Raises EOFError, OSError and Malformed."""
-    number, length = _FRAME.unpack(_exactly(connected, _FRAME.size))
+    number, length = _FRAME.unpack(_exactly(of, _FRAME.size))
     if number >= len(kinds) or length > _MOST:
         raise wire.Malformed(f"a frame of kind {number} with {length} bytes")
-    return number, wire.unpacked(kinds[number], _exactly(connected, length))
+    return number, wire.unpacked(kinds[number], _exactly(of, length))
 
 
-def _exactly(connected: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        piece = connected.recv(min(length - len(data), _PIECE))  # no room before it is here
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
-
-
-_PIECE = 2**20
+def _exactly(of: IO[bytes], length: int) -> bytes:
+    data = of.read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
 
 
 # The writer's own side
@@ -259,15 +259,16 @@ def _serve(connected: socket.socket, connections: _Connections) -> None:
             finally:
                 for each in descriptors:
                     os.close(each)
-            _answer(connected, Disk(rank), memoryview(memory))
+            with connected.makefile("rwb") as asking:
+                _answer(asking, Disk(rank), memoryview(memory))
     finally:
         connections.end()
 
 
-def _answer(connected: socket.socket, disk: Disk, memory: memoryview) -> NoReturn:
+def _answer(asking: IO[bytes], disk: Disk, memory: memoryview) -> NoReturn:
     values: Values = values_in(memory, ())
     while True:
-        number, arguments = _receive(connected, _CALLS)
+        number, arguments = _receive(asking, _CALLS)
         name = _NAMES[number]
         try:
             value = getattr(disk, name)(*arguments, *((values,) if name == "write" else ()))
@@ -276,7 +277,7 @@ def _answer(connected: socket.socket, disk: Disk, memory: memoryview) -> NoRetur
             answer = 0, wire.packed(_RESULTS[number], value)
         except Exception as error:
             answer = 1, wire.packed(_Failure, _Failure.of(error))
-        _send(connected, *answer)
+        _send(asking, *answer)
 
 
 def places(parts: Sequence[Part]) -> list[tuple[int, int]]:
