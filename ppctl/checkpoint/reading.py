@@ -90,8 +90,13 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
         _check_fit(path, manifest, {part for each in wanted for part in parts_of(each)})
         return text, checked_state(path, manifest)
 
-    own, result = packed_parts([shard.part for shard in held]), tuple[bytes, dict[str, Any]]
-    text, state = ranks.agree(what, lambda: own, fit, each=bytes, result=result)
+    text, state = ranks.agree(
+        what,
+        lambda: packed_parts([shard.part for shard in held]),
+        fit,
+        each=bytes,
+        result=tuple[bytes, dict[str, Any]],
+    )
     manifest = Manifest.from_text(text)
     share = sorted(manifest.files)[ranks.rank :: ranks.size]
     ranks.agree(what, lambda: check_files(path, manifest, share), lambda _: None)

@@ -96,9 +96,8 @@ class Saver:
             self.disk.prepare(self.directory, step)
             return own
 
-        packed = packed_parts(parts)
-        own = self.ranks.agree(what, lambda: packed, choose, each=bytes, result=tuple[bytes, ...])
-        self.disk.hold(packed, own[self.ranks.rank])
+        own = self.ranks.agree(what, lambda: packed_parts(parts), choose, each=bytes, result=tuple[bytes, ...])
+        self.disk.hold(packed_parts(parts), own[self.ranks.rank])
         self._parts = parts
 
 

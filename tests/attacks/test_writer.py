@@ -50,7 +50,9 @@ def connected(address: str, hello: bytes = HELLO) -> socket.socket:
     found.settimeout(20)
     found.connect(f"\0{address}")
     if hello:
-        socket.send_fds(found, [hello], [memory()])
+        descriptor = memory()
+        socket.send_fds(found, [hello], [descriptor])
+        os.close(descriptor)
     return found
 
 

@@ -96,3 +96,15 @@ def of_a_long_share(most: int) -> str:
 
 def test_a_share_that_is_too_long_is_refused_on_all_ranks() -> None:
     assert run_ranks(of_a_long_share, 2, 1000) == ["a rank shares 1001 bytes with others, more than 1000"] * 2
+
+
+def devices_of(backends: str) -> tuple[str, str]:
+    group = dist.new_group(backend=backends)
+    return groups._device_of(group).type, dist.distributed_c10d._get_object_coll_device(group)
+
+
+@pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo", "cuda:gloo"])
+def test_values_lie_where_torchs_collectives_of_objects_have_them(backends: str) -> None:
+    """The last one stands for NCCL alone, which this build may lack."""
+    ((ours, torchs),) = run_ranks(devices_of, 1, backends)
+    assert ours == torchs
