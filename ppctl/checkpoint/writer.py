@@ -21,9 +21,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partialmethod
+from io import BufferedRWPair
 from mmap import PROT_READ, mmap
 from threading import Lock, Thread
-from typing import IO, Any, NamedTuple, NoReturn, get_args, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from ppctl import wire
 from ppctl.checkpoint.disk import Disk, Values
@@ -67,7 +68,7 @@ class RemoteDisk(Disk):
         self._warn = warn
         self._lasting: dict[str, tuple[Any, ...]] = {}
         """The last arguments of calls that later ones build on."""
-        self._writer: IO[bytes] | None = None
+        self._writer: BufferedRWPair | None = None
         if not address:
             return
         try:
@@ -180,13 +181,13 @@ def _refuse_strangers(connected: socket.socket) -> None:
         raise _Stranger(user)
 
 
-def _send(to: IO[bytes], number: int, data: bytes) -> None:
+def _send(to: BufferedRWPair, number: int, data: bytes) -> None:
     to.write(_FRAME.pack(number, len(data)))
     to.write(data)
     to.flush()
 
 
-def _receive(of: IO[bytes], kinds: Sequence[Any]) -> tuple[int, Any]:
+def _receive(of: BufferedRWPair, kinds: Sequence[Any]) -> tuple[int, Any]:
     """Wait for a frame: which of the kinds it is of, and its value. Raises EOFError, OSError and Malformed."""
     number, length = _FRAME.unpack(_exactly(of, _FRAME.size))
     if number >= len(kinds) or length > _MOST:
@@ -194,7 +195,7 @@ def _receive(of: IO[bytes], kinds: Sequence[Any]) -> tuple[int, Any]:
     return number, wire.unpacked(kinds[number], _exactly(of, length))
 
 
-def _exactly(of: IO[bytes], length: int) -> bytes:
+def _exactly(of: BufferedRWPair, length: int) -> bytes:
     data = of.read(length)
     if len(data) < length:
         raise EOFError
@@ -265,7 +266,7 @@ def _serve(connected: socket.socket, connections: _Connections) -> None:
         connections.end()
 
 
-def _answer(asking: IO[bytes], disk: Disk, memory: memoryview) -> NoReturn:
+def _answer(asking: BufferedRWPair, disk: Disk, memory: memoryview) -> NoReturn:
     values: Values = values_in(memory, ())
     while True:
         number, arguments = _receive(asking, _CALLS)
