@@ -7,32 +7,22 @@ would leave its peers waiting in the next collective, therefore every local step
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Optional, TypeVar, cast
 
 import torch.distributed as dist
 
+from ppctl import wire
+from ppctl.comm.groups import broadcast_bytes, gather_bytes
 from ppctl.errors import CheckpointError, PpctlError, Problem
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    """What a step gave on one rank: a value, or problems. `cause` stays on its rank (it need not be picklable)."""
-
-    value: T | None = None
-    problems: tuple[Problem, ...] = ()
-
-    def get(self) -> T:
-        return cast(T, self.value)
-
-
 class AgreeingRanks:
     """The ranks of a process group (None: the default one), or this process alone where none is initialised.
 
-    The group must carry Python objects: gloo, or NCCL with the current device set.
+    The group is of gloo, or of NCCL with the current device set.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -41,47 +31,55 @@ class AgreeingRanks:
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.size = 1 if self.alone else dist.get_world_size(group)
 
-    def agree(self, what: str, work: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
+    def agree(
+        self,
+        what: str,
+        work: Callable[[], T],
+        conclude: Callable[[list[T]], R],
+        *,
+        each: Any = None,
+        result: Any = None,
+    ) -> R:
         """Run `work` on every rank, `conclude` on rank 0 with all results in rank order, and hand its result to all.
 
-        If `work` or `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` names
-        the work in messages, as an infinitive.
+        `each` and `result` are the annotations of what the two return (`ppctl.wire`), None for None. If `work` or
+        `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` names the work in
+        messages, as an infinitive.
         """
-        outcome, cause = self._attempt(what, work)
-        outcomes = self._gather(outcome)
-        verdict: _Outcome[R] = _Outcome()
-        if self.rank == 0:
-            problems = tuple(problem for each in outcomes for problem in each.problems)
-            if problems:
-                verdict = _Outcome(problems=tuple(dict.fromkeys(problems)))
-            else:
-                verdict, cause = self._attempt(what, lambda: conclude([each.get() for each in outcomes]))
-        verdict = self._broadcast(verdict)
-        if verdict.problems:
-            raise CheckpointError(verdict.problems) from cause
-        return verdict.get()
+        sent, cause = self._attempt(what, each, work)
+        found = [self._read(what, each, share) for share in self._gather(sent)]
+        if problems := tuple(dict.fromkeys(problem for some, _ in found for problem in some)):
+            sent = wire.packed(_outcome(result), (problems, None))
+        elif self.rank == 0:
+            sent, cause = self._attempt(what, result, lambda: conclude([value for _, value in found]))
+        problems, verdict = self._read(what, result, self._broadcast(sent))
+        if problems:
+            raise CheckpointError(problems) from cause
+        return cast(R, verdict)
 
-    def _attempt(self, what: str, work: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
+    def _attempt(self, what: str, kind: Any, work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
+        """The bytes of a result or of problems, and the exception, which stays on its rank."""
         try:
-            return _Outcome(value=work()), None
+            return wire.packed(_outcome(kind), ((), work())), None
         except Exception as error:
-            return _Outcome(problems=problems_of(error, what, self.rank)), error
+            return wire.packed(_outcome(kind), (problems_of(error, what, self.rank), None)), error
 
-    def _gather(self, outcome: _Outcome[T]) -> list[_Outcome[T]]:
-        if self.size == 1:
-            return [outcome]
-        outcomes: list[Any] = [None] * self.size
-        first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        dist.gather_object(outcome, outcomes if self.rank == 0 else None, dst=first, group=self.group)
-        return outcomes
+    def _read(self, what: str, kind: Any, sent: bytes) -> tuple[tuple[Problem, ...], Any]:
+        try:
+            return cast(tuple[tuple[Problem, ...], Any], wire.unpacked(_outcome(kind), sent))
+        except wire.Malformed as error:
+            return problems_of(error, what, self.rank), None
 
-    def _broadcast(self, verdict: _Outcome[R]) -> _Outcome[R]:
-        if self.size == 1:
-            return verdict
-        box: list[Any] = [verdict]
-        first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        dist.broadcast_object_list(box, src=first, group=self.group)
-        return cast(_Outcome[R], box[0])
+    def _gather(self, sent: bytes) -> list[bytes]:
+        return [sent] if self.size == 1 else gather_bytes(sent, self.group)
+
+    def _broadcast(self, sent: bytes) -> bytes:
+        return sent if self.size == 1 else broadcast_bytes(sent, self.group)
+
+
+def _outcome(kind: Any) -> Any:
+    """The annotation of problems, or a value."""
+    return tuple[tuple[Problem, ...], Optional[kind]]  # noqa: UP045 - `kind | None` is no annotation where it is None
 
 
 def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:

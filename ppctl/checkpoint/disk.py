@@ -7,14 +7,13 @@ values lie, nor how ranks agree.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl import checkpoint_folder
+from ppctl import checkpoint_folder, wire
 from ppctl.checkpoint import shard_file
-from ppctl.checkpoint.holders import Writers, check_copies, choose_writers
+from ppctl.checkpoint.holders import Writers, check_copies, choose_writers, parts_of
 from ppctl.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -39,8 +38,8 @@ class Written(NamedTuple):
     """Size, bytes of the header and their digest; None where the rank writes nothing."""
     begins: list[int]
     """Where in the file each of its own parts begins, in the order of its shards."""
-    digests: list[tuple[str, ...]]
-    """Of all shards that it holds."""
+    digests: list[str]
+    """Of all shards that it holds: each chunk's, with blanks between."""
 
 
 class Disk:
@@ -48,41 +47,41 @@ class Disk:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._parts: Sequence[Part] = ()
+        self.parts: Sequence[Part] = ()
         self._own = b""
         self._writers: Writers | None = None
 
     def choose(self, all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Decide which rank writes what, from the pickled parts of all ranks in rank order; `Writers.own`."""
+        """Decide which rank writes what, from the `packed_parts` of all ranks in rank order; `Writers.own`."""
         with without_collections():
-            self._writers = choose_writers([pickle.loads(parts) for parts in all_parts])
+            self._writers = choose_writers(list(map(parts_of, all_parts)))
         return self._writers.own
 
     def prepare(self, directory: Path, step: int) -> None:
         """Make the directory that ranks write into."""
         checkpoint_folder.prepare(directory, step)
 
-    def hold(self, parts: Sequence[Part], own: bytes) -> None:
-        """From now on the rank holds these parts, and writes those of which `own` is 1."""
-        self._parts, self._own = parts, own
+    def hold(self, parts: bytes, own: bytes) -> None:
+        """From now on the rank holds these `packed_parts`, and writes those of which `own` is 1."""
+        self.parts, self._own = parts_of(parts), own
 
     def write(self, directory: Path, values: Values) -> bytes:
-        """Write this rank's share and bring it to the disk, and read the rest for its digests; a pickled `Written`."""
+        """Write this rank's share and bring it to the disk, and read the rest for its digests; `Written` as bytes."""
         mine = [number for number, own in enumerate(self._own) if own]
         # The widest elements first: all of them then lie at multiples of their size.
-        mine.sort(key=lambda number: -DTYPES[self._parts[number].dtype][1])
+        mine.sort(key=lambda number: -DTYPES[self.parts[number].dtype][1])
         record, places = None, dict[int, ShardRecord]()
         if mine:
             path = directory / shard_file.file_name(self.rank)
-            parts = [self._parts[number] for number in mine]
+            parts = [self.parts[number] for number in mine]
             file, shards = shard_file.write(path, parts, map(values, mine))
             record, places = (file.bytes, file.header, file.digest), dict(zip(mine, shards, strict=True))
         found = [
-            places[number].digests if number in places else digests_of(values(number))
-            for number in range(len(self._parts))
+            " ".join(places[number].digests if number in places else digests_of(values(number)))
+            for number in range(len(self.parts))
         ]
         begins = [places[number].bytes[0] for number in sorted(places)]
-        return pickle.dumps(tuple(Written(record, begins, found)), protocol=5)
+        return wire.packed(Written, Written(record, begins, found))
 
     def commit(self, directory: Path, step: int, written: Sequence[bytes], state: bytes) -> Path:
         """Compare the copies, seal what all ranks have written and give it its name; the checkpoint's path.
@@ -93,7 +92,7 @@ class Disk:
         temporary = checkpoint_folder.temporary_path(directory, step)
         path = checkpoint_folder.step_path(directory, step)
         with without_collections():
-            manifest = manifest_of(step, self._writers, [Written(*pickle.loads(each)) for each in written])
+            manifest = manifest_of(step, self._writers, [wire.unpacked(Written, each) for each in written])
             if temporary.is_dir():
                 seal(temporary, manifest, state)
                 return checkpoint_folder.publish(directory, step)
@@ -121,7 +120,9 @@ def manifest_of(step: int, writers: Writers, written: Sequence[Written]) -> Mani
     for part, holders in writers.holders.items():
         rank, number = holders[0]
         begin, (offset, shape) = of_rank[rank][number], part.box
-        record = ShardRecord(names[rank], (begin, begin + part.bytes), offset, shape, written[rank].digests[number])
+        record = ShardRecord(
+            names[rank], (begin, begin + part.bytes), offset, shape, tuple(written[rank].digests[number].split())
+        )
         shards.setdefault(part.name, []).append(record)
         kinds[part.name] = part.whole, part.dtype
     tensors = {

@@ -7,9 +7,11 @@ parallelism cannot split), nor files, nor torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zlib import compress, decompressobj, error
 
-from ppctl.checkpoint.boxes import tiling_fault
+from ppctl import wire
+from ppctl.checkpoint.boxes import Box, tiling_fault
 from ppctl.checkpoint.manifest import ranges
 from ppctl.checkpoint.shard_file import Part, text_of
 from ppctl.errors import CheckpointError, Problem
@@ -22,6 +24,36 @@ class Writers(NamedTuple):
     """For each rank: for each of its shards, in order, 1 where it writes it."""
     holders: dict[Part, list[tuple[int, int]]]
     """For each part: (rank, number of its shard) of all that hold it, the writer first."""
+
+
+class _Columns(NamedTuple):
+    """Parts as they travel: a few lists in place of a record for each, and of what many have alike one."""
+
+    names: list[str]
+    kinds: list[tuple[tuple[int, ...], str, Box]]
+    """Whole shapes, dtypes and boxes."""
+    of: list[int]
+    """For each part the number of its kind."""
+
+
+_MOST = 2**28
+"""Bytes of one rank's parts: 256 MiB, about two million of them."""
+
+
+def packed_parts(parts: Sequence[Part]) -> bytes:
+    """Parts as bytes: of a hundred thousand, less than a MiB."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    of = [kinds.setdefault(part[1:], len(kinds)) for part in parts]
+    return compress(wire.packed(_Columns, _Columns([part.name for part in parts], list(kinds), of)), 1)
+
+
+def parts_of(data: bytes) -> list[Part]:
+    """The parts that `packed_parts` made these bytes of. Raises Malformed."""
+    try:
+        columns: _Columns = wire.unpacked(_Columns, decompressobj().decompress(data, _MOST))
+        return [Part(name, *columns.kinds[kind]) for name, kind in zip(columns.names, columns.of, strict=True)]
+    except (error, ValueError, IndexError) as fault:
+        raise wire.Malformed(f"no list of parts: {fault}") from None
 
 
 def choose_writers(held: Sequence[Sequence[Part]]) -> Writers:
@@ -64,7 +96,7 @@ def check_tensors(parts: Iterable[Part]) -> None:
         raise CheckpointError(Problem("PP-E506", message, remedy, place="\n".join(faults)))
 
 
-def check_copies(writers: Writers, digests: Sequence[Sequence[tuple[str, ...]]]) -> None:
+def check_copies(writers: Writers, digests: Sequence[Sequence[str]]) -> None:
     """Raise CheckpointError (PP-E504), which names all tensors whose copies differ.
 
     `digests` are those of all shards of all ranks, in their order.

@@ -67,7 +67,7 @@ class LocalCopies:
         def look() -> Seen:
             return local_copy.see(directory, ranks.rank, ranks.size, parts, size_of(parts))
 
-        self.survey = ranks.agree("look for copies in memory", look, self._survey)
+        self.survey = ranks.agree("look for copies in memory", look, self._survey, each=Seen, result=Survey)
         if replicas:
             self._kept_of = self.survey.keepers.index(ranks.rank)
             self._kept = LocalCopy(directory, self._kept_of, kept=True)
@@ -157,7 +157,7 @@ class LocalCopies:
                 self.own.keep(text)
             return True
 
-        return record if self.ranks.agree(what, take, all) else None
+        return record if self.ranks.agree(what, take, all, each=bool, result=bool) else None
 
     def settle(self, used: HostMemory | None) -> None:
         """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
@@ -169,7 +169,7 @@ class LocalCopies:
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
         if not self.replicas:
             return
-        whole = self.ranks.agree("make room for a neighbour's copy", self._make_room, all)
+        whole = self.ranks.agree("make room for a neighbour's copy", self._make_room, all, each=bool, result=bool)
         if used is not None and not whole:  # another host may be lost before the next copy
             self._exchange(self.own.text(), used.bytes)
 
@@ -202,7 +202,7 @@ class LocalCopies:
         if not self.replicas:
             return
         # Before all have theirs, neighbours keep the copy before: together they are whole at any moment.
-        if not self.ranks.agree("copy to a neighbour's host", lambda: bool(text), all):
+        if not self.ranks.agree("copy to a neighbour's host", lambda: bool(text), all, each=bool, result=bool):
             return
         self._exchange(text, memory)
 
@@ -240,6 +240,8 @@ def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
     """Wait for a copy; its record."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, of, group=ranks.group, tag=0)
+    if not 0 < int(size) <= _PIECE:
+        raise ValueError(f"rank {of} announces a record of {int(size)} bytes")
     text = torch.empty(int(size), dtype=torch.uint8)
     messages = [text, *values.split(_PIECE)]
     works = [dist.irecv(message, of, group=ranks.group, tag=tag) for tag, message in enumerate(messages, 1)]

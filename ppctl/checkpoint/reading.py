@@ -17,7 +17,7 @@ from torch import Tensor
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, common
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.holders import check_tensors
+from ppctl.checkpoint.holders import check_tensors, packed_parts, parts_of
 from ppctl.checkpoint.manifest import (
     Manifest,
     ShardRecord,
@@ -84,13 +84,19 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
     ranks = AgreeingRanks(process_group)
     what, held = f"read the checkpoint {path}", list(shards)
 
-    def fit(wanted: list[list[Part]]) -> tuple[bytes, dict[str, Any]]:
+    def fit(wanted: list[bytes]) -> tuple[bytes, dict[str, Any]]:
         text = read_text(path)
         manifest = read_manifest(path)
-        _check_fit(path, manifest, {part for each in wanted for part in each})
+        _check_fit(path, manifest, {part for each in wanted for part in parts_of(each)})
         return text, checked_state(path, manifest)
 
-    text, state = ranks.agree(what, lambda: [shard.part for shard in held], fit)
+    text, state = ranks.agree(
+        what,
+        lambda: packed_parts([shard.part for shard in held]),
+        fit,
+        each=bytes,
+        result=tuple[bytes, dict[str, Any]],
+    )
     manifest = Manifest.from_text(text)
     share = sorted(manifest.files)[ranks.rank :: ranks.size]
     ranks.agree(what, lambda: check_files(path, manifest, share), lambda _: None)

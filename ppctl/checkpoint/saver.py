@@ -5,7 +5,6 @@ Knows the order of the steps, and what all ranks agree on. Must not know models,
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.disk import Disk, Values
+from ppctl.checkpoint.holders import packed_parts
 from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard, values_of
-from ppctl.checkpoint.writer import RemoteDisk
 from ppctl.errors import CheckpointError
 
 
@@ -35,7 +34,7 @@ class Saver:
         keep: int,
         keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        disk: Disk | RemoteDisk | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.ranks = AgreeingRanks(process_group)
@@ -66,6 +65,8 @@ class Saver:
                 what,
                 lambda: self.disk.write(temporary, values),
                 lambda written: self.disk.commit(directory, step, written, state),
+                each=bytes,
+                result=Path,
             )
         except CheckpointError:
             if self.ranks.rank == 0:
@@ -87,7 +88,7 @@ class Saver:
                 self.disk.prepare(self.directory, step)
             return any(changes)
 
-        if not self.ranks.agree(what, lambda: changed, begin):
+        if not self.ranks.agree(what, lambda: changed, begin, each=bool, result=bool):
             return
 
         def choose(all_parts: list[bytes]) -> tuple[bytes, ...]:
@@ -95,8 +96,8 @@ class Saver:
             self.disk.prepare(self.directory, step)
             return own
 
-        own = self.ranks.agree(what, lambda: pickle.dumps(parts, protocol=5), choose)
-        self.disk.hold(parts, own[self.ranks.rank])
+        own = self.ranks.agree(what, lambda: packed_parts(parts), choose, each=bytes, result=tuple[bytes, ...])
+        self.disk.hold(packed_parts(parts), own[self.ranks.rank])
         self._parts = parts
 
 

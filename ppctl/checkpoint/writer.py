@@ -10,6 +10,7 @@ writer ends with its last connection, or when the rank that started it dies. If 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import signal
@@ -19,15 +20,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partialmethod
+from io import BufferedRWPair
 from mmap import PROT_READ, mmap
-from multiprocessing.connection import Connection
-from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
 
+from ppctl import wire
 from ppctl.checkpoint.disk import Disk, Values
 from ppctl.checkpoint.shard_file import Part, file_name
-from ppctl.errors import Problem
+from ppctl.errors import CheckpointError, PpctlError, Problem
 
 _HELLO = struct.Struct("<qq")
 """The rank, and the bytes of its memory, whose descriptor comes along."""
@@ -53,108 +55,151 @@ class WriterProcess:
             )
 
 
-class RemoteDisk:
-    """A `Disk` of the writer at `address` (empty: there is none), over the shared memory `descriptor` of `size` bytes.
+class RemoteDisk(Disk):
+    """A `Disk` whose work the writer at `address` does (empty: there is none), over the shared memory `descriptor` of
+    `size` bytes.
 
-    If the writer is lost, `warn` gets a problem (PP-E510) once, and from then on this process does the work itself,
-    beginning with the call in which it was lost.
+    If the writer is lost, or its address is another user's, `warn` gets a problem (PP-E510) once, and from then on this
+    process does the work itself, beginning with the call in which it was lost.
     """
 
     def __init__(self, address: str, rank: int, descriptor: int, size: int, warn: Callable[[Problem], None]) -> None:
-        self._own, self._warn, self._rank = Disk(rank), warn, rank
-        self._lasting: dict[str, Sequence[Any]] = {}
+        super().__init__(rank)
+        self._warn = warn
+        self._lasting: dict[str, tuple[Any, ...]] = {}
         """The last arguments of calls that later ones build on."""
-        self._connection: Connection | None = None
+        self._writer: BufferedRWPair | None = None
         if not address:
             return
         try:
             with socket.socket(socket.AF_UNIX) as connected:
                 connected.connect(f"\0{address}")
+                _refuse_strangers(connected)
                 socket.send_fds(connected, [_HELLO.pack(rank, size)], [descriptor])
-                self._connection = Connection(connected.detach())
+                self._writer = connected.makefile("rwb")
         except OSError as error:
             self._lose(error)
 
-    def choose(self, all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
-        """As of a `Disk`."""
-        self._lasting["choose"] = [all_parts]
-        own: tuple[bytes, ...] = self._call("choose", all_parts)
-        return own
-
-    def hold(self, parts: Sequence[Part], own: bytes) -> None:
-        """As of a `Disk`."""
-        self._lasting["hold"] = [parts, own]
-        self._call("hold", parts, own)
-
-    def prepare(self, directory: Path, step: int) -> None:
-        """As of a `Disk`."""
-        self._call("prepare", directory, step)
-
-    def write(self, directory: Path, values: Values) -> bytes:
-        """`values` are for this process, where it does the work itself."""
-        if self._connection is not None:
-            try:
-                written: bytes = self._ask("write", (directory,))
-                return written
-            except _Lost as lost:
-                self._lose(lost.cause)
-                (directory / file_name(self._rank)).unlink(missing_ok=True)
-        return self._own.write(directory, values)
-
-    def commit(self, directory: Path, step: int, written: Sequence[bytes], state: bytes) -> Path:
-        """As of a `Disk`."""
-        path: Path = self._call("commit", directory, step, written, state)
-        return path
-
-    def discard(self, path: Path) -> None:
-        """As of a `Disk`."""
-        self._call("discard", path)
-
-    def retain(self, directory: Path, step: int, keep: int, keep_every: int) -> None:
-        """As of a `Disk`."""
-        self._call("retain", directory, step, keep, keep_every)
-
     def close(self) -> None:
         """Let the writer go: no call follows."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self._writer is not None:
+            with suppress(OSError):  # what it has not been told is lost with it
+                self._writer.close()
+            self._writer = None
 
-    def _call(self, what: str, *arguments: Any) -> Any:
-        if self._connection is not None:
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self._writer is not None:
+            if name in ("choose", "hold"):
+                self._lasting[name] = arguments
+            number, kinds = _NAMES.index(name), _CALLS[_NAMES.index(name)]
             try:
-                return self._ask(what, arguments)
-            except _Lost as lost:
-                self._lose(lost.cause)
-        return getattr(self._own, what)(*arguments)
-
-    def _ask(self, what: str, arguments: Sequence[Any]) -> Any:
-        assert self._connection is not None
-        try:
-            self._connection.send((what, tuple(arguments)))
-            done, value = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise _Lost(error) from error
-        if not done:
-            raise value
-        return value
+                # `write` has one more, its values, which are for this process.
+                _send(self._writer, number, wire.packed(kinds, arguments[: len(get_args(kinds))]))
+                failed, value = _receive(self._writer, (_RESULTS[number], _Failure))
+            except (EOFError, OSError, wire.Malformed) as error:
+                self._lose(error)
+                if name == "write":
+                    (arguments[0] / file_name(self.rank)).unlink(missing_ok=True)
+            else:
+                if failed:
+                    raise value.error()
+                return value
+        return getattr(Disk, name)(self, *arguments)
 
     def _lose(self, cause: Exception) -> None:
         self.close()
-        for what, arguments in self._lasting.items():
-            getattr(self._own, what)(*arguments)
         why = f"{cause.strerror}" if isinstance(cause, OSError) and cause.strerror else "its connection was closed"
-        message = f"rank {self._rank} has lost the checkpoint writer of {socket.gethostname()}: {why}"
-        remedy = "see whether the host ran out of memory (`dmesg`); the run goes on, and the rank writes by itself"
-        self._warn(Problem("PP-E510", message, remedy))
+        message = f"rank {self.rank} has lost the checkpoint writer of {socket.gethostname()}: {why}"
+        see = "see whether the host ran out of memory (`dmesg`)"
+        if isinstance(cause, _Stranger):
+            see = f"ask the host's administrator about that user (`getent passwd {cause.user}`)"
+        self._warn(Problem("PP-E510", message, f"{see}; the run goes on, and the rank writes by itself"))
+        for name, arguments in self._lasting.items():
+            getattr(Disk, name)(self, *arguments)
 
 
-class _Lost(Exception):
-    """The writer has gone in the middle of a call."""
+# What both sides send: frames
 
-    def __init__(self, cause: Exception) -> None:
-        self.cause = cause
-        super().__init__(str(cause))
+
+_FRAME = struct.Struct("<BQ")
+"""Which of several kinds the value has, and its bytes."""
+_MOST = 2**31
+"""Bytes of a frame. The longest has what all ranks hold: of 2,048 ranks about 100 MiB."""
+_NAMES = [name for name in vars(Disk) if not name.startswith("_")]
+"""The calls by their numbers; their annotations say what travels."""
+
+
+def _kinds_of(name: str) -> tuple[Any, Any]:
+    hints = get_type_hints(getattr(Disk, name))
+    result = hints.pop("return")
+    return tuple.__class_getitem__(tuple(kind for kind in hints.values() if kind != Values)), result
+
+
+_CALLS, _RESULTS = zip(*map(_kinds_of, _NAMES), strict=True)
+for _name in _NAMES:
+    setattr(RemoteDisk, _name, partialmethod(RemoteDisk._call, _name))
+
+
+class _Failure(NamedTuple):
+    """An exception of a call."""
+
+    kind: str
+    problems: tuple[Problem, ...]
+    arguments: tuple[int | str | None, ...]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        if isinstance(error, PpctlError):
+            return cls(CheckpointError.__name__, error.problems, ())
+        if isinstance(error, OSError) and error.errno is not None:
+            file = str(error.filename) if error.filename else None
+            return cls(OSError.__name__, (), (error.errno, error.strerror, file))
+        kind = next((each for each in _RAISED if isinstance(error, each)), RuntimeError)
+        return cls(kind.__name__, (), tuple(map(str, error.args if type(error) is kind else [repr(error)])))
+
+    def error(self) -> Exception:
+        if self.problems:
+            return CheckpointError(self.problems)
+        return next((each for each in _RAISED if each.__name__ == self.kind), RuntimeError)(*self.arguments)
+
+
+_RAISED = OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, MemoryError
+
+
+class _Stranger(PermissionError):
+    """A process of another user is at the other end."""
+
+    def __init__(self, user: int) -> None:
+        self.user = user
+        super().__init__(errno.EPERM, f"a process of user {user} was at its address, and got nothing")
+
+
+def _refuse_strangers(connected: socket.socket) -> None:
+    """Raise _Stranger unless a process of this user is at the other end: an abstract address has no permissions."""
+    _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.geteuid():
+        raise _Stranger(user)
+
+
+def _send(to: BufferedRWPair, number: int, data: bytes) -> None:
+    to.write(_FRAME.pack(number, len(data)))
+    to.write(data)
+    to.flush()
+
+
+def _receive(of: BufferedRWPair, kinds: Sequence[Any]) -> tuple[int, Any]:
+    """Wait for a frame: which of the kinds it is of, and its value. Raises EOFError, OSError and Malformed."""
+    number, length = _FRAME.unpack(_exactly(of, _FRAME.size))
+    if number >= len(kinds) or length > _MOST:
+        raise wire.Malformed(f"a frame of kind {number} with {length} bytes")
+    return number, wire.unpacked(kinds[number], _exactly(of, length))
+
+
+def _exactly(of: BufferedRWPair, length: int) -> bytes:
+    data = of.read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
 
 
 # The writer's own side
@@ -194,48 +239,46 @@ def main() -> NoReturn:
         with suppress(TimeoutError):
             connected, _ = listening.accept()
             connected.setblocking(True)
+            try:
+                _refuse_strangers(connected)
+            except _Stranger:
+                connected.close()
+                continue
             connections.begin()
             Thread(target=_serve, args=(connected, connections), daemon=True).start()
     os._exit(1)
 
 
 def _serve(connected: socket.socket, connections: _Connections) -> None:
+    """Do what a rank asks for until it has gone, or sends what is no call."""
     try:
-        with connected:
-            if not _is_own(connected):
-                return
+        with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
             hello, descriptors, *_ = socket.recv_fds(connected, _HELLO.size, 1)
-            rank, size = _HELLO.unpack(hello)
-            memory = mmap(descriptors[0], size, prot=PROT_READ)
-            os.close(descriptors[0])
-            _answer(Connection(connected.detach()), Disk(rank), memoryview(memory))
+            try:
+                rank, size = _HELLO.unpack(hello)
+                memory = mmap(descriptors[0], size, prot=PROT_READ)
+            finally:
+                for each in descriptors:
+                    os.close(each)
+            with connected.makefile("rwb") as asking:
+                _answer(asking, Disk(rank), memoryview(memory))
     finally:
         connections.end()
 
 
-def _is_own(connected: socket.socket) -> bool:
-    """Whether a process of this user has connected: an abstract address has no permissions."""
-    _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(user == os.getuid())
-
-
-def _answer(connection: Connection, disk: Disk, memory: memoryview) -> None:
-    """Do what the rank asks for until it has gone."""
-    values: Values | None = None
-    with suppress(EOFError, ConnectionError):
-        while True:
-            what, arguments = connection.recv()
-            try:
-                if what == "hold":
-                    values = values_in(memory, arguments[0])
-                more = (values,) if what == "write" else ()
-                answer = True, getattr(disk, what)(*arguments, *more)
-            except Exception as error:
-                answer = False, error
-            try:
-                connection.send(answer)
-            except (TypeError, AttributeError):  # an error that cannot be pickled
-                connection.send((False, RuntimeError(repr(answer[1]))))
+def _answer(asking: BufferedRWPair, disk: Disk, memory: memoryview) -> NoReturn:
+    values: Values = values_in(memory, ())
+    while True:
+        number, arguments = _receive(asking, _CALLS)
+        name = _NAMES[number]
+        try:
+            value = getattr(disk, name)(*arguments, *((values,) if name == "write" else ()))
+            if name == "hold":
+                values = values_in(memory, disk.parts)
+            answer = 0, wire.packed(_RESULTS[number], value)
+        except Exception as error:
+            answer = 1, wire.packed(_Failure, _Failure.of(error))
+        _send(asking, *answer)
 
 
 def places(parts: Sequence[Part]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Process groups from groups of ranks, and what every rank learns of all others over them: numbers, and their clock.
+"""Process groups from groups of ranks, and what ranks learn of each other over them: numbers, values, and their clock.
 
 Knows how torch makes a group. Must not know what an axis or a number means.
 """
@@ -21,9 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ppctl import wire
+
 _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11
 """Readings of which the median is the offset between two hosts' clocks."""
+_MOST = 2**30
+"""Bytes of one rank's share of an exchange."""
+
+wire.AS_TEXT[torch.dtype] = lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name, None)
 
 
 def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None) -> ProcessGroup:
@@ -103,6 +109,66 @@ def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup])
             dist.all_gather(list(gathered.unbind()), rows, group=group)
             rows = gathered.flatten(0, 1)
     return rows[rows[:, 0].argsort(), 1:]
+
+
+def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[Any]:
+    """The values of all members of a group (None: the world) in group order, on its first one or `everywhere`.
+
+    A collective; elsewhere the list is empty. Values are of the annotation `kind`. Raises Malformed.
+    """
+    return [wire.unpacked(kind, each) for each in gather_bytes(wire.packed(kind, own), group, everywhere=everywhere)]
+
+
+def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[bytes]:
+    """As `gather_values`, of any bytes. Raises ValueError on all members where one has more than 1 GiB.
+
+    In place of torch's collectives of objects, which run what arrives as a pickle; the messages are as long as theirs.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None  # or there would be no rank
+    device, size = _device_of(group), group.size()
+    lengths = torch.empty(size, 1, dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.unbind()), torch.tensor([len(own)], device=device), group=group)
+    most, shares = max(1, int(lengths.max())), lengths[:, 0].tolist()
+    _refuse_long(most)
+    row = torch.zeros(most, dtype=torch.uint8)
+    row[: len(own)] = _tensor(own)
+    rows = torch.empty(size if everywhere or group.rank() == 0 else 0, most, dtype=torch.uint8, device=device)
+    if everywhere:
+        dist.all_gather(list(rows.unbind()), row.to(device), group=group)
+    else:
+        first = dist.get_global_rank(group, 0)
+        dist.gather(row.to(device), list(rows.unbind()) or None, dst=first, group=group)
+    return [each[:share].cpu().numpy().tobytes() for each, share in zip(rows, shares, strict=False)]
+
+
+def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
+    """The bytes of the first member of a group (None: the world) on all of them. A collective; raises ValueError."""
+    group = group or dist.group.WORLD
+    assert group is not None  # or there would be no rank
+    device, first = _device_of(group), dist.get_global_rank(group, 0)
+    length = torch.tensor([len(own)], device=device)
+    dist.broadcast(length, first, group=group)
+    _refuse_long(int(length))
+    sent = _tensor(own) if group.rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
+    sent = sent.to(device)
+    dist.broadcast(sent, first, group=group)
+    return sent.cpu().numpy().tobytes()
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    """Where a group's messages lie: the CPU where it has a backend for that, else this process's current GPU."""
+    cpu = torch.device("cpu")
+    return cpu if cpu in group._device_types else group._device_types[0]
+
+
+def _refuse_long(length: int) -> None:
+    if not 0 <= length <= _MOST:
+        raise ValueError(f"a rank shares {length} bytes with others, more than {_MOST}")
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def clock_offset() -> float:

@@ -28,6 +28,8 @@ def agreed(
     what: str,
     work: Callable[[], Any],
     *,
+    of: Any = None,
+    to: Any = None,
     own: bool = False,
     told: Callable[[Any], str] | None = None,
     joined: Callable[[list[Any]], Any] | None = None,
@@ -35,8 +37,9 @@ def agreed(
     """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
 
     `joined` makes one result of all ranks', in rank order. `told` makes a text of a rank's result, which has to be the
-    same on all. Raises ConfigError and CheckpointError: what the work raises, PP-E553 for an exception of other code,
-    and PP-E130 where ranks differ.
+    same on all. Without `own`, `of` is the annotation of what `work` returns (`ppctl.wire`), `to` of what `joined`
+    makes. Raises ConfigError and CheckpointError: what the work raises, PP-E553 for an exception of other code, and
+    PP-E130 where ranks differ.
     """
     mine: list[Any] = []
 
@@ -51,8 +54,9 @@ def agreed(
             raise ConfigError(Problem(CODE, message, "the same batch on every rank"))
         return found[0] if joined is None else joined(found)
 
+    each = str if told is not None else None if own else of
     try:
-        verdict = ranks.agree(what, attempt, conclude)
+        verdict = ranks.agree(what, attempt, conclude, each=each, result=each if joined is None else to)
     except CheckpointError as error:
         # What ppctl itself raised has said all: the exception behind it would be the same text once more.
         cause = None if isinstance(error.__cause__, PpctlError) else error.__cause__
@@ -84,7 +88,7 @@ def refuse_unlike(ranks: AgreeingRanks, what: str, text: str) -> None:
                 raise ConfigError(Problem(CODE, message, f"the same {what} on every rank"))
 
     try:
-        ranks.agree(f"compare {what}", lambda: text, conclude)
+        ranks.agree(f"compare {what}", lambda: text, conclude, each=str)
     except CheckpointError as error:
         raise ConfigError(error.problems) from None
 

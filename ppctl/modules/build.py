@@ -21,6 +21,7 @@ from ppctl.config.keys import keys
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.geometry.foreign_model import Anatomy
 from ppctl.modules.agreement import agreed, refuse_unlike
 from ppctl.modules.sources import (
     OwnModel,
@@ -45,7 +46,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
     agreed(ranks, "read the config", lambda: _check_values(config))
     refuse_unlike(ranks, "configs", _told(config))
     if config.pp_schedule_csv is None:
-        agreed(ranks, "read the config", lambda: wanted_policy(config))
+        agreed(ranks, "read the config", lambda: wanted_policy(config), of=str)
     pp = ranks.size
     directory = None if isinstance(model, nn.Module) else Path(model)
     patched = config.patch_inner_model and config.patch_causal_lm_model
@@ -82,7 +83,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
             raise ConfigError(Problem(CODE, message, "model.config.output_router_logits = False", str(place)))
         return anatomy
 
-    anatomy = agreed(ranks, "prove that the model can be cut", proof)
+    anatomy = agreed(ranks, "prove that the model can be cut", proof, of=Anatomy | None)
     source: TransformersModel = agreed(
         ranks, "cut the model", lambda: TransformersModel(its_config, anatomy, dtype, config, pp), own=True
     )
@@ -235,4 +236,4 @@ def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None
             remedy = "torch.distributed.new_group([rank], use_local_synchronization=True) on ranks that have made fewer"
             raise ConfigError(Problem(CODE, message, remedy))
 
-    agreed(ranks, "count process groups", lambda: len(dist.distributed_c10d._world.pg_names), joined=conclude)
+    agreed(ranks, "count process groups", lambda: len(dist.distributed_c10d._world.pg_names), of=int, joined=conclude)

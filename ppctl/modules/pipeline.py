@@ -40,7 +40,7 @@ from ppctl.modules.loss import StepLoss
 from ppctl.modules.sources import Source
 from ppctl.modules.stages import RankStages
 from ppctl.modules.survey import Survey
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
 
@@ -106,7 +106,9 @@ class Pipeline:
     ) -> None:
         self.config, self.device = config, device
         self._source, self._ranks = source, ranks
-        self.placement = agreed(ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages))
+        self.placement = agreed(
+            ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages), of=Placement
+        )
         tied = {self.placement.rank_of(use.stage) for uses in source.ties for use in uses}
         if members := tied if on_host(ranks) else set(range(ranks.size)):  # a group is made of them
             refuse_uneven_groups(ranks, members)
@@ -237,7 +239,9 @@ class Pipeline:
             told=lambda found: f"{call} of {found[0].shapes}",
         )
         place, number = self.placement, batch.per_call
-        schedule = agreed(self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number))
+        schedule = agreed(
+            self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number), of=Schedule
+        )
         forwards = lower(forwards_alone(place, number))
         if self._communicator is None and self._ranks.size > 1:
             group = self._ranks.group or dist.group.WORLD

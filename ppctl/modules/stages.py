@@ -54,6 +54,8 @@ class RankStages:
             ranks,
             "compare the stages' dtypes",
             lambda: {n: dtypes_of(module) for n, module in made.items()},
+            of=dict[int, StageDtypes],
+            to=list[StageDtypes],
             joined=_in_model_order,
         )
         agreed(ranks, "follow the stages' dtypes", lambda: source.compute_in(found), own=True)

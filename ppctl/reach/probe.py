@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ppctl.comm.groups import gather_values
 from ppctl.devices import device_type, group_backends
 from ppctl.reach.store import connect
 
@@ -39,8 +40,7 @@ def main() -> int:
     backends = group_backends(device.type, None, os.environ, share=False)
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group(backends, store=connect(rank, world, limit), rank=rank, world_size=world, timeout=limit)
-    hosts: list[Any] = [None] * world
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = gather_values(str, socket.gethostname(), everywhere=True)
     edges = [_edge(source, (source + 1) % world, hosts, device) for source in range(world)] if world > 1 else []
     if rank == 0:
         print(json.dumps({"versions": versions(), "device": device.type, "ranks": world, "edges": edges}))
@@ -70,14 +70,13 @@ def versions() -> dict[str, Any]:
 
 def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> dict[str, Any]:
     """One edge's row, measured by its two ranks while all others wait. A collective over the world."""
-    measured: list[Any] = [None, None, None]
+    measured: tuple[float | None, float | None, str | None] = None, None, None
     if dist.get_rank() in (source, target):
         try:
-            measured = [_seconds(source, target, 1, device), _seconds(source, target, LARGE, device), None]
+            measured = _seconds(source, target, 1, device), _seconds(source, target, LARGE, device), None
         except RuntimeError as error:
-            measured = [None, None, str(error).splitlines()[0]]
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, measured)
+            measured = None, None, str(error).splitlines()[0]
+    rows = gather_values(tuple[float | None, float | None, str | None], measured, everywhere=True)
     small, large, failure = rows[source]
     wrong = failure or rows[target][2]
     return {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.groups import connecting_on_first_use
+from ppctl.comm.groups import connecting_on_first_use, gather_values
 from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
@@ -81,9 +81,8 @@ def warm_up(
     made = first.make(contacts, limit, lambda: _enter(device))
     if communicator is not None:
         communicator.connected = True
-    rows: list[Any] | None = [None] * first.world if rank == 0 else None
-    dist.gather_object((first.host, made), rows)
-    return None if rows is None else _record(rows, limit)
+    rows = gather_values(tuple[str, list[TimedContact]], (first.host, made))
+    return _record(rows, limit) if rank == 0 else None
 
 
 def _contacts(

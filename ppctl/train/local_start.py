@@ -49,7 +49,7 @@ def load_local(
     """
     ranks = AgreeingRanks(None)
     choice = ranks.agree(
-        "choose between memory and disk", lambda: None, lambda _: _choose(local, directory, candidates)
+        "choose between memory and disk", lambda: None, lambda _: _choose(local, directory, candidates), result=_Choice
     )
     said = say if ranks.rank == 0 else _nothing
     loaded, memory = None, None

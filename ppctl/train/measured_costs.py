@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ppctl.comm.groups import gather_values
 from ppctl.config.schema import RunConfig
 from ppctl.engine.recorder import StepTotals
 from ppctl.plan import Plan
@@ -34,10 +35,10 @@ def gather_costs(
 
     `spans` are those of this rank in the last step; empty on all replicas but the first.
     """
-    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     forward, backward = _medians([step.forward for step in steps]), _medians([step.backward for step in steps])
-    dist.gather_object(({stage: (forward[stage], backward[stage]) for stage in forward}, spans), rows)
-    if rows is None:
+    own = {stage: (forward[stage], backward[stage]) for stage in forward}, spans
+    rows = gather_values(tuple[dict[int, tuple[float, float]], list[Span]], own)
+    if dist.get_rank() > 0:
         return None
     measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
     layers = {spec.stage: list(map(str, spec.layers)) for spec in plan.stages}

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ppctl.comm.groups import gather_rows
+from ppctl.comm.groups import gather_rows, gather_values
 from ppctl.errors import Problem, TrainingError
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import RankGrid
@@ -69,7 +68,8 @@ class ReplicaCheck:
         """(name, part) -> the sum of its bits -> the ranks that have this sum; in the model's order."""
         s, own = self.session, list(copies(self.session))
         if not self._names:
-            self._names = _all_gather([(copy.stage, copy.name) for copy in own], s.groups["pp"])
+            names = [(copy.stage, copy.name) for copy in own]
+            self._names = gather_values(list[tuple[int, str]], names, s.groups["pp"], everywhere=True)
         sums = torch.stack([bit_sum(copy.tensor) for copy in own]).tolist() if own else []  # waits for the device once
         row = [0.0] * 3 * max(map(len, self._names))
         for number, (copy, total) in enumerate(zip(own, sums, strict=True)):
@@ -127,12 +127,6 @@ def bit_sum(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return torch.stack([piece.sum(dtype=torch.int64) for piece in flat.split(PIECE)]).sum()
-
-
-def _all_gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
 
 
 def _problem(step: int, different: Mapping[tuple[str, int], Mapping[Any, set[int]]]) -> Problem:

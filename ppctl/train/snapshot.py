@@ -195,7 +195,7 @@ def load_first(
     Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
-    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates())
+    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[Found])
     said = say if ranks.rank == 0 else _nothing
     if not found and session.config.checkpoint.resume == AUTO:
         said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")

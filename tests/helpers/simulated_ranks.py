@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 
+from ppctl import wire
 from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.disk import Written
 from ppctl.checkpoint.holders import Writers
@@ -48,7 +48,7 @@ def written_by(writers: Writers, held: list[list[Part]]) -> list[bytes]:
             if one:
                 begins.append(begin)
                 begin += part.bytes
-        chunks = [(f"{hash(part) & (1 << 128) - 1:032x}",) * -(-part.bytes // (16 << 20)) for part in parts]
+        chunks = [" ".join([f"{hash(part) & (1 << 128) - 1:032x}"] * -(-part.bytes // (16 << 20))) for part in parts]
         record = (begin, 4096, "0" * 32) if begins else None
-        found.append(pickle.dumps(tuple(Written(record, begins, chunks)), protocol=5))
+        found.append(wire.packed(Written, Written(record, begins, chunks)))
     return found

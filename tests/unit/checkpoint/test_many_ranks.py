@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 import time
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 from simulated_ranks import parts_of, written_by
 
+from ppctl import wire
 from ppctl.checkpoint.disk import Disk, Written, manifest_of
-from ppctl.checkpoint.holders import check_tensors
+from ppctl.checkpoint.holders import check_tensors, packed_parts
 from ppctl.checkpoint.manifest import Manifest
 from ppctl.checkpoint.shard_file import Part
 
@@ -21,7 +21,7 @@ from ppctl.checkpoint.shard_file import Part
 def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:
     """Choose writers, make the manifest, read and check it, in this process: parts, calls of functions, CPU seconds."""
     held = [parts_of(rank, dp) for rank in range(ranks)]
-    packed = [pickle.dumps(parts, protocol=5) for parts in held]
+    packed = list(map(packed_parts, held))
     disk, calls, seconds = Disk(0), 0, 0.0
 
     def count(frame: Any, event: str, value: Any) -> None:
@@ -41,7 +41,7 @@ def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:
     assert disk._writers is not None
     written = written_by(disk._writers, held)
     text = measured(
-        lambda: manifest_of(3, disk._writers, [Written(*pickle.loads(each)) for each in written]).to_text().encode()
+        lambda: manifest_of(3, disk._writers, [wire.unpacked(Written, each) for each in written]).to_text().encode()
     )
     manifest = measured(lambda: Manifest.from_text(text))
     parts = [

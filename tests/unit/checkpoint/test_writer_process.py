@@ -1,10 +1,23 @@
-"""The writer of a node: what it imports, and that it is gone when its ranks are."""
+"""The writer of a node: what it imports, what its errors are, and that it is gone when its ranks are."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.disk import Disk
+from ppctl.checkpoint.holders import packed_parts
+from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.writer import RemoteDisk, WriterProcess
+from ppctl.errors import CheckpointError
 
 IMPORTS = (
     "import sys, ppctl.checkpoint.writer; print(*{'torch', 'numpy', 'ppctl.config', 'asyncio'} & set(sys.modules))"
@@ -38,3 +51,32 @@ def _runs(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def held(dtype: str, offset: int = 0) -> tuple[bytes, ...]:
+    return (packed_parts([Part("w", (4,), dtype, Box((offset,), (4,)))]),)
+
+
+FAILING: dict[str, Callable[[Disk, Path], Any]] = {
+    "a file in the way": lambda disk, place: disk.prepare(place / "file" / "below", 1),
+    "no such checkpoint": lambda disk, place: (disk.choose(held("int8")), disk.commit(place, 1, [], b"")),
+    "parts that are not all": lambda disk, place: disk.choose(held("int8", 1)),
+    "an unknown dtype": lambda disk, place: disk.choose(held("int3")),
+    "no path": lambda disk, place: disk.prepare(Path("a\0b"), 1),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_errors_of_the_writer_are_those_of_a_rank_that_writes_itself(what: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    descriptor = os.memfd_create("ppctl-test")
+    os.ftruncate(descriptor, 64)
+    disks, found = (Disk(0), RemoteDisk(WriterProcess().address, 0, descriptor, 64, pytest.fail)), []
+    for disk in disks:
+        with pytest.raises(Exception) as raised:
+            FAILING[what](disk, tmp_path)
+        error = raised.value
+        said = error.problems if isinstance(error, CheckpointError) else (error.args, getattr(error, "filename", None))
+        found.append((type(error), said))
+    disks[1].close()
+    assert found[0] == found[1]

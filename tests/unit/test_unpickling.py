@@ -1,0 +1,134 @@
+"""Nothing of ppctl runs what it reads: no pickles, collectives of objects, or code from data, but for what is listed.
+
+Dumps of torch's own (`rank/hang_dump.py`, `train/torch_profile.py`) are written by torch, and read by nothing of ppctl.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ppctl
+
+PACKAGE = Path(ppctl.__file__).parent
+
+ALLOWED = {
+    ("pretrained/dcp_reader.py", "pickle"): "others' checkpoints have an index that is a pickle",
+    ("pretrained/dcp_reader.py", "Unpickler"): "makes the records of such an index and nothing else",
+}
+"""(file, what it uses): why it may."""
+
+MODULES = re.compile(
+    r"(_?pickle|cPickle|pickletools|copyreg|shelve|dbm|marshal|xmlrpc|dill|cloudpickle|joblib|jsonpickle|multiprocess"
+    r"|(torch\.)?multiprocessing|torch\.package|torch\.distributed\.rpc)(\..*)?"
+)
+"""Whoever imports one, or a module of one, reads or exchanges pickles with it."""
+
+OBJECTS = re.compile(
+    r"((all_)?gather|scatter|broadcast|send|recv)_object(_list)?|_unpickler|_tensor_to_object|Unpickler"
+    r"|(read|load)_pickle|(unsafe|full)_load(_all)?|(Unsafe|Full)Loader|run_(path|module)"
+)
+"""Names that run what arrives, of whatever module."""
+
+BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
+SAFE = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False, "use_safetensors": True}
+"""Arguments that have one harmless value. `torch.load` must have the first one."""
+
+
+def faults(tree: ast.AST) -> Iterator[str]:
+    """What runs what it reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if MODULES.fullmatch(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            for name in (alias.name for alias in node.names):
+                if MODULES.fullmatch(f"{node.module}.{name}") or OBJECTS.fullmatch(name):
+                    yield name
+        elif isinstance(node, ast.Attribute) and OBJECTS.fullmatch(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_name(node.value):
+            yield node.value
+        elif isinstance(node, ast.Call):
+            yield from _of_call(node)
+
+
+def _is_name(text: str) -> bool:
+    """Of a module or function, as `getattr` and `import_module` take it."""
+    return bool(OBJECTS.fullmatch(text) or MODULES.fullmatch(text))
+
+
+def _of_call(node: ast.Call) -> Iterator[str]:
+    name = ast.unparse(node.func)
+    given = {each.arg: each.value.value if isinstance(each.value, ast.Constant) else ... for each in node.keywords}
+    if name in BUILTINS or (name.endswith("torch.load") and "weights_only" not in given):
+        yield name
+    if name.startswith("yaml.load") and "SafeLoader" not in ast.unparse(node):
+        yield name
+    if name in ("dcp.load", "torch.distributed.checkpoint.load"):
+        yield name
+    yield from (f"{key}=" for key, harmless in SAFE.items() if given.get(key, harmless) is not harmless)
+
+
+FOUND = {
+    path.relative_to(PACKAGE).as_posix(): set(faults(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.py")
+}
+
+
+def test_nothing_that_is_read_is_run() -> None:
+    found = {(file, what) for file, all_of_it in FOUND.items() for what in all_of_it}
+    assert len(FOUND) > 100
+    assert found - set(ALLOWED) == set()
+    assert set(ALLOWED) - found == set(), "an exception that nothing needs"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads as read",
+        "import multiprocessing.connection as c",
+        "from multiprocessing import connection",
+        "import torch.multiprocessing as mp",
+        "from torch.distributed import rpc",
+        "importlib.import_module('dill')",
+        "import marshal, json",
+        "class Own(pick.Unpickler): pass",
+        "dist.all_gather_object(rows, row)",
+        "from torch.distributed import broadcast_object_list",
+        "getattr(dist, 'gather_object')(row)",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "torch.load(file, weights_only=careful)",
+        "numpy.load(file, allow_pickle=True)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "yaml.unsafe_load(text)",
+        "eval(text)",
+        "exec(compile(text, 'x', 'exec'))",
+        "__import__('pickle').loads(data)",
+        "dcp.load(state, checkpoint_id=path)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "pandas.read_pickle(path)",
+    ],
+)
+def test_what_would_be_added_is_found(text: str) -> None:
+    assert set(faults(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.load(file, weights_only=True)",
+        "yaml.load(text, Loader=SafeLoader)",
+        "numpy.load(file)",
+        "model.eval()",
+        "json.loads(text)",
+        "re.compile(text)",
+        "from torch import distributed",
+    ],
+)
+def test_what_reads_values_alone_is_not(text: str) -> None:
+    assert not set(faults(ast.parse(text)))
