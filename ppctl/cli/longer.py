@@ -62,17 +62,15 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     return Problem("PP-E617", message, "\n".join(commands), "train.steps (command line)")
 
 
-def longer(run: str, config: RunConfig, done: int | None = None) -> str:
-    """The command that does as many steps again, at a rate that does not rise at once and is not 0."""
+def longer(run: str, config: RunConfig, done: int | None = None, steps: int | None = None, *more: str) -> str:
+    """The command that goes on until `steps` (as many again), at a rate that does not rise at once and is not 0."""
     done = config.train.steps if done is None else done
-    length: dict[str, Any] = {"steps": 2 * done}
+    length: dict[str, Any] = {"steps": steps or 2 * done}
     length |= {name: None for name in ("samples", "tokens") if getattr(config.train, name) is not None}
-    for optim in ({}, _held(config)):
-        rate = _rate(_with(config, length, optim), done + 1)
-        if 0 < rate <= max(_rate(config, done), _rate(config, done + 1)):
-            return f"{program()} {pasted('resume', run, *_words(length, optim))}"
-    optim = _warmed_up(config, done, 2 * done)
-    return f"{program()} {pasted('resume', run, *_words(length, optim), '--allow')}"
+    last = max(_rate(config, max(done, 1)), _rate(config, done + 1))
+    calm = [optim for optim in ({}, _held(config)) if 0 < _rate(_with(config, length, optim), done + 1) <= last]
+    optim = calm[0] if calm else _warmed_up(config, done, length["steps"])
+    return f"{program()} {pasted('resume', run, *_words(length, optim), *more, *[] if calm else ['--allow'])}"
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
