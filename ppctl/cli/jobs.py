@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 
+from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch import slurm
@@ -102,9 +103,9 @@ def requeue(args: argparse.Namespace) -> int:
         print(f"job {found.number} was asked to save; its script then requeues it")
         return 0
     if run.status()["state"] == "finished":
-        steps = run.read_config().train.steps
-        message = f"run {run.id} has done its {steps} steps"
-        raise ConfigError(Problem("PP-E618", message, f"ppctl resume {run.path} steps={2 * steps}"))
+        config = run.read_config()
+        message = f"run {run.id} has done its {config.train.steps} steps"
+        raise ConfigError(Problem("PP-E618", message, longer(str(run.path), config)))
     last = last_checkpoint(run)
     hand_over(run)
     print(f"job {run.job()['job']} goes on from {last.name if last else 'the beginning'}\nrun {run.path}")

@@ -15,8 +15,9 @@ from typing import Any
 from ppctl.checkpoint_folder import AUTO, step_of
 from ppctl.cli import train
 from ppctl.cli.console import note
+from ppctl.cli.longer import jump_problem, jumps, longer, same_rates, sets_rate, told_rates
 from ppctl.cli.plan import plan_of
-from ppctl.cli.runs import add_run_arguments, named_run, program
+from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program
 from ppctl.config.checks import WATCHED
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.keys import keys_with, value_of
@@ -24,7 +25,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.quantities import steps_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan
@@ -60,17 +61,24 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
-    train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(changes, before, args))])
+    same = same_rates(before, composed.config)
+    computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
+    train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(computed, before, args))])
     assert plan is not None  # there were no problems
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     checkpoint = find_checkpoint(str(source), args.dir)
-    _refuse_finished(run, composed, checkpoint, args)
+    _refuse_finished(run, before, composed, checkpoint, args)
     _refuse_past(changes, composed.config, checkpoint)
+    done = step_of(checkpoint)
+    if not args.allow and jumps(before, composed.config, done):
+        raise ConfigError(jump_problem(before, composed.config, done, _typed(args)))
     for line in (*composed.notes, f"going on with {run.path} from {checkpoint.name}"):
         note(f"note: {line}")
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
+    if not same:
+        note(f"  learning rate: {told_rates(before, composed.config, done)}")
     command = shlex.join(["resume", str(run.path)])
     config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started, command)
     typed = shlex.join(["resume", str(run.path), *args.overrides, *["--allow"] * args.allow])
@@ -132,11 +140,16 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
             "PP-E617",
             f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other "
             "mathematics",
-            f"ppctl resume {shlex.join([*([args.run] if args.run else []), *args.overrides])} --allow",
+            pasted("ppctl", "resume", *_typed(args), "--allow"),
             f"{key} (command line)",
         )
         for key, reason in reasons.items()
     ]
+
+
+def _typed(args: argparse.Namespace) -> list[str]:
+    """What stood behind `ppctl resume`, but for its switches."""
+    return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.overrides]
 
 
 def effect_of_microbatches(config: RunConfig) -> str | None:
@@ -155,14 +168,15 @@ def effect_of_microbatches(config: RunConfig) -> str | None:
     return None
 
 
-def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: argparse.Namespace) -> None:
+def _refuse_finished(
+    run: RunDir, before: RunConfig, composed: Composed, checkpoint: Path, args: argparse.Namespace
+) -> None:
     done, steps = step_of(checkpoint), composed.config.train.steps
     finished = run.status()["state"] == "finished" and done == steps
     if finished or done > steps:
         message = f"run {run.id} has done its {done} steps"
         message += "" if finished else f", and train.steps is {steps}"
-        remedy = f"ppctl resume {args.run or run.id} steps={2 * done}"
-        raise ConfigError(Problem("PP-E618", message, remedy, str(run.path)))
+        raise ConfigError(Problem("PP-E618", message, longer(args.run or run.id, before, done), str(run.path)))
 
 
 def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, checkpoint: Path) -> None:

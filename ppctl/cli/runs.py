@@ -23,6 +23,8 @@ from ppctl.run_starts import QUIET, holder, is_held, quiet_for
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run, list_runs
 
+RUNS = Path("runs")
+"""The directory of all runs, where no other is named."""
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
 _TIMES = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%m-%d %H:%M")
@@ -40,7 +42,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def add_runs_directory(parser: argparse.ArgumentParser) -> None:
     """Declare --dir."""
     words = "the directory with all runs (default: runs)"
-    parser.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help=words)
+    parser.add_argument("--dir", type=Path, default=RUNS, metavar="DIR", help=words)
 
 
 def named_run(args: argparse.Namespace) -> RunDir:

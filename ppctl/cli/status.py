@@ -14,6 +14,7 @@ from typing import Any
 
 from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.jobs import RunJob, combined_state, job_of
+from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import PpctlError
@@ -51,14 +52,14 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
     )
     if report["state"] in (*STARTED, LOST):
         _add_waits(run, report["ranks"])
-    report["next"] = _next(report)
+    report["next"] = _next(run, report)
     if job is not None:
         report["job"] = {"job": job.number, **dict.fromkeys(("state", "reason", "nodes", "starts", "never"))}
         if job.state is not None:
             report["job"] |= {"state": job.state.state, "reason": job.state.reason, "nodes": job.state.nodes}
             report["job"] |= {"starts": job.state.start, "never": job.state.never}
             report["state"] = combined_state(report["state"], job.state)
-            report["next"] = _next(report)
+            report["next"] = _next(run, report)
     return report
 
 
@@ -78,13 +79,14 @@ def _progress(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _next(report: dict[str, Any]) -> str | None:
+def _next(run: RunDir, report: dict[str, Any]) -> str | None:
     """The command that usually follows."""
     where, state = shlex.quote(report["path"]), report["state"]
     if state in STARTED:
         return f"{program()} logs {where} -f"
     if state == "finished":
-        return f"{program()} resume {where} steps={2 * report['total']}" if report["total"] else None
+        with suppress(PpctlError, OSError):
+            return longer(report["path"], run.read_config())
     if state in ("failed", "stopped", "interrupted", LOST):
         return f"{program()} resume {where}" if report["checkpoint"] else report["command"]
     return None

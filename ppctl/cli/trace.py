@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ppctl.cli import trace_text
 from ppctl.cli.console import UNFOLDED, note, width
+from ppctl.cli.longer import longer
 from ppctl.cli.runs import add_run_arguments, named_run, program, short_path
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.cli.trace_text import SeenStep
@@ -112,8 +113,9 @@ def _none_traced(run: RunDir) -> Problem:
     if asked is not None and steps_of(asked)[0] > done:
         message += f": log.trace={asked}, and it has done {done} step{'s' * (done != 1)}"
     else:
-        more = f" steps={done + 3}" * (config.train.steps < done + 3)
-        remedy += f"{more} log.trace={done + 2}:{done + 4}"
+        wanted = f"log.trace={done + 2}:{done + 4}"
+        ends = config.train.steps < done + 3
+        remedy = longer(short_path(run.path), config, done, done + 3, wanted) if ends else f"{remedy} {wanted}"
     return Problem("PP-E643", message, remedy, str(run.path))
 
 

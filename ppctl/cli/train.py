@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from ppctl.checkpoint.local_copy import refused_on_one_host
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
+from ppctl.cli.longer import longer, same_rates, told_rates
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of, program, short_path
 from ppctl.config.argv import retyped, typed_again
@@ -184,6 +185,7 @@ def with_paths(config: RunConfig) -> RunConfig:
         config = _with_loaded(config, config.checkpoint.load)
     elif config.checkpoint.resume not in (None, AUTO):
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
+        _tell_rates(config, found)
         config = with_value(config, "checkpoint", resume=str(found))
     if config.model.from_ is not None:
         weights = find_weights(config.model.from_, Path(config.log.dir))
@@ -193,11 +195,22 @@ def with_paths(config: RunConfig) -> RunConfig:
     return config
 
 
+def _tell_rates(config: RunConfig, checkpoint: Path) -> None:
+    """Say what the learning rate does, where the checkpoint is of a run with other rates."""
+    with suppress(PpctlError, OSError):
+        before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
+        if not same_rates(before, config):
+            note(f"note: learning rate: {told_rates(before, config, done)}")
+
+
 def _with_loaded(config: RunConfig, load: str) -> RunConfig:
     """`config` with the checkpoint that `checkpoint.load` finds; as it is where the run begins."""
     found = checkpoint_if_any(load, Path(config.log.dir))
     note(f"note: checkpoint.load={load}: {f'going on from {found}' if found else 'nothing there yet, the run begins'}")
-    return config if found is None else with_value(config, "checkpoint", resume=str(found), load=None)
+    if found is None:
+        return config
+    _tell_rates(config, found)
+    return with_value(config, "checkpoint", resume=str(found), load=None)
 
 
 def command_line(command: str, args: argparse.Namespace) -> str:
@@ -307,7 +320,7 @@ def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence
     lines += ["", "next:"]
     lines += [f"  {name} plan +recipe={recipe}"] if recipe else []
     lines += [f"  {name} train {cut}"] if cut else []
-    return [*lines, f"  {name} resume {where} steps={2 * launch.config.train.steps}"]
+    return [*lines, f"  {longer(short_path(run.path), launch.config)}"]
 
 
 def _indented(text: str) -> str:

@@ -28,7 +28,8 @@ class StoredWeights:
     """Reads a model's tensors; files are mapped, not loaded.
 
     `config` is that of the library; `shapes` are those of all tensors of the model, by canonical name. Raises
-    CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown.
+    CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that has
+    other values than the one with which the model shares its memory.
     """
 
     def __init__(self, directory: Path, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -52,6 +53,12 @@ class StoredWeights:
         self._refuse("holds tensors whose dtype transformers' own code is not trained with", other)
         mixed = [name for name in shapes if len({self._headers[part].dtype for _, part in self._parts[name]}) > 1]
         self._refuse("holds the parts of one tensor in several dtypes", mixed)
+        owners = {parameter: name for name, parameter in model.named_parameters()}
+        shared = {name: owners[p] for name, p in model.named_parameters(remove_duplicate=False) if owners[p] != name}
+        self.shapes = {**{name: self.shapes[of] for name, of in shared.items() if of in shapes}, **shapes}
+        both = [(name, of) for name, of in shared.items() if name in self._parts and of in self._parts]
+        unequal = [f"{name} and {of}" for name, of in both if not torch.equal(self.tensor(name), self.tensor(of))]
+        self._refuse("holds other values in tensors that the model shares", unequal)
 
     def spec(self, name: str) -> Tensor:
         """Shape and dtype that `tensor` will give, on the meta device."""

@@ -72,19 +72,17 @@ class NeighbourExchange:
         self._neighbours.finish(self._neighbours.start(moves | received, headers=True))
         return {name: shapes_of(sizes)[0] for name, sizes in received.items()}
 
-    def listed(self, tensors: torch.Tensor | list[torch.Tensor], what: str) -> list[torch.Tensor]:
-        """The tensors to send, as a list. Raises MessageError for a None among them."""
+    def listed(self, tensors: Any, what: str) -> list[torch.Tensor | None]:
+        """The tensors to send, as a list; a None among them is not sent. Raises MessageError where all are None."""
         listed = tensors if isinstance(tensors, list) else [tensors]
-        if any(tensor is None for tensor in listed):
+        if listed and all(tensor is None for tensor in listed):
             rank = self._neighbours.pp_rank
             message = f"pp_rank {rank} was given None as {what} to send: the other rank would wait for it for ever"
             remedy = "let the stage's output depend on its input, so that there is a gradient" if "grad" in what else ""
             raise MessageError(Problem("PP-E716", message, remedy))
         return listed
 
-    def paired(
-        self, tensors: torch.Tensor | list[torch.Tensor], shapes: Any, name: str, what: str
-    ) -> list[tuple[torch.Tensor, Any]]:
+    def paired(self, tensors: Any, shapes: Any, name: str, what: str) -> list[tuple[torch.Tensor | None, Any]]:
         """Every tensor to send with the shape of what `name` receives for it. Raises MessageError for odd ones."""
         listed, wanted = self.listed(tensors, what), shapes_in(shapes)
         for shape in wanted:

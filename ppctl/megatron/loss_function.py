@@ -6,6 +6,7 @@ place: the tensors that a loss function returns stay as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ def forward_step_calc_loss(
     """
     last = is_last_of_world(vp_stage, config) if is_last_stage is None else is_last_stage
     none = torch.zeros((), dtype=torch.int, device=_device_of(output_tensor))
+    cp = setting(config, "context_parallel_size", 1) if cp_group_size is None else cp_group_size
     result = output_tensor, none
     if last and loss_func is None:
         forward_data_store.append(output_tensor)
@@ -58,10 +60,11 @@ def forward_step_calc_loss(
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
     elif last:
         assert loss_func is not None
-        cp = setting(config, "context_parallel_size", 1) if cp_group_size is None else cp_group_size
         loss, tokens, data = _read(loss_func(output_tensor), none, config, num_microbatches, cp)
         forward_data_store.append(data)
         result = loss, tokens
+    if torch.is_grad_enabled():
+        _scale_auxiliary_losses(model, config, num_microbatches, cp, output_tensor)
     return result
 
 
@@ -92,21 +95,26 @@ def is_last_of_world(vp_stage: int | None, config: Any) -> bool:
     return last_rank and vp_stage in (None, chunks - 1)
 
 
-def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any = None) -> None:
-    """Give modules with losses of their own the factor by which these count as the main loss does.
+_AUXILIARY = (
+    ("num_moe_experts", "moe", True, "moe.moe_utils", "MoEAuxLossAutoScaler"),
+    ("mtp_num_layers", "mtp", False, "multi_token_prediction", "MTPLossAutoScaler"),
+    ("experimental_attention_variant", "experimental_attention_variant", True, "", ""),  # its config has the setter
+)
+"""The config's field of a loss, its name here, whether the context parallel size multiplies it, and the module and the
+class of Megatron that attach it."""
 
-    With `num_moe_experts` in the config every submodule's `set_moe_loss_scale`, with `mtp_num_layers` every submodule's
-    `set_mtp_loss_scale` is called, where it has one, with a tensor of one element on the output's device: what
-    `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the microbatches
-    unless the loss is per token, for MoE times the context parallel size. It is called after every forward, before that
-    forward's backward. Raises ValueError where such a function returns more than one number.
 
-    A model whose losses are attached by Megatron's autograd functions passes it on: `def set_moe_loss_scale(self,
-    scale): MoEAuxLossAutoScaler.set_loss_scale(scale)`, and likewise MTPLossAutoScaler.
+def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any) -> None:
+    """Set the factor by which losses inside the layers count as the main loss does, before the microbatch's backward.
+
+    It is what `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the
+    microbatches unless the loss is per token, for MoE times the context parallel size: a tensor of one element on the
+    output's device. It goes to Megatron's own autograd function, where that is loaded, to every submodule's
+    `set_moe_loss_scale` or `set_mtp_loss_scale`, and to the config's function for its attention variant. Raises
+    ValueError where a function returns more than one number.
     """
     one = torch.ones(1, device=_device_of(output))
-    share = 1.0 if setting(config, "calculate_per_token_loss", False) else 1.0 / num_microbatches
-    for field, kind, factor in (("num_moe_experts", "moe", share * cp), ("mtp_num_layers", "mtp", share)):
+    for field, kind, times_cp, module, name in _AUXILIARY:
         if setting(config, field) is None:
             continue
         function = setting(config, f"{kind}_grad_scale_func") or setting(config, "grad_scale_func")
@@ -114,10 +122,14 @@ def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int,
         if scale.numel() != 1:
             message = f"the {kind} loss has one scale, and its function returned {scale.numel()} numbers"
             raise LossScaleError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
-        for module in model.modules():
-            set_scale = getattr(module, f"set_{kind}_loss_scale", None)
-            if set_scale is not None:
-                set_scale(scale * factor)
+        if not setting(config, "calculate_per_token_loss", False):
+            scale = scale * (cp if times_cp else 1) / num_microbatches
+        # Never imported: a model that attaches such a loss has loaded its class.
+        scaler = getattr(sys.modules.get(f"megatron.core.transformer.{module}"), name, None)
+        setters = [getattr(each, f"set_{kind}_loss_scale", None) for each in getattr(model, "modules", tuple)()]
+        setters += [getattr(scaler, "set_loss_scale", None), setting(config, f"{kind}_loss_scale_func")]
+        for set_scale in filter(None, setters):
+            set_scale(scale.clone())  # Megatron keeps the first tensor and copies later ones into it
 
 
 def _device_of(output: Any) -> torch.device:

@@ -51,7 +51,9 @@ def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: 
 
 
 def set_current_microbatch(model: Any, microbatch_id: int) -> None:
-    """Tell every layer of the model's decoder (`model.decoder.layers`, where there is one) its microbatch."""
+    """Tell every layer of the model's decoder, and of its multi-token prediction, its microbatch."""
     holder = holder_of(model, "decoder")
-    for layer in () if holder is None else getattr(holder.decoder, "layers", ()):
+    for layer in getattr(getattr(holder, "decoder", None), "layers", ()):
         layer.current_microbatch = microbatch_id
+    for layer in getattr(getattr(holder, "mtp", None), "layers", ()):
+        getattr(layer, "transformer_layer", layer).current_microbatch = microbatch_id

@@ -29,7 +29,7 @@ from ppctl.schedule.action import Channel
 Shape = list[int] | torch.Size
 """The shape of one tensor, as the methods take it (a tuple of ints does as well)."""
 
-Tensors = torch.Tensor | list[torch.Tensor]
+Tensors = torch.Tensor | list[torch.Tensor] | list[torch.Tensor | None]
 
 
 class P2PCommunicator(Communicator):
@@ -42,8 +42,9 @@ class P2PCommunicator(Communicator):
     The methods take and return single tensors or lists of them, one shape or a list of shapes. With
     variable_seq_lengths, shapes are ignored (but None is refused), and every tensor's shape, with any number of dims,
     is sent before it. Received tensors are new leaves of `pipeline_dtype` that require a gradient. Raises
-    MessageError, before anything is sent, for arguments that would leave the other rank waiting: a None, a wrong number
-    of tensors or shapes, a dtype other than `pipeline_dtype`. Raises PeerLost if the other rank is gone.
+    MessageError, before anything is sent, for arguments that would leave the other rank waiting: nothing but None, a
+    wrong number of tensors or shapes, a dtype other than `pipeline_dtype`. A None in a list beside tensors is not sent,
+    as in Megatron: the other rank receives one less. Raises PeerLost if the other rank is gone.
     """
 
     def __init__(

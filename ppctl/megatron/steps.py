@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
-from ppctl.megatron.loss_function import forward_step_calc_loss, scale_auxiliary_losses
+from ppctl.megatron.loss_function import forward_step_calc_loss
 from ppctl.megatron.microbatches import set_current_microbatch
 from ppctl.megatron.models import give_input, holder_of, setting
 
@@ -70,8 +70,6 @@ def forward_step(
             cp_group_size,
             is_last_stage,
         )
-        if torch.is_grad_enabled():
-            scale_auxiliary_losses(model, config, num_microbatches, cp_group_size, output)
     if isinstance(input_tensor, list) and not isinstance(output, list):
         output = list(output) if isinstance(output, tuple) else [output]
     return output, num_tokens
@@ -109,9 +107,10 @@ def backward_step(
 ) -> Any:
     """Backward through a stage's output: the gradient of its input, a list for a list; None on the first stage.
 
-    Without an output gradient the output is the loss, scaled by `config.grad_scale_func` where there is one. All
-    outputs of a list are gone through, not the first alone. The `model_type` of older callers is ignored, and may be
-    left out: `backward_step(input, output, gradient, config)`. Raises TrainingError where an input gets no gradient.
+    Without a gradient the first output is the loss, scaled by `config.grad_scale_func` where there is one. Every output
+    of a list that has a gradient is gone through: the result is the gradient of the loss, not the first output's part
+    of it (decision 7). The `model_type` of older callers is ignored, and may be left out: `backward_step(input, output,
+    gradient, config)`. Raises TrainingError where an input gets no gradient, or an output without one is no loss.
     """
     config = model_type if config is None else config
     with timed(config, "backward-compute"):
@@ -119,16 +118,24 @@ def backward_step(
         for tensor in inputs:
             if tensor is not None:
                 tensor.retain_grad()
-        scale = setting(config, "grad_scale_func")
-        if gradients[0] is None and scale is not None:
-            outputs = [scale(outputs[0]), *outputs[1:]]
         gradients += [None] * (len(outputs) - len(gradients))
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and o.requires_grad]
+        if gradients[0] is None and outputs[0] is not None:
+            outputs[0], gradients[0] = _loss_and_seed(outputs[0], setting(config, "grad_scale_func"))
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
         if pairs:
-            seeds = [torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs]
-            torch.autograd.backward([get_gradient_edge(output) for output, _ in pairs], seeds)
+            edges = [get_gradient_edge(output) for output, _ in pairs]
+            torch.autograd.backward(edges, [gradient for _, gradient in pairs])
     found = [None if tensor is None else _gradient_of(tensor) for tensor in inputs]
     return found if isinstance(input_tensor, list) else found[0]
+
+
+def _loss_and_seed(loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
+    """The scaled loss and the gradient that its backward starts from."""
+    loss = loss if scale is None else scale(loss)
+    if loss.numel() != 1:
+        message = f"an output without a gradient is the loss, and this is {_describe(loss)}"
+        raise TrainingError(Problem("PP-E714", message, "pass the gradient that the next stage sent"))
+    return loss, torch.ones_like(loss)
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:

@@ -25,7 +25,8 @@ def main_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """While it lasts, gradients are added to `parameter.main_grad` and `.grad` stays None.
 
     `main_grad` is float32 (float64 for a float64 parameter), made with the first gradient where it is missing or None,
-    and like `.grad` lives until its owner clears it.
+    and like `.grad` lives until its owner clears it. A parameter that has `grad_added_to_main_grad` is left alone: who
+    set that (Megatron's DistributedDataParallel) moves its gradient, and a fused product's is a dummy.
     """
     with ExitStack() as hooks:
         for parameter in {p: None for chunk in chunks for p in chunk.parameters() if p.requires_grad}:
@@ -35,6 +36,8 @@ def main_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _move(parameter: Tensor) -> None:
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        return
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
         add_to_main_grad(parameter, gradient)

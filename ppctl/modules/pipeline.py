@@ -175,10 +175,12 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's values from the state of the whole model, or of these stages.
 
-        Raises CheckpointError and loads nothing if tensors are missing or have another shape (PP-E537), or if stages
-        are sharded over other ranks (PP-E539).
+        Raises CheckpointError and loads nothing if tensors are missing, have another shape, or differ where the model
+        shares them (PP-E537), or if stages are sharded over other ranks (PP-E539). The next step or evaluation compares
+        them over all ranks (PP-E504).
         """
         self._stages.load_state_dict(state)
+        self._known.clear()  # the next step compares shared parameters before it runs
 
     def close(self) -> None:
         """End the pipeline's connections; every rank calls it before the process groups are destroyed."""
@@ -238,6 +240,7 @@ class Pipeline:
             own=True,
             told=lambda found: f"{call} of {found[0].shapes}",
         )
+        self._stages.compare_ties()
         place, number = self.placement, batch.per_call
         schedule = agreed(
             self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number), of=Schedule

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
 
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
@@ -60,6 +61,7 @@ class RankStages:
         )
         agreed(ranks, "follow the stages' dtypes", lambda: source.compute_in(found), own=True)
         self._ties = self._tie()
+        self._compared = False
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -78,6 +80,10 @@ class RankStages:
         """Take this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539) with nothing taken."""
         owner = {use.name: uses[0].name for uses in self._source.ties for use in uses}
         own = self.state_dict()
+        first = {n: state[of] for n, of in owner.items() if n != of and of in state and n in state}
+        unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not _equal(each, state[n])]
+        if unequal:
+            raise CheckpointError(_unequal(unequal, "PP-E537"))
         found = {name: state.get(name, state.get(owner.get(name, name))) for name in own}
         wrong = [f"{n} is missing" for n, tensor in found.items() if tensor is None]
         wrong += [
@@ -94,6 +100,30 @@ class RankStages:
         for name, tensor in found.items():
             assert tensor is not None  # it would be in `wrong`
             own[name].copy_(tensor)
+        self._compared = False
+
+    def compare_ties(self) -> None:
+        """Compare all uses of each shared parameter, once, and again after a rank has loaded values. A collective.
+
+        A rank that loads its stages alone, or through torch's checkpoints, does not see the other uses. Raises
+        CheckpointError (PP-E504) on all ranks, with the names.
+        """
+        if not self._source.ties or agreed(self._ranks, "see who loaded", lambda: self._compared, joined=all):
+            return
+
+        def conclude(ranks: list[dict[str, str]]) -> None:
+            found = {name: digest for rank in ranks for name, digest in rank.items()}
+            uses = [[use.name for use in each] for each in self._source.ties]
+            unequal = [f"{name} and {each[0]}" for each in uses for name in each if found[name] != found[each[0]]]
+            if unequal:
+                raise CheckpointError(_unequal(unequal, "PP-E504"))
+
+        agreed(self._ranks, "compare shared parameters", self._digests, joined=conclude)
+        self._compared = True
+
+    def _digests(self) -> dict[str, str]:
+        own = {name: parameter.detach() for tied in self._ties for name, parameter in tied.own.items()}
+        return {name: xxh3_128_hexdigest(_bytes(tensor)) for name, tensor in own.items()}
 
     # --- modes of a step ---------------------------------------------------------------------------------------------
 
@@ -168,6 +198,19 @@ class RankStages:
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
             raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
+
+
+def _unequal(names: list[str], code: str) -> Problem:
+    message = "the model shares these parameters, and they were given different values"
+    return Problem(code, message, "a model with tie_word_embeddings=False", listed(names))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other.to(one))
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _in_model_order(found: list[dict[int, StageDtypes]]) -> list[StageDtypes]:

@@ -22,11 +22,12 @@ from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
+from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, listed
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
 from ppctl.geometry.adapters import is_adapter
-from ppctl.geometry.canonical_names import expert_name
+from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.companion_files import tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
@@ -155,11 +156,13 @@ def start_from(session: Session, path: Path) -> None:
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
-        fill(CheckpointReader(path, read_manifest(path)), shards)
+        reader = CheckpointReader(path, read_manifest(path))
+        _check_weights(reader, session.config.model)
+        fill(reader, shards)
     elif (foreign := foreign_of(session.config.model)) is None:
-        reader = Reader(open_directory(path, model=session.config.model))
-        reader.check_copies()
-        _fill_from_directory(reader.tensor, shards)
+        stored = Reader(open_directory(path, model=session.config.model))
+        stored.check_copies()
+        _fill_from_directory(stored.tensor, shards)
     elif has_weights(path):
         from ppctl.foreign.library import config_from  # transformers, which few runs need
         from ppctl.foreign.stored import StoredWeights
@@ -168,6 +171,22 @@ def start_from(session: Session, path: Path) -> None:
         given = [shard for shard in shards if not is_adapter(shard.name)]
         _fill_from_directory(StoredWeights(path, config_from(foreign.config), shapes).tensor, given)
     session.weights.publish()
+
+
+def _check_weights(reader: CheckpointReader, model: ModelConfig) -> None:
+    """Raise CheckpointError (PP-E524), which names tensors that are missing or of another shape, and uses of a table
+    that an untied model has saved with other values: a tied one would take the first alone.
+    """
+    stored, shapes = reader.manifest.tensors, {f"model.{name}": shape for name, shape in model_tensors(model).items()}
+    wrong = [name for name, shape in shapes.items() if name not in stored or stored[name].shape != shape]
+    foreign = foreign_of(model)
+    table, *uses = (f"model.{use}" for use in (foreign.anatomy.uses if foreign else uses_of_embedding(model)))
+    own = [use for use in uses if table in stored and use in stored and use not in shapes]
+    wrong += [f"{use} and {table}" for use in own if not torch.equal(reader.tensor(use), reader.tensor(table))]
+    if wrong:
+        message = f"the weights at {reader.path} are not those of this model, or differ where it shares them"
+        remedy = "the model's sizes and model.share_embeddings_and_output_weights as they were saved"
+        raise CheckpointError(Problem("PP-E524", message, remedy, listed(wrong)))
 
 
 @torch.no_grad()

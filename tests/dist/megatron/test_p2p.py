@@ -152,7 +152,7 @@ def refusals():
     x, y = filled(1), filled(1, (4,))
     calls = {
         "none": lambda: comm.send_forward(None, False),
-        "none in a list": lambda: comm.send_backward([x, None], False),
+        "none alone in a list": lambda: comm.send_backward([None], False),
         "none in a combined call": lambda: comm.send_backward_recv_forward(None, SHAPE, False),
         "dtype": lambda: comm.send_forward(x.double(), False),
         "surplus tensor": lambda: comm.send_forward_recv_backward([x, y], [SHAPE], False),
@@ -172,7 +172,7 @@ def refusals():
 
 REFUSALS = {
     "none": "PP-E716: pp_rank 0 was given None as an activation to send: the other rank would wait for it for ever",
-    "none in a list": "PP-E716: pp_rank 0 was given None as a gradient to send",
+    "none alone in a list": "PP-E716: pp_rank 0 was given None as a gradient to send",
     "none in a combined call": "PP-E716: pp_rank 0 was given None as a gradient to send",
     "dtype": "PP-E716: send_next: a tensor of torch.float64; the other rank receives pipeline_dtype torch.float32",
     "surplus tensor": "PP-E716: 2 tensors are sent and 1 shapes to be received",
@@ -188,6 +188,21 @@ def test_what_would_leave_the_other_rank_waiting_is_refused_before_anything_is_s
     assert caught.keys() == REFUSALS.keys()
     for name, text in REFUSALS.items():
         assert caught[name].startswith(text), name
+
+
+def lists_with_none(mode):
+    """A ported loop with nothing in its first slot: the other rank receives the second alone."""
+    comm = communicator(mode)
+    if comm.is_pp_first_stage:
+        comm.send_forward([None, filled(5)], False)
+        return values(*comm.send_forward_recv_backward([None, filled(6)], [SHAPE, SHAPE], False))
+    got = comm.recv_forward(SHAPE, False), comm.send_backward([filled(7), None], False)
+    return values(got[0], comm.send_backward_recv_forward(filled(8), SHAPE, False))
+
+
+@in_every_mode
+def test_a_none_beside_tensors_is_not_sent_as_in_megatron(mode):
+    assert run_ranks(lists_with_none, 2, mode) == [[7, 8], [5, 6]]
 
 
 def lengths_that_differ(mode):

@@ -9,7 +9,7 @@ import pytest
 
 from ppctl.cli.main import main
 from ppctl.cli.runs import program
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.rundir import RunDir
 
 
@@ -22,7 +22,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, RunDir]:
     ):
 
         def fill(draft: RunDir) -> None:
-            draft.write_config(RunConfig())
+            draft.write_config(RunConfig(optim=OptimConfig(min_lr=3e-5)))
             draft.add_command("ppctl train")
 
         run = RunDir.create(Path("runs"), "job", fill, run_id)
@@ -55,8 +55,8 @@ def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> Non
 def test_on_a_narrow_terminal_the_times_get_shorter_and_long_values_stand_below(
     runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RunConfig()
-    config.optim.lr, config.checkpoint.resume = 1e-3, "/".join(["", *["directory"] * 9])
+    config = RunConfig(optim=OptimConfig(lr=1e-3, min_lr=3e-5))
+    config.checkpoint.resume = "/".join(["", *["directory"] * 9])
     runs["new"].write_config(config)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     seen = {}
@@ -111,7 +111,11 @@ def test_no_runs_is_no_mistake(
 @pytest.mark.parametrize(
     ("run", "says", "follows"),
     [
-        ("old", ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"], "{program} resume {path} steps=200"),
+        (
+            "old",
+            ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"],
+            "{program} resume {path} steps=200 optim.lr_decay_steps=100",
+        ),
         ("dead", ["lost, step 1 of 100\n", "loss 5.5000, 1,024 tokens/s\n"], "ppctl train"),
         ("alive", ["running, step 0 of 100\n"], "{program} logs {path} -f"),
         ("new", ["failed, step 0 of 100\n"], "ppctl train"),
@@ -152,7 +156,7 @@ def test_a_run_that_goes_on_has_a_time_that_is_left(
 def test_two_runs_are_compared_by_keys_losses_and_speed(
     runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = RunConfig()
+    config = RunConfig(optim=OptimConfig(min_lr=3e-5))
     config.optim.lr = 1e-3
     runs["new"].write_config(config)
     for step in range(1, 31):

@@ -1,0 +1,117 @@
+"""The learning rate of a run that goes on with another length: whether it jumps, and commands with which it does not.
+
+Pure functions of configs. Must not know run directories or checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ppctl.cli.runs import program
+from ppctl.config.batch_sizes import steps_for_tokens
+from ppctl.config.learning_rate import Piece, lr_at, pieces_of, warmup_steps
+from ppctl.config.schema import RunConfig
+from ppctl.errors import Problem, pasted
+
+_JUMP = 2.0
+"""A rate that rises by more than this factor from one step to the next is asked about."""
+
+
+def sets_rate(key: str) -> bool:
+    """Whether a key is about the learning rate alone."""
+    return key.startswith(("optim.lr", "optim.min_lr", "optim.warmup_"))
+
+
+def same_rates(before: RunConfig, after: RunConfig) -> bool:
+    """Whether two configs have the same learning rate for every update."""
+    return _rates(before) == _rates(after)
+
+
+def told_rates(before: RunConfig, after: RunConfig, done: int) -> str:
+    """`2.06e-06 in step 60, 0.000439 in step 61, 0 in step 80`: the last rate, the next one, the highest, the end's."""
+    end, (_, warmup, pieces) = after.train.steps, _rates(after)
+    turns = (done + 1, end, warmup, *(piece.until + 1 for piece in pieces))
+    highest = max((step for step in turns if done < step <= end), key=lambda step: _rate(after, step), default=end)
+    rates = [(_rate(before, max(done, 1)), max(done, 1))]
+    rates += [(_rate(after, step), step) for step in sorted({done + 1, highest, end}) if done < step <= end]
+    return ", ".join(f"{rate:.3g} in step {step}" for rate, step in rates)
+
+
+def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
+    """Whether the next step's rate is far above the last one's, and above what it would have been."""
+    expected = max(_rate(before, max(done, 1)), _rate(before, done + 1))
+    return done < after.train.steps and _rate(after, done + 1) > _JUMP * expected * (1 + 1e-9)
+
+
+def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str]) -> Problem:
+    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood behind that."""
+    last, following = _rate(before, max(done, 1)), _rate(after, done + 1)
+    jump = f"{following / last:.3g} times as high" if last else "above 0"
+    choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
+    if held := _held(before):
+        rate = _rate(_with(after, optim=held), after.train.steps)
+        choice = f"the decay ends at step {before.train.steps:,} as before, and the rate stays {rate:.3g}"
+        choices.append((choice + ("" if rate else " (nothing is learned)"), held, ()))
+    choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
+    choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
+    told = f"the next step's learning rate would be {jump}: {told_rates(before, after, done)}"
+    commands = [pasted("ppctl", "resume", *typed, *_words(optim=optim), *allow) for _, optim, allow in choices]
+    message = f"{told}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
+    return Problem("PP-E617", message, "\n".join(commands), "train.steps (command line)")
+
+
+def longer(run: str, config: RunConfig, done: int | None = None, steps: int | None = None, *more: str) -> str:
+    """The command that goes on until `steps` (as many again), at a rate that does not rise at once and is not 0."""
+    done = config.train.steps if done is None else done
+    length: dict[str, Any] = {"steps": steps or 2 * done}
+    length |= {name: None for name in ("samples", "tokens") if getattr(config.train, name) is not None}
+    last = max(_rate(config, max(done, 1)), _rate(config, done + 1))
+    calm = [optim for optim in ({}, _held(config)) if 0 < _rate(_with(config, length, optim), done + 1) <= last]
+    optim = calm[0] if calm else _warmed_up(config, done, length["steps"])
+    return f"{program()} {pasted('resume', run, *_words(length, optim), *more, *[] if calm else ['--allow'])}"
+
+
+def _held(config: RunConfig) -> dict[str, Any]:
+    """What keeps the end of the decay where it is, so that the rate stays what it is there; nothing where it is set."""
+    optim = config.optim
+    free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
+    return {"lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}
+
+
+_WITHOUT_END = ("constant", "piecewise")
+
+
+def _warmed_up(config: RunConfig, done: int, steps: int) -> dict[str, Any]:
+    """A rate that rises from that of the last step to the peak, and falls to min_lr at the end."""
+    optim = config.optim
+    left = steps - done
+    top = done + min(max(warmup_steps(optim, steps_for_tokens(config)) or left // 10, 1), left)
+    rates = [("constant", done, _rate(config, done)), ("linear", top, optim.lr), ("cosine", steps, optim.min_lr)]
+    rows = [f"{{style: {style}, until: {until}, lr: {rate:.3g}}}" for style, until, rate in rates]
+    unset = ("lr_decay_steps", "lr_decay_tokens", "lr_wsd_decay_steps")
+    return {
+        "lr_decay_style": "piecewise",
+        "lr_pieces": f"[{', '.join(rows[: 2 + (top < steps)])}]",
+        **{name: None for name in unset if getattr(optim, name) is not None},
+    }
+
+
+def _words(train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None) -> list[str]:
+    named = {"steps" if name == "steps" else f"train.{name}": value for name, value in (train or {}).items()}
+    named |= {f"optim.{name}": value for name, value in (optim or {}).items()}
+    return [f"{name}={'null' if value is None else value}" for name, value in named.items()]
+
+
+def _with(config: RunConfig, train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None) -> RunConfig:
+    return replace(config, train=replace(config.train, **train or {}), optim=replace(config.optim, **optim or {}))
+
+
+def _rate(config: RunConfig, step: int) -> float:
+    return lr_at(step - 1, config.optim, config.train.steps, steps_for_tokens(config))
+
+
+def _rates(config: RunConfig) -> tuple[float, int, list[Piece]]:
+    optim, steps_for = config.optim, steps_for_tokens(config)
+    return optim.lr, warmup_steps(optim, steps_for), pieces_of(optim, config.train.steps, steps_for)
