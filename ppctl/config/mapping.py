@@ -58,6 +58,8 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
         key = keys().get(name)
         if key is None:
             unknown.append(name)
+            if len(unknown) <= MOST_UNKNOWN:
+                problems.append(unknown_key(name, place(name)))
             continue
         if key.is_callable:
             problems.append(python_only(key, place(name)))
@@ -68,7 +70,6 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
             problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
             continue
         set_value(config, name, converted)
-    problems += [unknown_key(name, place(name)) for name in unknown[:MOST_UNKNOWN]]
     if unknown[MOST_UNKNOWN:]:
         message = f"there are {len(unknown) - MOST_UNKNOWN} more names that are no keys"
         problems.append(Problem("PP-E101", message, "ppctl explain", place(unknown[MOST_UNKNOWN])))

@@ -142,13 +142,8 @@ def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]
         raise UnreadableYaml(error.reason, text.count("\n", 0, error.position) + 1) from None
     except UnreadableYaml:
         raise
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OverflowError,
-    ):  # a value that does not fit the tag before it
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        # PyYAML's own words for a value that is none of its tag are any exception.
         reason = f"{reader.at.value[:40]} is no {reader.at.tag.rpartition(':')[2]}"
         raise UnreadableYaml(reason, reader.at.start_mark.line + 1) from None
 
