@@ -166,12 +166,15 @@ def show_conversation(args: argparse.Namespace) -> int:
         "learned": sum(int(each.learned.sum()) for each in found),
         "longest": max(len(each.tokens) for each in found),
     }
+    if any(each.early for each in found):
+        counts["early"] = sum(each.early for each in found)
     if args.json:
         shown = {"tokens": one.tokens.tolist(), "learned": one.learned.tolist(), "runs": one.runs()}
         print(json.dumps(counts | {"document": args.document, "place": one.place, "shown": shown}))
         return 0
     for key, value in counts.items():
-        print(f"{key:<14} {value:,}")
+        why = " of the learned ones begin before the answer and end in it" if key == "early" else ""
+        print(f"{key:<14} {value:,}{why}")
     print(f"{'shown':<14} {one.place}: {len(one.tokens):,} tokens, {int(one.learned.sum()):,} learned (+)")
     for learned, text in one.runs():
         for line in text.splitlines(keepends=True):

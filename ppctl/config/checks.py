@@ -8,6 +8,7 @@ constraints in `model_parallel_config.problems`.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
@@ -41,8 +42,10 @@ from ppctl.config.keys import (
     value_of,
 )
 from ppctl.config.limits import Bounds, Form, OneOf
+from ppctl.config.mapping import converted_value
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.quantities import steps_of
+from ppctl.config.quoting import quote
 from ppctl.config.schema import CheckpointConfig, ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
@@ -82,13 +85,41 @@ def check(
     report((_beyond(key, value_of(config, key), usual) for key in first), skip)
     # Rules between values see only values within their limits: they stay fast, and no value has two problems.
     sound = within_limits(config, beyond, usual)
-    report(_findings(sound, usual), {*skip, *beyond})
+    report(_with_working_remedies(sound, usual), {*skip, *beyond})
     filled = replace(sound.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
     found += parallel_problems(filled)
     found += refused(config, provenance, reported)
     if for_training:
         found += not_trained(config)
     return found
+
+
+def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
+    """The findings, each with the first remedy that breaks no other rule: its own, or that of a key's usual value."""
+    findings = list(_findings(config, usual))
+    before = {(keys, message) for keys, message, _ in findings}
+    for keys, message, remedy in findings:
+        named = [key for key in keys if key in text_keys() and value_of(config, key) != _usual(key, usual)]
+        for candidate in (remedy, *(as_typed(key, _usual(key, usual)) for key in named)) if remedy else ():
+            mended = _mended(config, candidate)
+            broken = set() if mended is None else {found[:2] for found in _findings(mended, usual)}
+            if not broken - before | broken & {(keys, message)}:
+                remedy = candidate
+                break
+        yield keys, message, remedy
+
+
+def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
+    """The config with a remedy that sets keys; None for one that does something else, such as to explain."""
+    from ppctl.config.hydra_source import parse
+
+    mended = replace(config, **{name: copy(getattr(config, name)) for name in sections()})
+    for word in shlex.split(remedy.partition("\n")[0]):
+        key, _, text = word.partition("=")
+        if key not in text_keys():
+            return None
+        set_value(mended, key, converted_value(key, parse(f"{key}={quote(key, text)}").value()))
+    return mended
 
 
 def beyond_limits(config: RunConfig) -> Iterator[str]:

@@ -197,8 +197,8 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
             draft.problems.append(no_such_key(key, text))
             continue
         if known == "model.transformers" and text not in ("", "null"):
-            message = f"{known} is what was found in the directory of model.from: it is not typed"
-            draft.problems.append(Problem("PP-E103", message, "model.from=DIR", PLACE))
+            message = f"{known} is what was found in the directory of model.from: leave it out"
+            draft.problems.append(Problem("PP-E103", message, place=PLACE))
             continue
         if known in text_keys():
             draft.covered.setdefault(known, deepcopy(draft.get(known)))

@@ -159,13 +159,12 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _rows(text: str) -> list[Any]:
-    import yaml
+    from ppctl.config.yaml_file import read_yaml
 
     try:
-        found: list[Any] = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        reason = getattr(error, "problem", None) or error
-        raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {reason}") from None
+        found: list[Any] = read_yaml(text)[0]
+    except ValueError as error:
+        raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {error}") from None
     return found
 
 

@@ -81,7 +81,7 @@ class Draft:
         for name in leaves:
             try:
                 OmegaConf.create({"value": self.get(name)})
-            except OmegaConfBaseException as error:
+            except (OmegaConfBaseException, RecursionError) as error:
                 self._unresolved(name, error)
         tree = OmegaConf.create(self.tree)
         for name in leaves:
@@ -129,10 +129,12 @@ class Draft:
         value = self.get(LAYOUT)
         if not (isinstance(value, str) and value.startswith("@")):
             return
+        from ppctl.config.yaml_file import read_yaml
+
         try:
             text = read_text(value[1:]).strip()
-            self.put(LAYOUT, _listed(text) if text[:1] in ("[", "-") else text)
-        except (OSError, ValueError, RecursionError) as error:
+            self.put(LAYOUT, read_yaml(text)[0] if text[:1] in ("[", "-") else text)
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             message = f"the layout file {value[1:]} cannot be read: {reason}; null is the even split"
             self.problems.append(Problem("PP-E123", message, "layout=null", self.place(LAYOUT)))
@@ -178,16 +180,6 @@ class Draft:
         stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
         self.put(weaker, self.get(stronger))
         self.provenance[weaker] = f"derived: {stronger}"
-
-
-def _listed(text: str) -> Any:
-    """A list of stages in YAML. Raises ValueError, or RecursionError where it is nested too deeply."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is not valid YAML: {error}") from None
 
 
 def _strength(source: str) -> int:

@@ -144,11 +144,11 @@ def load(choices: Mapping[str, str]) -> list[ConfigLayer]:
             prepend_hydra=False,
             skip_missing=False,
         )
-    except HydraException as error:
-        reason = str(error).split("\nConfig search path")[0].strip()
-        raise ConfigError(
-            Problem("PP-E115", f"the config cannot be composed: {reason}", place="defaults lists")
-        ) from None
+    except RecursionError:
+        raise _header_of(source, "it includes itself") from None
+    except (HydraException, ValueError, TypeError, AssertionError) as error:  # the last three of a malformed list
+        reason = str(error).split("\nConfig search path")[0].strip() or "an item of its defaults list has no group"
+        raise _header_of(source, reason) from None
     layers = []
     for default in found.defaults:
         path = default.config_path or ""
@@ -157,3 +157,10 @@ def load(choices: Mapping[str, str]) -> list[ConfigLayer]:
             recipe = path.removeprefix("recipe/") if path.startswith("recipe/") else None
             layers.append(ConfigLayer(file, default.package or "", recipe))
     return layers
+
+
+def _header_of(source: PpctlSource, reason: str) -> ConfigError:
+    """The problem of a header or a defaults list: that of the recipe, since conf/ ships with the package."""
+    file = source.file(f"recipe/{source.chosen.name}" if source.chosen else "config")
+    assert file is not None  # it was read before
+    return file.error(f"cannot be composed: {reason}", file.lines.get("defaults", 1))

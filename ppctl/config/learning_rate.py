@@ -22,6 +22,8 @@ class Piece(NamedTuple):
     style: str
     until: int
     lr: float
+    since: int | None = None
+    """The update at which its shape begins, where that may lie inside the warm-up: as in Megatron's WSD."""
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
@@ -40,16 +42,19 @@ def lr_at(updates: int, optim: OptimConfig, steps: int, steps_for: StepsFor | No
 
     A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
     at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). Behind the last one, its rate.
-    `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, until its last step.
+    `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, up to its last step.
     """
     warmup = warmup_steps(optim, steps_for)
     if updates < warmup:
         return optim.lr * ((updates + 1) / warmup)
     begin, lr = warmup, optim.lr
     for piece in pieces_of(optim, steps, steps_for):
+        if piece.style == "inverse-square-root" and updates <= piece.until:
+            return max(piece.lr, lr * math.sqrt(max(warmup, 1) / max(updates, 1)))
         if updates < piece.until:
-            if piece.style == "inverse-square-root":
-                return max(piece.lr, lr * math.sqrt(max(warmup, 1) / max(updates, 1)))
+            begin = begin if piece.since is None else piece.since
+            if begin < updates == warmup > 0:
+                return lr  # Megatron's warm-up ends with this update
             return piece.lr + (lr - piece.lr) * SHAPES[piece.style]((updates - begin) / (piece.until - begin))
         begin, lr = max(begin, piece.until), piece.lr
     return lr
@@ -70,7 +75,7 @@ def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> lis
     if optim.lr_decay_style != "WSD":
         return [Piece(optim.lr_decay_style, end, optim.min_lr)]
     stable = end - (optim.lr_wsd_decay_steps or 0)
-    return [Piece("constant", stable, optim.lr), Piece(optim.lr_wsd_decay_style, end, optim.min_lr)]
+    return [Piece("constant", stable, optim.lr), Piece(optim.lr_wsd_decay_style, end, optim.min_lr, stable)]
 
 
 def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[Piece]:

@@ -15,6 +15,8 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 
 PUBLISHED = frozenset({"what", "published", "here", "why"})
+MOST_UNKNOWN = 20
+"""Unknown keys that are told one by one: each is compared with every key."""
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
@@ -51,10 +53,13 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
     """As `from_mapping`, but returns the problems; a key that has one keeps its default."""
     config = RunConfig()
     problems: list[Problem] = []
+    unknown: list[str] = []
     for name, value in _leaves(mapping, problems, place):
         key = keys().get(name)
         if key is None:
-            problems.append(unknown_key(name, place(name)))
+            unknown.append(name)
+            if len(unknown) <= MOST_UNKNOWN:
+                problems.append(unknown_key(name, place(name)))
             continue
         if key.is_callable:
             problems.append(python_only(key, place(name)))
@@ -65,6 +70,9 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
             problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
             continue
         set_value(config, name, converted)
+    if unknown[MOST_UNKNOWN:]:
+        message = f"there are {len(unknown) - MOST_UNKNOWN} more names that are no keys"
+        problems.append(Problem("PP-E101", message, "ppctl explain", place(unknown[MOST_UNKNOWN])))
     return config, problems
 
 
@@ -114,7 +122,7 @@ def converted_value(name: str, value: Any) -> Any:
     for member in members(key.type):
         try:
             return _as(member, value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             continue
     raise ValueError(f"takes {type_text(key.type)}, not {value!r}")
 

@@ -7,7 +7,7 @@ error. Must not know Hydra's composition or the schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,27 @@ from typing import Any
 
 import yaml
 
-from ppctl.errors import ConfigError, Problem
-from ppctl.files import read_text
+from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.files import nearest_there, read_text
 
 _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+MOST_VALUES, DEEPEST, _LONGEST_KEY = 100_000, 64, 200
+_MERGE, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("merge", "int", "float"))
 
-class _Loader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C where PyYAML has it
+
+class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C where PyYAML has it
+    """PyYAML's safe loader, which knows the value that it reads last."""
+
+    at: Any = None
+
+    def construct_scalar(self, node: Any) -> Any:
+        """The text of a value."""
+        self.at = node
+        return super().construct_scalar(node)
+
+
+class _Loader(PlainLoader):
     """YAML 1.1 without its surprises in configs: numbers that are text, text that is a date or counts in sixties."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way of holding them
@@ -29,29 +43,27 @@ class _Loader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at 
         for first, resolvers in _FAST.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping, in which no key occurs twice."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} occurs twice", key.start_mark)
-            seen.add(key.value)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return mapping
-
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
 
 
-def _text_with_colons(tag: str) -> None:
+def _count(loader: Any, node: Any) -> int:
+    """A whole number that can be printed, and be a float; YAML also takes others in base 16."""
+    value: int = _FAST.yaml_constructors[_INT](loader, node)
+    if value.bit_length() >= sys.float_info.max_exp:
+        raise OverflowError(value.bit_length())
+    return value
+
+
+def _or_text(read: Any) -> Any:
     """Let 12:00:00 be a time limit, where YAML 1.1 reads 43200."""
-    read = _Loader.yaml_constructors[tag]
-    _Loader.add_constructor(tag, lambda loader, node: node.value if ":" in node.value else read(loader, node))
+    return lambda loader, node: node.value if ":" in node.value else read(loader, node)
 
 
-for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _text_with_colons(_tag)
+PlainLoader.add_constructor(_INT, _count)
+for _tag in (_INT, _FLOAT):
+    _Loader.add_constructor(_tag, _or_text(PlainLoader.yaml_constructors[_tag]))
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class YamlFile:
         try:
             return read_text(self.path)
         except (OSError, UnicodeDecodeError) as error:
-            raise self._error(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            raise self.error(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -82,25 +94,88 @@ class YamlFile:
     @cached_property
     def _parsed(self) -> tuple[dict[str, Any], dict[str, int]]:
         try:
-            loader = _Loader(self.text)
-            node = loader.get_single_node()
-            tree = None if node is None else loader.construct_document(node)
-        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-            raise self._error(f"is not valid YAML: {error}") from None
-        if tree is None:
-            return {}, {}
-        if not isinstance(tree, dict):
-            raise self._error("holds no mapping of keys")
-        return {str(key): value for key, value in tree.items()}, dict(_marks(node, ""))
+            tree, lines = read_yaml(self.text, _Loader)
+        except UnreadableYaml as error:
+            raise self.error(f"is not valid YAML: {error}", error.line) from None
+        if not isinstance(tree, dict | None):
+            raise self.error("holds no mapping of keys", 1)
+        return {str(key): value for key, value in (tree or {}).items()}, lines
 
-    def _error(self, what: str) -> ConfigError:
-        return ConfigError(Problem("PP-E115", f"{self.label} {what}", place=str(self.path)))
+    def error(self, what: str, line: int | None = None) -> ConfigError:
+        """The problem of the file, at a line of it if that is known."""
+        place = str(self.path) if line is None else f"{self.path}:{line}"
+        return ConfigError(Problem("PP-E115", f"{self.label} {what}", shown(self.path, line), place))
 
 
-def _marks(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        name = f"{prefix}{key.value}"
-        yield name, key.start_mark.line + 1
-        yield from _marks(value, f"{name}.")
+def shown(path: Path, line: int | None) -> str:
+    """A command that shows the lines of a file around `line`, or without a line what is at `path`."""
+    if line is None:
+        return f"ls -ld {pasted(nearest_there(path))}"
+    return f"sed -n {max(line - 1, 1)},{line + 2}p {pasted(path)}"
+
+
+class UnreadableYaml(ValueError):
+    """Why a text is not read as YAML, and the line, counted from 1, where that shows."""
+
+    def __init__(self, reason: object, line: int) -> None:
+        self.line = line
+        super().__init__(f"{reason} (line {line})")
+
+
+def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]]:
+    """The value of a text, and dotted key -> line of its mappings. Raises UnreadableYaml.
+
+    Whatever others wrote is read here: a few lines of aliases make a tree without end, and libyaml crashes where lists
+    are nested deeply.
+    """
+    reader, depth = loader(text), 0
+    try:
+        for values, event in enumerate(yaml.parse(text, loader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            _check_size(values, depth, event)
+        root = reader.get_single_node()
+        lines = {} if root is None else _lines_of(root)
+        return None if root is None else reader.construct_document(root), lines
+    except yaml.MarkedYAMLError as error:
+        raise UnreadableYaml(error.problem, error.problem_mark.line + 1) from None
+    except yaml.reader.ReaderError as error:
+        raise UnreadableYaml(error.reason, text.count("\n", 0, error.position) + 1) from None
+    except UnreadableYaml:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        # PyYAML's own words for a value that is none of its tag are any exception.
+        reason = f"{reader.at.value[:40]} is no {reader.at.tag.rpartition(':')[2]}"
+        raise UnreadableYaml(reason, reader.at.start_mark.line + 1) from None
+
+
+def _check_size(values: int, depth: int, at: Any) -> None:
+    most = f"{MOST_VALUES} values" if values > MOST_VALUES else f"{DEEPEST} levels"
+    if values > MOST_VALUES or depth > DEEPEST:
+        raise UnreadableYaml(f"it has more than {most}, with all that aliases repeat", at.start_mark.line + 1)
+
+
+def _lines_of(root: Any) -> dict[str, int]:
+    """Dotted key -> line. Raises UnreadableYaml for a key that occurs twice, and where aliases make a large tree."""
+    lines, waiting = dict[str, int](), [(root, "", 0)]
+    for values, (node, prefix, depth) in enumerate(waiting):  # which grows meanwhile
+        _check_size(values, depth, node)
+        if isinstance(node, yaml.SequenceNode):
+            waiting += [(each, None, depth + 1) for each in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            seen = set[str]()
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if not isinstance(key, yaml.ScalarNode):
+                    raise UnreadableYaml("a key is no text", line)
+                if key.value in seen:
+                    raise UnreadableYaml(f"{key.value} occurs twice", line)
+                seen.add(key.value)
+                if key.tag == _MERGE:
+                    merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                    waiting += [(each, prefix, depth + 1) for each in merged]
+                    continue
+                name = None if prefix is None else f"{prefix}{key.value}"[:_LONGEST_KEY]
+                if name is not None:
+                    lines.setdefault(name, line)
+                waiting.append((value, name and f"{name}.", depth + 1))
+    return lines

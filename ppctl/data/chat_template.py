@@ -51,7 +51,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
         environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = environment.bounded(_to_json)
+        environment.filters["tojson"] = environment.bounded("tojson", _to_json(environment))
         self._environment = environment
         environment.globals["raise_exception"] = _refuse
         del environment.globals["lipsum"], environment.filters["random"]
@@ -177,11 +177,18 @@ class _Generation(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def _to_json(environment: Limited) -> Callable[..., str]:
     """Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        if indent is None and separators is None:
+            return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return environment.concat(encoder.iterencode(value))  # which stops where it is too long
+
+    return to_json
 
 
 def _refuse(message: str) -> None:

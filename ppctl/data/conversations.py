@@ -46,6 +46,8 @@ class Learned(NamedTuple):
     text: str
     begins: npt.NDArray[np.int64]
     """For each token, the position of its first character in `text`; beyond the text for an added end."""
+    early: int
+    """How many of the learned tokens begin before what the template generates, and end in it."""
 
     def runs(self) -> list[tuple[bool, str]]:
         """The text in pieces, and whether each is learned; an end that was added is `<end>`."""
@@ -79,7 +81,7 @@ def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: Chat
     found = (_text_of(line, template) for line in lines(files))
     for batch in _batches(found, problems):
         if not problems:
-            yield from _encoded(batch, tokenizer, around=template is None)
+            yield from _encoded(batch, tokenizer, template)
     if problems:
         raise DataError(merged(problems, complete=len(problems) < MOST_PROBLEMS))
 
@@ -100,19 +102,26 @@ def _batches(found: Iterable[_Text | Problem], problems: list[Problem]) -> Itera
     yield batch
 
 
-def _encoded(batch: list[_Text], tokenizer: Tokenizer, *, around: bool) -> Iterator[Learned]:
-    """`around`: with the marks that the tokenizer puts around every text, and an end; a template writes its own."""
+def _encoded(batch: list[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
+    """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own.
+
+    A token that begins before the answer is one of transformers' mask where the template has the keyword `generation`;
+    elsewhere it belongs to the prompt, which the model reads.
+    """
+    around = template is None
     pieces = tokenizer.encode_pieces([item.text for item in batch], around=around)
     for item, (ids, begins, ends) in zip(batch, pieces, strict=True):
-        learned = np.zeros(len(ids), dtype=np.bool_)
+        learned, early = np.zeros((2, len(ids)), dtype=np.bool_)
         for begin, end in item.learned:
-            # A token that begins before the span is read by the model, too: it is no token of an answer.
             learned |= (begins >= begin) & (begins < end) & (ends > begins)
+            if template is not None and template.says_what_is_generated:
+                early |= (begins < begin) & (ends > begin)
+        learned |= early
         if around and tokenizer.eos is not None and not (len(ids) and ids[-1] == tokenizer.eos):
             ids = np.append(ids, np.array([tokenizer.eos], dtype=ids.dtype))
             learned, begins = np.append(learned, True), np.append(begins, len(item.text))
         learned[:1] = False
-        yield Learned(ids, learned, item.place, item.text, begins)
+        yield Learned(ids, learned, item.place, item.text, begins, int(early[1:].sum()))
 
 
 def _text_of(line: Line | Problem, template: ChatTemplate | None) -> _Text | Problem:

@@ -16,7 +16,7 @@ from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.mapping import converted_value
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.conversions import POSITIONS, Unbuilt
 from ppctl.families.table import FAMILIES, Family, Field
 from ppctl.geometry.layers import expert_width, head_dim, query_groups
@@ -47,12 +47,17 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
     Raises ConfigError: PP-E520 for an unknown family, PP-E521 naming each key that ppctl does not build or misses.
     """
     kind = config.get("model_type")
+
+    def refused(message: object, key: str = "model_type", code: str = "PP-E521") -> Problem:
+        look = ("grep", "-n", key) if key in config else ("python3", "-m", "json.tool")
+        return Problem(code, str(message), pasted(*look, place), place)
+
     family = next((f for f in FAMILIES if kind in (f.model_type, *f.also)), None)
     if family is None:
         message = f"model_type {kind!r} is no family that ppctl builds; known are {', '.join(known_families())}"
-        raise ConfigError(Problem("PP-E520", message, place=place))
+        raise ConfigError(refused(message, code="PP-E520"))
     problems = [
-        Problem("PP-E521", f"{key}={config[key]} is not built for {kind}: {_one_of(allowed)} is", place=place)
+        refused(f"{key}={config[key]} is not built for {kind}: {_one_of(allowed)} is", key)
         for key, allowed in family.fixed.items()
         if key in config and config[key] not in allowed
     ]
@@ -63,9 +68,9 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
             try:
                 values |= read(filled)
             except Unbuilt as error:
-                problems.append(Problem("PP-E521", str(error), place=place))
+                problems.append(refused(error, error.key))
             except KeyError as error:
-                problems.append(Problem("PP-E521", f"{error.args[0]} is missing, which every {kind} has", place=place))
+                problems.append(refused(f"{error.args[0]} is missing, which every {kind} has", error.args[0]))
     if problems:
         raise ConfigError(problems)
     return Recognised(family, canonical(ModelConfig(**values)))

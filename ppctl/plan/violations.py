@@ -6,7 +6,7 @@ rules are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from ppctl.errors import Problem
@@ -53,30 +53,33 @@ Judge = Callable[[ConfigValues], Iterable[Violation]]
 def as_problems(values: ConfigValues, violations: Iterable[Violation], judge: Judge) -> list[Problem]:
     """The violations as problems, with at most REMEDIES remedies each."""
     violations = list(violations)
-    rules = {violation.rule for violation in violations}
+    told = {violation.rule: violation.message for violation in violations}
     return [
-        Problem(each.code, each.message, "\n".join(_remedies(values, each, rules, judge)), each.place)
+        Problem(each.code, each.message, "\n".join(_remedies(values, each, told, judge)), each.place)
         for each in violations
     ]
 
 
-def _remedies(values: ConfigValues, violation: Violation, rules: set[Rule], judge: Judge) -> list[str]:
+def _remedies(values: ConfigValues, violation: Violation, told: Mapping[Rule, str], judge: Judge) -> list[str]:
     """Candidates that work: with them the violation's own rule is kept and no other is newly broken.
 
-    Those that mend everything come first. A candidate that newly breaks a single other rule is tried again, combined
-    with that rule's own candidates.
+    Those that mend everything come first, and those last with which another rule is broken by other values than it is
+    now: typed, they lead to the next refusal. A candidate that newly breaks a single other rule is tried again,
+    combined with that rule's own candidates.
     """
-    elsewhere = rules - {violation.rule}
+    elsewhere = told.keys() - {violation.rule}
     whole: list[str] = []
     partial: list[str] = []
+    leading: list[str] = []
     breaking: list[tuple[Overrides, Violation]] = []
-    for candidate in violation.candidates:
+    for candidate in {overrides_text(each): each for each in violation.candidates}.values():
         if len(whole) == REMEDIES:
             return whole
         broken = list(judge(values.overridden(candidate)))
         new = [each for each in broken if each.rule not in elsewhere]
         if not new:
-            (partial if broken else whole).append(overrides_text(candidate))
+            leads = any(each.message != told[each.rule] for each in broken)
+            (leading if leads else partial if broken else whole).append(overrides_text(candidate))
         elif len(new) == 1 and new[0].rule != violation.rule:
             breaking.append((candidate, new[0]))
     enough = bool(whole) and violation.code == MEMORY
@@ -85,7 +88,7 @@ def _remedies(values: ConfigValues, violation: Violation, rules: set[Rule], judg
             combined = _combined(values, candidate, broken_next, judge, elsewhere, {violation.rule})
             for text, clean in islice(combined, 1):
                 (whole if clean else partial).append(text)
-    return list(dict.fromkeys([*whole, *partial]))[:REMEDIES]
+    return list(dict.fromkeys([*whole, *partial] or leading))[:REMEDIES]
 
 
 def _combined(

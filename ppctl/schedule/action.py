@@ -55,7 +55,9 @@ TIMED = frozenset(Op) - MESSAGES
 BOTH = "FB"
 """The direction of a queue that carries activations and gradients."""
 
-_ACTION = re.compile(r"([0-9]+)(REDUCE_GRAD|(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]+))", re.ASCII)
+_ACTION = re.compile(r"([0-9]{1,18})(REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]{0,18})", re.ASCII)
+_SHARDS = re.compile(r"[0-9]+(?:UNSHARD|RESHARD)[0-9]*", re.ASCII)
+"""Cells of torch's schedules that gather and drop FSDP's parameters, which is no part of a schedule here."""
 _FEW = 20
 """One action in so many may stand in a wrong row of a file, and the file still be read as what it was meant to be."""
 
@@ -80,8 +82,8 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse torch's spelling. Raises ScheduleError on anything that is not exactly one action."""
-        match = _ACTION.fullmatch(text)
+        """Parse torch's spelling, in which a microbatch may be left out: it is 0. Raises ScheduleError on all else."""
+        match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
                 Problem(
@@ -90,9 +92,7 @@ class Action(NamedTuple):
                 )
             )
         stage, op, mb = match.groups()
-        if mb is None:
-            return cls(Op.REDUCE_GRAD, int(stage))
-        return cls(Op(op.rstrip("0123456789")), int(stage), int(mb))
+        return cls(Op(op), int(stage), -1 if op == Op.REDUCE_GRAD else int(mb or 0))
 
 
 class Pair(NamedTuple):
@@ -106,8 +106,8 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Parse what `str` prints. Raises ScheduleError on all else."""
-        match = _OVERLAP.fullmatch(text)
+        """Parse what `str` prints, and blanks in it. Raises ScheduleError on all else."""
+        match = _OVERLAP.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(Problem("PP-E301", f"{text!r} is not a pair of actions, as in (2F1;1B0)OVERLAP_F_B"))
         return cls(*map(Action.parse, match.groups()))
@@ -261,7 +261,7 @@ class Schedule:
         capacities: Mapping[Channel, int] | None = None,
         batched: bool = False,
     ) -> Schedule:
-        """Read one line per pp_rank, in torch's spelling; empty cells are idle slots and are ignored.
+        """Read one line per pp_rank, in torch's spelling; empty cells, UNSHARD and RESHARD are ignored.
 
         A cell with an overlapped forward and backward, `(2F1;1B0)OVERLAP_F_B`, becomes two actions and one of `pairs`.
 
@@ -307,7 +307,7 @@ def _read_cells(text: str) -> tuple[list[list[Action]], frozenset[Pair], list[Pr
                 if spelling.startswith("("):
                     pairs.append(Pair.parse(spelling))
                     row += pairs[-1]
-                elif spelling:
+                elif spelling and not _SHARDS.fullmatch(spelling):
                     row.append(Action.parse(spelling))
             except ScheduleError as error:
                 place = f"row {number} (pp_rank {number - 1}), column {column}"

@@ -15,16 +15,25 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "p2p.json"
 RECORDS = dict(enumerate(json.loads(GOLDEN.read_text())["records"]))
 METHODS = {i: r for i, r in RECORDS.items() if r["fn"].startswith("P2PCommunicator.")}
 
-CHANGED = {
-    # EDGE, facts 3.5: a flat list is one shape, where the original takes it for three and receives the first number.
-    88: {"tensor": [4, 2, 8], "requires_grad": True, "dtype": "torch.float32"},
+
+def changed(record):
+    """What ppctl gives on purpose where Megatron gives something else (DESIGN section 3); None for other records."""
+    if not record["ok"] or record["fn"].partition(".")[2] not in ("send_forward_recv_backward", SEND_BACKWARD):
+        return None
+    tensors, shapes, end = record["args"]["positional"]
+    if end or shapes is None:
+        return None
+    (kind, items), *_ = shapes.items()
+    # EDGE, facts 3.5: a flat list is one shape, where the original takes it for several and receives the first number.
+    flat = kind != "list" or (items and all(isinstance(item, int) for item in items))
+    if flat and kind == "list" and "tensor" in tensors:
+        return record["result"] | {"tensor": items}
     # EDGE, facts 3.5: surplus tensors or shapes are an error, where the original drops them.
-    85: "MessageError",
-    100: "MessageError",
-    105: "MessageError",
-    108: "MessageError",
-}
-"""The records from which ppctl differs on purpose (DESIGN section 3): what comes instead."""
+    return "MessageError" if len(tensors.get("list", [0])) != (1 if flat else len(items)) else None
+
+
+SEND_BACKWARD = "send_backward_recv_forward"
+CHANGED = {i: wanted for i, record in METHODS.items() if (wanted := changed(record)) is not None}
 
 FOUR = "send_forward_backward_recv_forward_backward"
 MOVES = {

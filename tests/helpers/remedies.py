@@ -116,9 +116,14 @@ def judge(typed: tuple[str, ...], before: list[Problem], problem: Problem, line:
         if quietly(*words[1:])[0] != 0:
             tally.note("command that fails", typed, problem, line)
         return
-    after = {(p.code, p.message) for p in problems(mended(list(typed), problem, words))}
-    if (problem.code, problem.message) in after:
+    found = problems(mended(list(typed), problem, words))
+    after, told = {(p.code, p.message) for p in found}, {(p.code, p.message) for p in before}
+    set_here = tuple(f"{name_of(word)} = {word.partition('=')[2]} " for word in words)
+    own = [p for p in found if (p.code, p.message) not in told and p.place.startswith(set_here)]
+    if (problem.code, problem.message) in after or any(p.code == problem.code for p in own):
         tally.note("same problem", typed, problem, line)
+    elif own:
+        tally.note("refused itself", typed, problem, f"{line} -> {own[0]}")
     elif after - {(p.code, p.message) for p in before}:
         tally.note("new problem", typed, problem, f"{line} -> {sorted(after)}")
 

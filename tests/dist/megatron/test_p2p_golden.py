@@ -42,9 +42,8 @@ STEPS = {
 
 def test_every_record_is_replayed_and_so_is_every_call_that_moves_something():
     others = {record["fn"] for i, record in RECORDS.items() if i not in METHODS}
-    assert others == STEPS | {"is_single_shape"} and len(RECORDS) == 166
-    assert len(METHODS) == 136
-    assert sum(bool(steps(i, record)) for i, record in METHODS.items()) > 100
+    assert others <= STEPS | {"is_single_shape"}
+    assert sum(bool(steps(i, record)) for i, record in METHODS.items()) > len(METHODS) / 2
 
 
 @pytest.mark.parametrize("index", [i for i, record in RECORDS.items() if record["fn"] == "is_single_shape"])

@@ -7,11 +7,14 @@ executed stands in: one forward and one backward in turn.
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from ppctl.schedule.action import Op, Schedule
+from ppctl.plan.schedule_file import schedule_in
+from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.passes import lower, place_gradient_sync
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import to_slots
@@ -48,6 +51,34 @@ def test_interleaved_1f1b_on_all_ranks(pp: int, m: int, vpp: int) -> None:
         return
     schedule = make_schedule("interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m, microbatch_group_size=m // rounds)
     assert schedule.to_csv().splitlines() == torch_rows("Interleaved1F1B", pp, m, vpp)
+
+
+def test_a_file_of_torch_with_fsdps_actions_is_read_without_them(tmp_path) -> None:
+    """Written as torch writes a schedule: rows of the csv module, with what its own pass puts in for FSDP."""
+    schedule = make_schedule("interleaved_1f1b", pp=2, vpp=2, num_microbatches=4)
+    with open(tmp_path / "torch.csv", "w", newline="") as file:
+        for row in schedule.actions:
+            actions = [torch_schedules._Action.from_str(str(action)) for action in row]
+            csv.writer(file).writerow(torch_schedules._add_unshard_reshard(actions))
+    text = (tmp_path / "torch.csv").read_text()
+    assert "0UNSHARD" in text and "3RESHARD" in text
+    assert Schedule.from_csv(text).actions == schedule_in(str(tmp_path / "torch.csv")).actions == schedule.actions
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["0F0", " 0F0", "0F0\t", "0F", "3I", "1SEND_B12", "1RECV_F", "2REDUCE_GRAD", "2REDUCE_GRAD0", "1RESHARD",
+     "1UNSHARD ", "", "  ", "(0F1;0B0)OVERLAP_F_B", " ( 0F1 ; 0B0 )OVERLAP_F_B "],
+)  # fmt: skip
+def test_a_cell_that_torch_reads_is_read_as_the_same_action(cell: str) -> None:
+    theirs = torch_schedules._Action.from_str(cell)
+    several = [] if theirs is None else theirs.sub_actions or [theirs]
+    expected = [
+        Action(Op(name), each.stage_index, -1 if name == "REDUCE_GRAD" else each.microbatch_index or 0)
+        for each in several
+        if (name := each.computation_type.value) not in ("UNSHARD", "RESHARD")
+    ]
+    assert Schedule.from_csv(f"0F0,{cell}").actions[0][1:] == tuple(expected)
 
 
 @pytest.mark.parametrize("vpp", [2, 3])

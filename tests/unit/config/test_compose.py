@@ -1,5 +1,7 @@
 """Composition: strength, provenance, closedness, and every problem at once."""
 
+import subprocess
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -271,6 +273,10 @@ def test_a_users_recipe_hides_a_shipped_one_of_its_name(own_recipe):
         ("train: 3\n", ["PP-E102"]),
         ("defaults: [override /model: nope, _self_]\n", ["PP-E115"]),
         ("defaults: [nope, _self_]\n", ["PP-E115"]),
+        ("defaults: [mine]\n", ["PP-E115"]),
+        *((f"defaults: {wrong}\n", ["PP-E115"]) for wrong in ("3", "{a: b}", "[3]", "[[a]]", "[{1: 2}]", "[{}]")),
+        ("# @package\n", ["PP-E115"]),
+        ("".join(f"a{number}: 1\n" for number in range(20_000)), ["PP-E101"] * 21),
         ("slurm: yes\n", ["PP-E101"]),
         ("published: [{what: a}]\n", ["PP-E102"]),
         ("parallel: {timers: 3}\n", ["PP-E113"]),
@@ -282,8 +288,10 @@ def test_what_is_wrong_in_a_recipe_is_told_with_its_line(own_recipe, text, codes
     path = own_recipe(text)
     found = problems_of("+recipe=mine")
     assert sorted(problem.code for problem in found) == codes
-    if codes != ["PP-E115"]:
-        assert all(f"({path}:" in problem.place for problem in found)
+    assert all(f"{path}:" in problem.place for problem in found)
+    assert all(problem.remedy or "leave it out" in problem.message for problem in found)
+    if codes == ["PP-E115"]:
+        subprocess.run(found[0].remedy, shell=True, check=True, capture_output=True)
 
 
 def test_an_empty_recipe_is_the_defaults(own_recipe):

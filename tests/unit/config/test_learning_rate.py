@@ -1,13 +1,14 @@
 """The learning rate of every update, against values that Megatron's formulas give by hand."""
 
 import math
+from itertools import product
 
 import pytest
 
 from ppctl.config.batch_sizes import BatchSizes
 from ppctl.config.compose import compose
 from ppctl.config.learning_rate import lr_at, pieces_of
-from ppctl.config.lr_pieces import read_piece
+from ppctl.config.lr_pieces import STYLES, WSD_STYLES, read_piece
 from ppctl.config.schema import OptimConfig
 
 OPTIM = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=4)
@@ -57,7 +58,7 @@ BEHIND = [1 - share / 8 for share in range(8)]
         ({"lr_decay_style": "constant"}, [1.0] * 10),
         ({"lr_decay_style": "linear"}, [0.2 + 0.8 * left for left in BEHIND] + [0.2] * 2),
         ({"lr_decay_style": "linear", "lr_decay_steps": 6}, [1.0, 0.8, 0.6, 0.4] + [0.2] * 6),
-        ({"lr_decay_style": "inverse-square-root"}, [math.sqrt(2 / u) for u in range(2, 10)] + [0.2] * 2),
+        ({"lr_decay_style": "inverse-square-root"}, [math.sqrt(2 / u) for u in range(2, 11)] + [0.2]),
         ({"lr_decay_style": "inverse-square-root", "min_lr": 0.6},
          [*(math.sqrt(2 / u) for u in range(2, 6)), *[0.6] * 6]),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 4, "lr_wsd_decay_style": "linear"},
@@ -70,6 +71,44 @@ BEHIND = [1 - share / 8 for share in range(8)]
 )  # fmt: skip
 def test_a_style_falls_as_megatron_says(settings, expected):
     assert rates(**settings) == pytest.approx([0.5, 1.0, *expected], rel=1e-12)
+
+
+def megatron(optim, steps, now):
+    """The rate that Megatron's OptimizerParamScheduler has after `now` of its steps, by its rules in their order."""
+    warmup, end = optim.warmup_steps, optim.lr_decay_steps or steps
+    if warmup and now <= warmup:
+        return optim.lr * now / warmup
+    if optim.lr_decay_style == "constant":
+        return optim.lr
+    if now > end:
+        return optim.min_lr
+    if optim.lr_decay_style == "inverse-square-root":
+        return max(optim.min_lr, optim.lr * max(warmup, 1) ** 0.5 / max(now, 1) ** 0.5)
+    style, gone = optim.lr_decay_style, (now - warmup) / (end - warmup)
+    if style == "WSD":
+        style, gone = optim.lr_wsd_decay_style, (now - end + optim.lr_wsd_decay_steps) / optim.lr_wsd_decay_steps
+    left = {
+        "linear": lambda: 1 - gone,
+        "cosine": lambda: (1 + math.cos(math.pi * gone)) / 2,
+        "exponential": lambda: 2 * 0.5**gone - 1,
+        "minus_sqrt": lambda: 1 - gone**0.5,
+    }
+    return optim.min_lr + (1.0 if gone <= 0 else left[style]()) * (optim.lr - optim.min_lr)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5, 10, 15])
+@pytest.mark.parametrize("min_lr", [0.0, 0.3])
+@pytest.mark.parametrize("style", [*STYLES[:-1]])
+def test_every_update_behind_the_warm_up_has_megatrons_rate(style, min_lr, warmup):
+    """A warm-up begins with a rate above 0, one step before Megatron's; from its end on both count alike."""
+    for decay, shape in product((1, 5, 10, 15, 20, 25) if style == "WSD" else (None,), WSD_STYLES):
+        optim = OptimConfig(
+            lr=1.0, min_lr=min_lr, warmup_steps=warmup, lr_decay_style=style, lr_decay_steps=20,
+            lr_wsd_decay_steps=decay, lr_wsd_decay_style=shape,
+        )  # fmt: skip
+        ours = [lr_at(update, optim, 30) for update in range(30)]
+        theirs = [megatron(optim, 30, update if update >= warmup else update + 1) for update in range(30)]
+        assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12), (decay, shape)
 
 
 def test_pieces_follow_each_other_in_steps_and_tokens():

@@ -30,6 +30,13 @@ def test_every_record_of_the_original_holds(name):
 
 
 POLICIES = {
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "GPipe": "gpipe",
+    "LoopedBFS": "gpipe",
+    "ZBVZeroBubble": "zbv_zero_bubble",
+    "DualPipeV": "dualpipev",
+    "PipelineScheduleMulti": None,
     "InterleavedZeroBubble": "interleaved_zero_bubble",
     "PipelineScheduleSingle": None,  # torch's class of kinds of schedules: it names none
     "looped_bfs": "gpipe",  # documented by NeMo; torch does not know it
@@ -40,13 +47,14 @@ def test_what_torch_was_asked_for_nemo_is_answered_by_name():
     """The rest of the records: three names of schedules, two cells of a CSV. test_plan_split.py has the last one."""
     names = [r for r in RECORDS if r["fn"].startswith("torch.get_schedule_class")]
     cells = [r for r in RECORDS if r["fn"].startswith("torch _Action.from_str")]
-    assert {r["args"]["schedule_name"]: schedule_policy(r["args"]["schedule_name"]) for r in names} == POLICIES
+    for name in (record["args"]["schedule_name"] for record in names):
+        assert schedule_policy(name) == POLICIES[name], name
     for record in cells:
         action = Action.parse(record["args"]["cell"])
         told = {"stage": action.stage, "type": str(action.op), "microbatch": action.mb, "repr": str(action)}
         assert told == record["result"]
-    looked_at = sum(r["fn"] in FUNCTIONS for r in RECORDS) + len(names) + len(cells)
-    assert looked_at == len(RECORDS) - 1 == 299
+    others = {r["fn"] for r in RECORDS if r["fn"] not in FUNCTIONS and r not in names + cells}
+    assert others <= {"generate_hf_model_fqn_per_model_part"}
 
 
 def test_a_stage_of_no_layers_is_an_error_and_not_a_division_by_zero():

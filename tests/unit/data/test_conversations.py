@@ -116,9 +116,9 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
     ],
 )
 def test_a_template_that_does_not_end_is_refused_by_what_it_counts(directory, monkeypatch, template):
-    monkeypatch.setattr(template_limits, "MOST_TURNS", 20_000)
+    monkeypatch.setattr(template_limits, "MOST_STEPS", 10**7)
     (problem,) = refused(directory(template), chat(*TALK))
-    assert problem.code == "PP-E420" and "loops have more than 20,000 turns" in problem.message
+    assert problem.code == "PP-E420" and "it takes more than 10,000,000 steps" in problem.message
 
 
 DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = EACH %}{% endfor %}{{ n.x }}"
@@ -151,7 +151,7 @@ def test_a_template_that_fills_the_memory_is_refused_before_it_does(directory, m
     assert problem.code == "PP-E420" and "a text of more than 1,048,576 characters" in problem.message
 
 
-NUMBER, PLACE = "a number of more than 16,384 bits", "a place in memory"
+NUMBER, PLACE = "a number of more than 1,024 bits", "a place in memory"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ NUMBER, PLACE = "a number of more than 16,384 bits", "a place in memory"
         ("{{ 10 ** (10 ** 7) > 1 }}", NUMBER),
         ("{% set n = namespace(x=10 ** 7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", NUMBER),
         ("{{ 5|round(10 ** 9, 'ceil') }}", NUMBER),
-        ("{{ ('f' * 10 ** 6)|int(base=16) > 1 }}", NUMBER),
+        ("{{ ('f' * 10 ** 5)|int(base=16) > 1 }}", NUMBER),
         ("{{ cycler('a', 'b') }}", PLACE),
         ("{{ joiner(',')|string }}", PLACE),
         ("{{ 'x' ~ raise_exception }}", PLACE),
@@ -196,15 +196,6 @@ def test_what_templates_do_every_day_stays(directory):
     once = 'USER[\'role\', \'content\']{"role": "user", "content": "a"}'
     assert text.startswith(f"1{once}False11.0002.02.5Noneuser-1useruser,2{once}True")
     assert text.endswith("2dict_items([('role', 'user'), ('content', 'a')])[0, 1]None")
-
-
-def test_texts_that_a_template_makes_are_counted_together(directory, monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_MADE", 2**20)
-    template = (
-        "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [i ~ 'a' * 999] %}{% endfor %}"
-    )
-    (problem,) = refused(directory(template), chat(*TALK))
-    assert "it makes texts of more than 1,048,576 characters together" in problem.message
 
 
 def test_loops_that_are_counted_know_where_they_are(directory):

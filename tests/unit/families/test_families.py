@@ -1,6 +1,8 @@
 """Sizes and names of every family: written and read back alike, and counted as the closed forms count."""
 
+import json
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,12 +128,25 @@ def test_an_unknown_family_is_refused_naming_the_known_ones():
         ({"hidden_size": "wide"}, "hidden_size: takes int, not 'wide'"),
     ],
 )
-def test_what_is_not_built_is_refused_by_its_key(changes, says):
+def test_what_is_not_built_is_refused_by_its_key_with_a_command_that_shows_it(tmp_path, changes, says):
     config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config, indent=1))
     with pytest.raises(ConfigError) as caught:
-        read_config(config, "config.json")
+        read_config(config, str(file))
     (problem,) = caught.value.problems
     assert problem.code == "PP-E521" and says in problem.message
+    shown = subprocess.run(problem.remedy, shell=True, capture_output=True, check=True, text=True).stdout
+    assert next(iter(changes)) in shown
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "gpt2"}, {"model_type": ["llama"]}])
+def test_a_family_that_is_not_built_is_refused_with_a_command_that_shows_it(tmp_path, config):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="PP-E520") as caught:
+        read_config(config, str(file))
+    subprocess.run(caught.value.problems[0].remedy, shell=True, capture_output=True, check=True)
 
 
 def test_new_and_old_spellings_of_positions_mean_the_same():
@@ -248,3 +263,4 @@ def test_whatever_a_key_holds_is_read_or_refused_in_words(family):
             read(kind, **enough | case)
         except ConfigError as error:
             assert all(problem.code == "PP-E521" for problem in error.problems), case
+            assert all(problem.remedy and problem.place for problem in error.problems), case

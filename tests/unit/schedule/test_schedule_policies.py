@@ -26,8 +26,8 @@ def _of(function: str) -> list[dict]:
 
 
 def test_every_golden_record_is_looked_at() -> None:
-    looked_at = ["get_schedule_table", "convert_schedule_table_to_order", "get_pp_rank_microbatches"]
-    assert sum(len(_of(function)) for function in looked_at) == len(RECORDS) == 558
+    looked_at = {"get_schedule_table", "convert_schedule_table_to_order", "get_pp_rank_microbatches"}
+    assert {record["fn"] for record in RECORDS} == looked_at
 
 
 def test_schedule_tables_are_megatrons() -> None:
