@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,20 +14,22 @@ from typing import Any
 import torch
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
+from ppctl.config.gpu_environment import ALLOCATOR
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches, StepBatch
+from ppctl.engine.device_memory import AllocatorFigures, reserve
 from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.schedule.measured_step import MeasuredStep
-from ppctl.train.figures import StepFigures
+from ppctl.train.figures import StepFigures, retries_problem
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.kept_gradients import KeptGradients
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms, auxiliary_weight
-from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
+from ppctl.train.rank_reports import Reports, check_reports, gather_reports, stop_reason
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.router_balance import RouterBalance
 from ppctl.train.session import Session
@@ -69,6 +73,7 @@ class Trainer:
         self.replicas = ReplicaCheck(session)
         self._steps_for = steps_for_tokens(session.config)
         self._said: set[int] = set()
+        self._told = False
         self.gradients = KeptGradients(session, gradients, lambda: self.stages.first, writes)
         self._take(session)
 
@@ -133,10 +138,19 @@ class Trainer:
         if s.config.model.mtp_num_layers:
             record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
+        self._tell_of_retries(reports, step + 1)
         if self.replicas.is_due(step + 1):
             record["replicas_compared"] = self.replicas.compare(step + 1)
         measured = self.tracer.take(step + 1, (started, pipeline_end, agreed, ended))
         return StepResult(record, stop_reason(reports), measured)
+
+    def _tell_of_retries(self, reports: Reports, step: int) -> None:
+        """Warn once a run, on its first rank."""
+        settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "")
+        problem = None if self._told or self.session.own.rank else retries_problem(reports, step, settings)
+        if problem is not None:
+            self._told = True
+            print(f"warning: {problem}", file=sys.stderr)
 
     def _update(self, norm: GradNorm, lr: float) -> None:
         s = self.session
@@ -172,6 +186,19 @@ class Trainer:
         s.weights.clear_gradients()
         if s.device.type == "cuda":
             torch.cuda.synchronize(s.device)
+            if s.communicator is not None:
+                self._reserve()
+            self.figures.allocator = AllocatorFigures.of(s.device)  # of the steps alone
+
+    def _reserve(self) -> None:
+        """Take the memory of the plan's peak from the driver; experts' rows may be twice as many as the plan's."""
+        s = self.session
+        own = s.plan.pp_ranks[s.own.pp_rank]
+        lacks = reserve(s.device, own.peak_bytes, own.in_flight, own.activation_bytes if s.plan.routed else 0)
+        if lacks:
+            message = f"rank {s.own.rank} lacks {lacks >> 20} MiB of the plan's peak of {own.peak_bytes >> 20} MiB"
+            has = torch.cuda.mem_get_info(s.device)[1] >> 30
+            print(f"warning: {Problem('PP-E823', message, f'launch.device_memory={has}GiB')}", file=sys.stderr)
 
     def _begin(self, step: int) -> None:
         """Forget the step before, and fetch the samples of this one."""

@@ -194,7 +194,7 @@ def test_several_ranks_share_a_device_through_pinned_host_memory():
 
 
 def sent_to_itself(size: int) -> tuple[list[bool], str, int]:
-    """Over one of ppctl's own connections: (what arrived right, the backend's error, how often NCCL's record names it)."""
+    """Over a connection of ppctl's own: (what arrived right, the backend's error, how often NCCL's record names it)."""
     assert dist.group.WORLD is not None
     made, device = connections_of(dist.group.WORLD), torch.device("cuda", torch.cuda.current_device())
     backend: Any = made.of_all("nccl", "to itself")

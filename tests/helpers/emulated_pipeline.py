@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulated_gpu import Mark
 from emulated_hosts import HostPair, HostQueue, HostSemaphore, HostThread, hand_over
+from emulated_memory import Memory
 from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
 
@@ -23,6 +24,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import Connections, connection_name
 from ppctl.comm.modes import Modes
 from ppctl.engine import interpreter, pace, pair_runner
+from ppctl.engine.device_memory import reserve
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.pace import Heartbeat
@@ -35,6 +37,16 @@ CHANNELS = Modes()
 """Every message on its channel."""
 WHOLE = 2
 """A microbatch of `pipeline.BATCH` rows, also where they are ragged."""
+
+
+ENOUGH = 2**40
+ALLOCATOR: dict[str, Callable[[Memory], object]] = {
+    "memory_allocated": lambda memory: memory.in_use,
+    "mem_get_info": lambda memory: (ENOUGH - memory.mapped, ENOUGH),
+    "memory_stats_as_nested_dict": lambda memory: {},
+    "empty_cache": lambda memory: None,
+}
+"""What ppctl asks torch's allocator."""
 
 
 class EmulatedConnections(Connections):
@@ -90,6 +102,8 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         patch.setattr(all_to_all, "hand_over", hand_over)
         patch.setattr(message_batches, "dist", Dist)
         patch.setattr(all_to_all, "dist", Dist)
+        for name, found in ALLOCATOR.items():
+            patch.setattr(torch.cuda, name, lambda *_, found=found: found(world.gpus[current_rank()].memory))
         patch.setattr(torch.cuda, "synchronize", lambda *_: world.gpus[current_rank()].drain("torch.cuda.synchronize"))
         yield
 
@@ -108,9 +122,13 @@ def make_step(
     connections: Callable[[World, int, int], EmulatedConnections] = EmulatedConnections,
     wrap: Wrap = lambda program, rank: program,
     heartbeats: Sequence[Heartbeat | None] | None = None,
+    peaks: Sequence[int] | None = None,
     **options: Any,
 ) -> Callable[[int], pipeline.Outcome]:
-    """The host of every rank: a step of `schedule` through the stages of `pipeline`, with the engine's `options`."""
+    """The host of every rank: a step of `schedule` through the stages of `pipeline`, with the engine's `options`.
+
+    `peaks` are the bytes that ranks reserve before the first message.
+    """
     place = schedule.placement
 
     def host(rank: int) -> pipeline.Outcome:
@@ -126,6 +144,8 @@ def make_step(
             losses.clear()
             for parameter in [each for weights in stages.values() for each in weights.values()]:
                 parameter.grad = None
+        if peaks is not None:
+            assert reserve(CPU, peaks[rank], in_flight=1) == 0
         heartbeat = None if heartbeats is None else heartbeats[rank]
         run_schedule(schedule, programs, communicator, variable_shapes=modes.variable, heartbeat=heartbeat, **options)
         return pipeline.Outcome(losses, {(s, n): p.grad for s, w in stages.items() for n, p in w.items()})

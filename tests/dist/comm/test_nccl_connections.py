@@ -83,7 +83,7 @@ def test_a_connection_is_made_with_options_that_torch_has_and_ours_in_them(monke
 
 @pytest.mark.parametrize("of", [NCCL, f"{NCCL}.Options", f"{NCCL}.NCCLConfig"])
 def test_a_name_that_torch_has_not_would_be_found(of: str) -> None:
-    with pytest.raises(AttributeError, match="has no max_cta$"):
+    with pytest.raises(AttributeError, match=r"has no max_cta$"):
         Declared(of).max_cta = 4
     with pytest.raises(AttributeError, match="has no _set_sequence_number,"):
         _ = Declared(of)._set_sequence_number
