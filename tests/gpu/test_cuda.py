@@ -24,6 +24,7 @@ from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
 from ppctl.config.mapping import to_mapping
 from ppctl.devices import nccl_shares_gpus
+from ppctl.engine.device_memory import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
@@ -191,6 +192,27 @@ def dist_tier(**how: str) -> None:
 
 def test_several_ranks_share_a_device_through_pinned_host_memory():
     dist_tier(PPCTL_TEST_RANKS="shared")
+
+
+@pytest.mark.parametrize("rounding", [1, 3])
+def test_what_is_reserved_is_allocated_without_the_driver(rounding: int) -> None:
+    """Large and small blocks, freed and allocated again in another order."""
+    device, mib, draw = torch.device("cuda", torch.cuda.current_device()), 2**20, random.Random(0)
+    held = torch.empty(3 * mib, dtype=torch.uint8, device=device)
+    small = [torch.empty(1000, dtype=torch.uint8, device=device) for _ in range(1000)]
+    del small
+    assert reserve(device, torch.cuda.memory_allocated(device) + 512 * mib, in_flight=4) == 0
+    before = AllocatorFigures.of(device)
+    assert before.unused >= 512 * mib
+    for _ in range(20):
+        sizes = [draw.randrange(2, 40) * mib // rounding for _ in range(20)]
+        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        blocks += [torch.empty(1000, dtype=torch.uint8, device=device) for _ in range(3000)]
+        draw.shuffle(blocks)
+        del blocks[5:]
+    after = AllocatorFigures.of(device)
+    assert (after.driver_allocations, after.retries) == (before.driver_allocations, before.retries)
+    del held
 
 
 def sent_to_itself(size: int) -> tuple[list[bool], str, int]:
