@@ -30,7 +30,8 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
     free, _ = torch.cuda.mem_get_info(device)
     missing = max(0, peak - torch.cuda.memory_allocated(device))
     more = min(int(FRAGMENTS * peak) + varying, max(0, free - missing) // 2)
-    sizes = [min(missing + more, free), *[_SMALL] * (small // _SMALL)]
+    most = free - free // 20  # the driver and NCCL take some themselves
+    sizes = [min(missing + more, most), *[_SMALL] * (small // _SMALL)]
     kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     del kept  # the cache has them now
     return max(0, missing - free)

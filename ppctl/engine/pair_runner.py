@@ -71,7 +71,8 @@ def _refusing_autograd() -> Iterator[None]:
     On CUDA a device's backwards run one behind the other in one thread of autograd's, and there the pair's own backward
     waits for its turn: the forward would wait for it, and never hand over.
     """
-    engine, thread = torch.autograd._engine_run_backward, threading.get_ident()
+    autograd: Any = torch.autograd
+    engine, thread = autograd._engine_run_backward, threading.get_ident()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
@@ -79,11 +80,11 @@ def _refusing_autograd() -> Iterator[None]:
             raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))
         return engine(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run
+    autograd._engine_run_backward = run
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = engine
+        autograd._engine_run_backward = engine
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:

@@ -6,6 +6,7 @@ Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -114,17 +115,17 @@ class StepFigures:
         }
 
 
-def retries_problem(reports: Reports, step: int, set_to: str) -> Problem | None:
-    """What to tell of a step in which some rank's allocator freed memory; `set_to` are the allocator's settings."""
+def retries_problem(reports: Reports, step: int) -> Problem | None:
+    """What to tell of a step in which some rank's allocator freed memory."""
     retries = reports.column("alloc_retries")
     if not retries.any():
         return None
     worst = int(retries.argmax())
     often = f"step {step}: torch's allocator on rank {worst} freed memory {int(retries[worst])} times"
     message = f"{often} and waited for its device; two ranks that do so in one step may wait for each other for ever"
-    if EXPANDABLE not in set_to:
-        return Problem("PP-E822", message, f"launch.env.{ALLOCATOR[0]}={EXPANDABLE}")
     remedy = "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1"
+    if all(EXPANDABLE not in os.environ.get(name, "") for name in ALLOCATOR):
+        remedy = f"launch.env.{ALLOCATOR[0]}={EXPANDABLE}"
     return Problem("PP-E822", message, remedy)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
-from ppctl.config.gpu_environment import ALLOCATOR
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches, StepBatch
@@ -29,7 +27,7 @@ from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.kept_gradients import KeptGradients
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms, auxiliary_weight
-from ppctl.train.rank_reports import Reports, check_reports, gather_reports, stop_reason
+from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.router_balance import RouterBalance
 from ppctl.train.session import Session
@@ -138,19 +136,13 @@ class Trainer:
         if s.config.model.mtp_num_layers:
             record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
-        self._tell_of_retries(reports, step + 1)
+        if s.own.rank == 0 and not self._told and (problem := retries_problem(reports, step + 1)) is not None:
+            print(f"warning: {problem}", file=sys.stderr)
+            self._told = True
         if self.replicas.is_due(step + 1):
             record["replicas_compared"] = self.replicas.compare(step + 1)
         measured = self.tracer.take(step + 1, (started, pipeline_end, agreed, ended))
         return StepResult(record, stop_reason(reports), measured)
-
-    def _tell_of_retries(self, reports: Reports, step: int) -> None:
-        """Warn once a run, on its first rank."""
-        settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "")
-        problem = None if self._told or self.session.own.rank else retries_problem(reports, step, settings)
-        if problem is not None:
-            self._told = True
-            print(f"warning: {problem}", file=sys.stderr)
 
     def _update(self, norm: GradNorm, lr: float) -> None:
         s = self.session
@@ -194,7 +186,10 @@ class Trainer:
         """Take the memory of the plan's peak from the driver; experts' rows may be twice as many as the plan's."""
         s = self.session
         own = s.plan.pp_ranks[s.own.pp_rank]
-        lacks = reserve(s.device, own.peak_bytes, own.in_flight, own.activation_bytes if s.plan.routed else 0)
+        varies = s.plan.routed and not s.config.launch.share_gpu
+        lacks = reserve(s.device, own.peak_bytes, own.in_flight, own.activation_bytes if varies else 0)
+        if s.offload is not None:
+            s.offload.copies.buffers.multiply(own.in_flight)
         if lacks:
             message = f"rank {s.own.rank} lacks {lacks >> 20} MiB of the plan's peak of {own.peak_bytes >> 20} MiB"
             has = torch.cuda.mem_get_info(s.device)[1] >> 30

@@ -56,8 +56,8 @@ class Taken(TorchFunctionMode):
         (10, 200, 100, 0, 90 + 5, 0),
         (10, 200, 100, 40, 90 + 45, 0),
         (10, 100, 100, 40, 90 + 5, 0),  # half of the 10 that are left
-        (10, 90, 100, 40, 90, 0),
-        (10, 60, 100, 40, 60, 30),
+        (10, 90, 100, 40, 90 * 0.95, 0),  # a twentieth of what is free stays so
+        (10, 60, 100, 40, 60 * 0.95, 30),
         (10, 200, 8, 0, 0, 0),  # more is in use than the plan's peak
     ],
 )
