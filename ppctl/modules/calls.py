@@ -25,7 +25,7 @@ from ppctl.modules.loss import StepLoss
 from ppctl.modules.sources import Source
 from ppctl.modules.stages import RankStages
 from ppctl.modules.survey import Survey
-from ppctl.schedule.action import BACKWARDS, LIFE_ENDS, Op, Schedule
+from ppctl.schedule.action import BACKWARDS, LIFE_ENDS, Op, Schedule, stages_with_backwards
 
 CODE = "PP-E557"
 FAILED = "PP-E558"
@@ -178,6 +178,8 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
     """
     schedule, stages, kept = run.prepared.schedule, run.stages, dict[int, int]()
     on_gpu = device.type == "cuda"
+    if on_gpu:  # what is in the cache behind the dry pass is what a microbatch needs
+        torch.cuda.empty_cache()
     with torch.random.fork_rng([device] if on_gpu else []), stages.restored():
         for program in run.programs(0, last_call=True):
             number = program.stage
@@ -199,10 +201,10 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
 def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> None:
     """Take from the driver what a step needs beside the dry pass: microbatches in flight, and posted receives."""
     schedule, survey = run.prepared.schedule, run.prepared.survey
-    alive: list[int] = []
-    most = in_flight = 0
-    for op, stage, _ in schedule.actions[run.pp_rank]:
-        if op is Op.F:
+    row, alive = schedule.actions[run.pp_rank], list[int]()
+    trained, most, in_flight = stages_with_backwards(row), 0, 0
+    for op, stage, _ in row:
+        if op is Op.F and stage in trained:
             alive.append(stage)
         elif op in LIFE_ENDS:
             alive.remove(stage)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend
 from ppctl.checkpoint import CheckpointReader, Shard, read_manifest
 from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
+from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
 from ppctl.devices import nccl_shares_gpus
 from ppctl.engine.device_memory import AllocatorFigures, reserve
@@ -192,6 +193,15 @@ def dist_tier(**how: str) -> None:
 
 def test_several_ranks_share_a_device_through_pinned_host_memory():
     dist_tier(PPCTL_TEST_RANKS="shared")
+
+
+def test_settings_of_the_allocator_that_come_after_the_import_of_torch_are_read() -> None:
+    """A rank that torchrun or srun has started sets what is missing itself (`rank/worker.py`)."""
+    late = f"import os, torch; os.environ['{ALLOCATOR[0]}'] = '{EXPANDABLE}'; torch.empty(2**25, device='cuda')"
+    said = f"{late}; print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
+    plain = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", said], env=plain, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[True]"
 
 
 @pytest.mark.parametrize("rounding", [1, 3])
