@@ -28,7 +28,7 @@ from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of, program, short_path
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.compose import Composed
-from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.gpu_environment import gpu_environment, kept_allocator
 from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
@@ -174,8 +174,10 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
     """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
     if config.launch.device != "cuda":
         return config, []
-    environ, routed = os.environ, plan.params_active < plan.params_total
-    variables, conflicts = gpu_environment(config, plan.sizes.pp, environ, config.launch.env, routed=routed)
+    environ = os.environ
+    variables, conflicts = gpu_environment(config, plan.sizes.pp, environ, config.launch.env, routed=plan.routed)
+    if (kept := kept_allocator(environ, config.launch.env)) is not None:
+        note(kept)
     return with_value(config, "launch", env=variables), conflicts
 
 

@@ -6,7 +6,7 @@ what is missing, and every rank checks its own environment again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ppctl.config.schema import RunConfig
 from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
@@ -22,6 +22,15 @@ _EAGER = "EAGER"
 """CUDA loads a kernel at its first launch, for which the device has to drain: with receives posted, two ranks that
 load at once may wait for each other. Before the first step every stage runs once; but experts and packed documents have
 sizes that change from step to step, and libraries choose other kernels for other sizes."""
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both names that torch reads."""
+EXPANDABLE = "expandable_segments:True"
+"""Blocks of any size come out of one range of addresses, so that fragments hardly ever make torch's allocator free
+memory; and where it has to, it waits for its own stream and not for the whole device."""
+REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+"""Lets NCCL register every block of the allocator, which torch does not do for expandable segments."""
 
 
 _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
@@ -40,12 +49,43 @@ def gpu_environment(
         added.setdefault(QUEUES, MOST_QUEUES)
     if config.parallel.deterministic_mode and WORKSPACES not in environ:
         added.setdefault(WORKSPACES, _REPEATABLE[0])
-    if pp > 1 and (routed or config.data.reset_attention_mask) and LOADING not in environ:
+    if pp > 1 and (routed or _varies(config)) and LOADING not in environ:
         added.setdefault(LOADING, _EAGER)
+    if _set_by_user(ALLOCATOR, environ, added) is None and not _registers(environ, added):
+        added[ALLOCATOR[0]] = EXPANDABLE
     problems = list(_problems(config.parallel.deterministic_mode, pp, environ, added))
     if added.get(SEVERAL_RANKS, environ.get(SEVERAL_RANKS)) != "1":
         problems += _backend_of_shared_gpus(config, f"{SEVERAL_RANKS}=1 is not set")
     return added, problems
+
+
+def _varies(config: RunConfig) -> bool:
+    """Whether a later microbatch may take other kernels than those of the dry pass, by its documents or padding."""
+    return (
+        config.data.reset_attention_mask
+        or config.parallel.variable_seq_lengths
+        or config.model.transformers is not None  # whose code looks at the mask
+    )
+
+
+def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:
+    """A note on settings of torch's allocator that are the user's and leave out what ppctl would set."""
+    found = _set_by_user(ALLOCATOR, environ, launch_env)
+    if found is None or EXPANDABLE in found[1].replace(" ", ""):
+        return None
+    return f"note: {found[0]}={found[1]} is kept; without it ppctl sets {EXPANDABLE} (ppctl explain PP-E822)"
+
+
+def _registers(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> bool:
+    found = _set_by_user((REGISTERS,), environ, launch_env)
+    return found is not None and found[1].lower() in ("1", "t", "true", "y", "yes")
+
+
+def _set_by_user(
+    names: Sequence[str], environ: Mapping[str, str], launch_env: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """(name, value) of the first of these variables that is set, where ranks read it: `launch_env` is stronger."""
+    return next(((name, where[name]) for where in (launch_env, environ) for name in names if name in where), None)
 
 
 def refuse_backend(config: RunConfig, backends: str, nccl: tuple[int, ...] | None) -> None:

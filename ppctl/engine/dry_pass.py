@@ -31,8 +31,10 @@ def dry_pass(
     training: bool = True,
     split: bool = False,
     hands_back: bool = True,
-) -> None:
+) -> int:
     """Run one stage's forward of microbatch `mb`, and with `training` its backward, on values that mean nothing.
+
+    Returns the bytes of a GPU that a microbatch keeps from its forward to its backward.
 
     A `split` backward is run in its two halves. Without `hands_back` it makes no gradient of the stage's input.
 
@@ -44,14 +46,15 @@ def dry_pass(
         program, is_last=is_last, training=training, deallocate_outputs=True, split=halves, hands_back=hands_back
     )
     actions = [Action(op, program.stage, mb) for op in ((F, I, W) if split else (F, B))]
-    at = 0
+    at, held = 0, _held(device)
     try:
         if program.stage > 0:
             stage.inbox[mb] = Arrival(_made_up(program.receives, program.stage, device))
         stage.wait_for_input(mb)
         stage.forward(mb)
+        held = _held(device) - held
         if not training:
-            return
+            return held
         at = 1
         if not is_last:
             stage.gradient_inbox[mb] = Arrival(_made_up(program.sends, program.stage, device))
@@ -62,6 +65,11 @@ def dry_pass(
             stage.weight_gradients(mb)
     except Exception as error:
         raise EngineError(pp_rank, actions, at, error) from error
+    return held
+
+
+def _held(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def representatives(kinds: Iterable[Hashable]) -> list[int]:

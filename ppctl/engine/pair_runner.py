@@ -6,8 +6,11 @@ stages' work or schedules' policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -16,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from ppctl.engine.recorder import Recorder
+from ppctl.errors import Problem, TrainingError
 from ppctl.schedule.action import Action, Pair, Schedule
 from ppctl.turns import Turns
 from ppctl.weight_gradients.put_off import keep_collecting
@@ -56,7 +60,31 @@ class PairRunner:
 
             return run
 
-        self._turns.run(half(first, forward), half(first + 1, backward))
+        with _refusing_autograd():
+            self._turns.run(half(first, forward), half(first + 1, backward))
+
+
+@contextmanager
+def _refusing_autograd() -> Iterator[None]:
+    """Refuse backwards that the caller's thread asks for, in which a pair's forward runs (PP-E784).
+
+    On CUDA a device's backwards run one behind the other in one thread of autograd's, and there the pair's own backward
+    waits for its turn: the forward would wait for it, and never hand over.
+    """
+    autograd: Any = torch.autograd
+    engine, thread = autograd._engine_run_backward, threading.get_ident()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            message = "this forward calls autograd (backward or grad) itself, and it runs beside a backward"
+            raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))
+        return engine(*args, **kwargs)
+
+    autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = engine
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:

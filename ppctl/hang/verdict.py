@@ -11,7 +11,7 @@ from ppctl.hang.waits import Wait, root, same_exchange, waits
 from ppctl.plan import Plan
 from ppctl.rank_records import RankFailure, RankState
 
-STILL, DEAD_EDGE = "PP-E706", "PP-E707"
+STILL, DEAD_EDGE, FREES = "PP-E706", "PP-E707", "PP-E822"
 _ROWS = 32
 
 
@@ -52,7 +52,16 @@ def _message(found: Sequence[Wait], culprit: Wait, still: float) -> str:
     ranks = f"{len(waiting)} of {len(found)} ranks wait for this one in the end" if waiting else "this rank the longest"
     ranks += _along(waiting, own.rank)
     beside = f"; it runs {culprit.current} beside {culprit.beside}" if culprit.beside is not None else ""
-    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + beside
+    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + _at_once(found) + beside
+
+
+def _at_once(found: Sequence[Wait]) -> str:
+    """Which ranks compute and wait for no other; of several each one's device may wait for a message of another's."""
+    computing = [str(wait.state.rank) for wait in found if wait.on is None and wait.current and wait.state.working]
+    if len(computing) < 2:
+        return ""
+    ranks = ", ".join(computing[:_ROWS])
+    return f"; ranks {ranks} compute at once: on GPUs their allocators may wait for each other ({FREES})"
 
 
 def _along(waiting: Sequence[Wait], rank: int) -> str:

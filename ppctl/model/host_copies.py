@@ -60,6 +60,13 @@ class HostBuffers:
         """Let others have it from `read` on."""
         self._free[buffer.numel()].append(_Free(buffer, read))
 
+    def multiply(self, times: int) -> None:
+        """Have `times` as many as are there, all of them given back: to pin memory may wait for the device."""
+        for size, free in self._free.items():
+            missing = len(free) * (times - 1)
+            self.bytes += missing * size
+            free.extend(_Free(self._make(size), None) for _ in range(missing))
+
     def _make(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 

@@ -218,13 +218,14 @@ def _joins_documents(model: ModelConfig, can: Capability, dtype: str) -> bool:
 
 
 def _groups_experts(model: ModelConfig, can: Capability, dtype: str) -> bool:
-    """Whether grouped_mm is one kernel for this model's experts: rows of whole 16 bytes, on Hopper and Blackwell.
+    """Whether grouped_mm is one kernel for this model's experts, and right: rows of whole 16 bytes, on Hopper.
 
-    On other GPUs torch fetches the groups' ends to the host and multiplies group by group, and waits for the device in
-    every product (pytorch#186620): with a product for each expert it is waited for once a layer.
+    On Blackwell the weight gradients of experts without rows are whatever was in memory (pytorch#172439). On other GPUs
+    torch fetches the groups' ends to the host and multiplies group by group, and waits for the device in every product
+    (pytorch#186620): with a product for each expert it is waited for once a layer.
     """
     fits = model.hidden_size % MULTIPLE == expert_width(model) % MULTIPLE == 0
-    return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute[0] in (9, 10) and can.grouped_products
+    return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute[0] == 9 and can.grouped_products
 
 
 def _fp8(model: ModelConfig, can: Capability) -> Fp8:

@@ -5,7 +5,7 @@ Knows stages, batches and losses. Must not know how ranks agree on a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ppctl.comm.buffers import MessageSpec
 from ppctl.config.pipeline_config import PipelineConfig
+from ppctl.engine.device_memory import reserve
 from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.stage import AroundBackward, StageProgram, no_gradient, refuse_other_loss, refuse_other_outputs
 from ppctl.errors import ConfigError, Problem, TrainingError
@@ -24,7 +25,7 @@ from ppctl.modules.loss import StepLoss
 from ppctl.modules.sources import Source
 from ppctl.modules.stages import RankStages
 from ppctl.modules.survey import Survey
-from ppctl.schedule.action import BACKWARDS, Schedule
+from ppctl.schedule.action import BACKWARDS, LIFE_ENDS, Op, Schedule, stages_with_backwards
 
 CODE = "PP-E557"
 FAILED = "PP-E558"
@@ -175,8 +176,10 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
 
     Nothing that a step reads is different afterwards: gradients, buffers, draws of random numbers.
     """
-    schedule, stages = run.prepared.schedule, run.stages
+    schedule, stages, kept = run.prepared.schedule, run.stages, dict[int, int]()
     on_gpu = device.type == "cuda"
+    if on_gpu:  # what is in the cache behind the dry pass is what a microbatch needs
+        torch.cuda.empty_cache()
     with torch.random.fork_rng([device] if on_gpu else []), stages.restored():
         for program in run.programs(0, last_call=True):
             number = program.stage
@@ -188,6 +191,24 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
             with stages.evaluating():  # first: a backward lets sharded weights go that a forward has gathered
                 one(0, training=False)
             for mb in representatives(splits):
-                one(mb, split=splits[mb])
+                kept[number] = one(mb, split=splits[mb])
     if on_gpu:
         torch.cuda.synchronize(device)
+        if schedule.capacities:
+            _reserve(run, device, kept)
+
+
+def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> None:
+    """Take from the driver what a step needs beside the dry pass: microbatches in flight, and posted receives."""
+    schedule, survey = run.prepared.schedule, run.prepared.survey
+    row, alive = schedule.actions[run.pp_rank], list[int]()
+    trained, most, in_flight = stages_with_backwards(row), 0, 0
+    for op, stage, _ in row:
+        if op is Op.F and stage in trained:
+            alive.append(stage)
+        elif op in LIFE_ENDS:
+            alive.remove(stage)
+        most, in_flight = max(most, sum(kept[each] for each in alive)), max(in_flight, len(alive))
+    posted = sum(capacity for channel, capacity in schedule.capacities.items() if channel.target == run.pp_rank)
+    peak = torch.cuda.memory_reserved(device) + most + posted * max(edge.nbytes for edge in survey.edges)
+    reserve(device, peak, in_flight)

@@ -73,6 +73,11 @@ class Plan:
         """Whether all ranks fit, and one of them with less than 5 % of its memory free."""
         return self.limit is not None and self.limit.is_tight(max(cost.peak_bytes for cost in self.pp_ranks))
 
+    @property
+    def routed(self) -> bool:
+        """Whether a token meets some of the experts only: how many rows they get depends on the data."""
+        return self.params_active < self.params_total
+
     def at_step(self, step: int) -> Plan:
         """What the step that follows `step` completed ones runs, in a run from its first step on."""
         found = (each.size for each in self.smaller if each.step <= step < each.step + each.steps)

@@ -250,8 +250,8 @@ def _writer(shared: SharedRun, own: OwnRank, store: SealedStore) -> Callable[[],
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     """The device of this rank. Raises ConfigError for an environment in which it would hang."""
     # The launcher's environment is not always the rank's: a job's setup and a node's own profile come later.
-    plan, routed = shared.plan, shared.plan.params_active < shared.plan.params_total
-    missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=routed)
+    plan = shared.plan
+    missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=plan.routed)
     if shared.config.launch.device != "cpu":
         os.environ |= missing  # before CUDA is used at all: even counting devices may read it
     launch, gpus = shared.config.launch, torch.cuda.device_count()

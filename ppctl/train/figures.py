@@ -6,6 +6,7 @@ Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ import numpy.typing as npt
 import torch
 
 from ppctl.accelerators import device_called, preset
+from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
+from ppctl.engine.device_memory import AllocatorFigures
+from ppctl.errors import Problem
 from ppctl.topology import RankGrid
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import NOTHING, RankReport, Reports
@@ -36,6 +40,8 @@ class StepFigures:
         """[ranks, chunks]: the stages of every rank."""
         self.auxiliary_width = auxiliary_width(stages, session.config.model)
         self.peak_flops = _peak_flops(session)
+        self.allocator = AllocatorFigures.of(session.device)
+        """At the last report."""
 
     def report(self, programs: StagePrograms, auxiliary: Sequence[float], stop: int) -> RankReport:
         """This rank's numbers. Times are those of the step's last schedule call; all its calls are alike."""
@@ -62,6 +68,10 @@ class StepFigures:
             auxiliary = [math.fsum(torch.stack([programs.added[mb] for mb in sorted(programs.added)]).tolist())]
         report.auxiliary = [*auxiliary, *[0.0] * (self.auxiliary_width - len(auxiliary))]
         report.memory_bytes = float(_peak_memory(s.device))
+        before, self.allocator = self.allocator, AllocatorFigures.of(s.device)
+        report.alloc_retries = float(self.allocator.retries - before.retries)
+        report.driver_allocations = float(self.allocator.driver_allocations - before.driver_allocations)
+        report.unused_bytes = float(self.allocator.unused)
         report.updates = float(s.optimizer.updates)
         return report
 
@@ -99,7 +109,24 @@ class StepFigures:
             "tflops_per_device": tflops,
             "mfu": None if self.peak_flops is None else tflops * 1e12 / self.peak_flops,
             "max_memory_bytes": int(reports.column("memory_bytes").max()),
+            "unused_memory_bytes": int(reports.column("unused_bytes").max()),
+            "alloc_retries": int(reports.total("alloc_retries")),
+            "driver_allocations": int(reports.total("driver_allocations")),
         }
+
+
+def retries_problem(reports: Reports, step: int) -> Problem | None:
+    """What to tell of a step in which some rank's allocator freed memory."""
+    retries = reports.column("alloc_retries")
+    if not retries.any():
+        return None
+    worst = int(retries.argmax())
+    often = f"step {step}: torch's allocator on rank {worst} freed memory {int(retries[worst])} times"
+    message = f"{often} and waited for its device; two ranks that do so in one step may wait for each other for ever"
+    remedy = "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1"
+    if all(EXPANDABLE not in os.environ.get(name, "") for name in ALLOCATOR):
+        remedy = f"launch.env.{ALLOCATOR[0]}={EXPANDABLE}"
+    return Problem("PP-E822", message, remedy)
 
 
 def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:

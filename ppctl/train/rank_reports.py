@@ -43,6 +43,11 @@ class RankReport:
     busy: float = 0.0
     """Seconds in F, B, I and W."""
     memory_bytes: float = 0.0
+    alloc_retries: float = 0.0
+    """Since the report before, as `driver_allocations`."""
+    driver_allocations: float = 0.0
+    unused_bytes: float = 0.0
+    """What the GPU's allocator holds and no tensor uses."""
     mtp_loss: float = 0.0
     """This rank's share of the mean over the MTP modules' losses."""
     updates: float = 0.0

@@ -109,6 +109,8 @@ class Session:
     kernels: Kernels
     stages: Mapping[int, StageModel]
     recompute: Mapping[int, Switch]
+    offload: Offload | None
+    """What moves activations to the host, where any are."""
     rows: Mapping[str, Parameter]
     """What each parameter and buffer of these stages is, by canonical name."""
     parts: WhichParts
@@ -271,6 +273,7 @@ def build_session(
     weights, reducer = weights_and_sums(config, plan, stages, rows, groups)
     sp = config.parallel.sequence_parallel
     uses = tied_uses(plan.stages, config.model, grid.group_of("pp", rank))
+    switches, offload = _recompute(config, own.stages, stages, device)
     return Session(
         config=config,
         plan=plan,
@@ -280,7 +283,8 @@ def build_session(
         communicator=communicator,
         kernels=kernels,
         stages=stages,
-        recompute=_recompute(config, own.stages, stages, device),
+        recompute=switches,
+        offload=offload,
         rows=rows,
         parts=own_parts,
         weights=weights,
@@ -349,11 +353,14 @@ def _build_stages(
 
 def _recompute(
     config: RunConfig, specs: Sequence[StageSpec], stages: Mapping[int, StageModel], device: torch.device
-) -> dict[int, Switch]:
+) -> tuple[dict[int, Switch], Offload | None]:
     """Let stages recompute, and their first layers leave the rest to the host."""
     chosen = {spec.stage: offloaded_layers(config.parallel, spec.layers) for spec in specs}
     offload = Offload(device) if any(chosen.values()) else None
-    return {number: recompute(stage, config.train, number, offload, chosen[number]) for number, stage in stages.items()}
+    found = {
+        number: recompute(stage, config.train, number, offload, chosen[number]) for number, stage in stages.items()
+    }
+    return found, offload
 
 
 def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches, StepBatch
+from ppctl.engine.device_memory import AllocatorFigures, reserve
 from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.schedule.measured_step import MeasuredStep
-from ppctl.train.figures import StepFigures
+from ppctl.train.figures import StepFigures, retries_problem
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.kept_gradients import KeptGradients
 from ppctl.train.precision import unscale
@@ -69,6 +71,7 @@ class Trainer:
         self.replicas = ReplicaCheck(session)
         self._steps_for = steps_for_tokens(session.config)
         self._said: set[int] = set()
+        self._told = False
         self.gradients = KeptGradients(session, gradients, lambda: self.stages.first, writes)
         self._take(session)
 
@@ -133,6 +136,9 @@ class Trainer:
         if s.config.model.mtp_num_layers:
             record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
+        if s.own.rank == 0 and not self._told and (problem := retries_problem(reports, step + 1)) is not None:
+            print(f"warning: {problem}", file=sys.stderr)
+            self._told = True
         if self.replicas.is_due(step + 1):
             record["replicas_compared"] = self.replicas.compare(step + 1)
         measured = self.tracer.take(step + 1, (started, pipeline_end, agreed, ended))
@@ -172,6 +178,22 @@ class Trainer:
         s.weights.clear_gradients()
         if s.device.type == "cuda":
             torch.cuda.synchronize(s.device)
+            if s.communicator is not None:
+                self._reserve()
+            self.figures.allocator = AllocatorFigures.of(s.device)  # of the steps alone
+
+    def _reserve(self) -> None:
+        """Take the memory of the plan's peak from the driver; experts' rows may be twice as many as the plan's."""
+        s = self.session
+        own = s.plan.pp_ranks[s.own.pp_rank]
+        varies = s.plan.routed and not s.config.launch.share_gpu
+        lacks = reserve(s.device, own.peak_bytes, own.in_flight, own.activation_bytes if varies else 0)
+        if s.offload is not None:
+            s.offload.copies.buffers.multiply(own.in_flight)
+        if lacks:
+            message = f"rank {s.own.rank} lacks {lacks >> 20} MiB of the plan's peak of {own.peak_bytes >> 20} MiB"
+            has = torch.cuda.mem_get_info(s.device)[1] >> 30
+            print(f"warning: {Problem('PP-E823', message, f'launch.device_memory={has}GiB')}", file=sys.stderr)
 
     def _begin(self, step: int) -> None:
         """Forget the step before, and fetch the samples of this one."""

@@ -6,7 +6,7 @@
 #   tests/gpu/first_run.sh wheels DIR [3.12]    with network: fill DIR, for that Python (default: this one)
 #   tests/gpu/first_run.sh --dry-run            print the commands and their limits
 #   tests/gpu/first_run.sh --cpu                tiny sizes on the CPU: proves this script, measures nothing
-#   options: --python PYTHON, --out DIR (logs), --page FILE, --only STEP,STEP
+#   options: --python PYTHON, --out DIR (logs), --page FILE, --only STEP,STEP (with --out of a run: adds to its record)
 #
 # Logs lie in --out (default: runs/gpu-DATE); at the end results_page.py writes a dated page under benchmarks/ from them.
 set -u -o pipefail # no -e: a step that fails is a result
@@ -63,7 +63,7 @@ out=${out:-runs/gpu-$day}
 page=${page:-benchmarks/results-gpu-$day.md}
 if [ -z "$dry" ]; then
   mkdir -p "$out" || exit 2
-  : >"$out/steps.tsv"
+  [ -n "$only" ] || : >"$out/steps.tsv" # some steps again, or the rest: the others' record stays
   if [ -n "$wheels" ]; then unpack "$wheels" || exit 2; fi
 fi
 
@@ -80,6 +80,7 @@ step() {
   code=$?
   [ "$code" = 0 ] || [ "$code" = 77 ] || failed=1
   echo "exit code $code after $((SECONDS - began)) s"
+  touch "$out/steps.tsv" && sed -i "/^$name\t/d" "$out/steps.tsv" # a step that runs again has one line, its last
   printf '%s\t%d\t%d\t%d\n' "$name" "$limit" "$((SECONDS - began))" "$code" >>"$out/steps.tsv"
 }
 

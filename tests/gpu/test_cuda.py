@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from background_saves import saver_of
 from command import TINY, metrics, only_run, ppctl
 from one_rank import tiny_config, waits_in_a_pipeline
@@ -17,8 +20,12 @@ from ranks import run_ranks
 from torch.nn.attention import SDPBackend
 
 from ppctl.checkpoint import CheckpointReader, Shard, read_manifest
+from ppctl.comm.channels import check_connection, wait_for
+from ppctl.comm.connections import connections_of
+from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
 from ppctl.devices import nccl_shares_gpus
+from ppctl.engine.device_memory import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
@@ -26,7 +33,8 @@ from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels
 from ppctl.model.linear import multiply_in_float32, multiply_scaled, product_in_fp8
 from ppctl.model.packing import Documents, bounds_of
-from ppctl.schedule.action import Action, Op
+from ppctl.rank.hang_dump import recorders
+from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
 
 pytestmark = [
@@ -185,6 +193,70 @@ def dist_tier(**how: str) -> None:
 
 def test_several_ranks_share_a_device_through_pinned_host_memory():
     dist_tier(PPCTL_TEST_RANKS="shared")
+
+
+def test_settings_of_the_allocator_that_come_after_the_import_of_torch_are_read() -> None:
+    """A rank that torchrun or srun has started sets what is missing itself (`rank/worker.py`)."""
+    late = f"import os, torch; os.environ['{ALLOCATOR[0]}'] = '{EXPANDABLE}'; torch.empty(2**25, device='cuda')"
+    said = f"{late}; print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
+    plain = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", said], env=plain, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[True]"
+
+
+@pytest.mark.parametrize("rounding", [1, 3])
+def test_what_is_reserved_is_allocated_without_the_driver(rounding: int) -> None:
+    """Large and small blocks, freed and allocated again in another order."""
+    device, mib, draw = torch.device("cuda", torch.cuda.current_device()), 2**20, random.Random(0)
+    held = torch.empty(3 * mib, dtype=torch.uint8, device=device)
+    small = [torch.empty(1000, dtype=torch.uint8, device=device) for _ in range(1000)]
+    del small
+    assert reserve(device, torch.cuda.memory_allocated(device) + 512 * mib, in_flight=4) == 0
+    before = AllocatorFigures.of(device)
+    assert before.unused >= 512 * mib
+    for _ in range(20):
+        sizes = [draw.randrange(2, 40) * mib // rounding for _ in range(20)]
+        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        blocks += [torch.empty(1000, dtype=torch.uint8, device=device) for _ in range(3000)]
+        draw.shuffle(blocks)
+        del blocks[5:]
+    after = AllocatorFigures.of(device)
+    assert (after.driver_allocations, after.retries) == (before.driver_allocations, before.retries)
+    del held
+
+
+def sent_to_itself(size: int) -> tuple[list[bool], str, int]:
+    """Over a connection of ppctl's own: (what arrived right, the backend's error, how often NCCL's record names it)."""
+    assert dist.group.WORLD is not None
+    made, device = connections_of(dist.group.WORLD), torch.device("cuda", torch.cuda.current_device())
+    backend: Any = made.of_all("nccl", "to itself")
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+    right = []
+    for number in range(3):
+        sent = torch.full((size,), float(number), device=device)
+        arrived = torch.empty_like(sent)
+        # A receive alone would be waited for by the send behind it, for ever: NCCL gets both at once.
+        group._start_coalescing(device)
+        backend.recv([arrived], 0, 0)
+        backend.send([sent], 0, 0)
+        wait_for([group._end_coalescing(device)], Channel(0, 0, "F"))
+        right.append(bool((arrived == number).all()))
+    found = backend.get_error().name
+    check_connection(backend, Channel(0, 0, "F"))
+    record = pickle.loads(recorders()["nccl"](True, False))
+    made.close()  # `shutdown`
+    return right, found, sum("to itself" in str(entry["process_group"]) for entry in record["entries"])
+
+
+@pytest.mark.parametrize("size", [1, 1 << 22])
+def test_a_connection_of_nccl_carries_messages_and_is_ended(monkeypatch, size: int) -> None:
+    monkeypatch.setattr("ranks.GPUS", 1)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    ((right, found, recorded),) = run_ranks(sent_to_itself, 1, size, over="nccl", timeout=120)
+    assert right == [True] * 3
+    assert found == "SUCCESS"
+    assert recorded > 0
 
 
 def ranks_over_nccl() -> int:

@@ -89,15 +89,20 @@ class Mark:
 
 
 class Gpu:
-    """One device. `queues` is how many it has, `lazy_loading` whether a kernel's first launch waits for the device."""
+    """One device. `queues` is how many it has, `lazy_loading` whether a kernel's first launch waits for the device.
 
-    def __init__(self, rank: int, *, queues: int, lazy_loading: bool, record_streams: bool) -> None:
-        self.rank, self.lazy_loading = rank, lazy_loading
+    `full` says how the allocator frees memory before it takes more from the driver: `frees` (cudaFree, which waits for
+    the whole device), `unmaps` (expandable segments: for the current stream and for what other streams were recorded
+    to use), or empty: there is enough.
+    """
+
+    def __init__(self, rank: int, *, queues: int, lazy_loading: bool, record_streams: bool, full: str) -> None:
+        self.rank, self.lazy_loading, self.full = rank, lazy_loading, full
         self.queues: list[deque[Entry]] = [deque() for _ in range(queues)]
         self.streams = 1
         self.loaded: set[object] = set()
         self.error: Exception | None = None
-        self.memory = Memory(self.mark, records=record_streams)
+        self.memory = Memory(self.mark, self.ask_driver, records=record_streams)
         self.waits: Counter[str] = Counter()
         """How often the host waited for the device, by the function of ppctl's, or what else made it wait."""
 
@@ -132,6 +137,15 @@ class Gpu:
     def stop(self) -> None:
         """Enqueue a kernel that never ends."""
         self.put(CURRENT, Entry("a kernel that does not end", ready=lambda: False))
+
+    def ask_driver(self) -> None:
+        """Hold the host as an allocation does that the driver has to serve."""
+        if self.full == "frees":
+            self.drain("to free memory")
+        elif self.full == "unmaps":
+            self.waits["to free memory"] += 1
+            tickets = [self.mark(CURRENT), *(ticket for _, held in self.memory.held for ticket in held)]
+            current_actor().wait(lambda: all(ticket.passed for ticket in tickets), "for its device, to free memory")
 
     def drain(self, why: str) -> None:
         """Hold the host until every queue is empty."""

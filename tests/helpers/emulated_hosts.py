@@ -43,9 +43,13 @@ class Actor:
         if self.turns.are_over:
             raise Ended(why)
 
+    def adopt(self) -> None:
+        """The calling thread computes for this actor, while the actor's own one waits for it."""
+        _own.actor = self
+
     def _run(self) -> None:
         self.turn.acquire()
-        _own.actor = self
+        self.adopt()
         try:
             if not self.turns.are_over:
                 self.result = self.body()
@@ -120,7 +124,7 @@ class HostPair(turns.Turns):
         actor = current_actor()
 
         def begin() -> None:
-            _own.actor = actor
+            actor.adopt()
             self.enter()
             initialize()
 

@@ -5,7 +5,8 @@ Knows blocks, and when one is free. Must not know what is computed.
 The host frees a tensor while the device has yet to compute on it: that is right as long as whoever gets the memory next
 stands behind it in the same stream. What another stream uses (`record`) is free only when the host, at an allocation,
 finds that the device has passed what that stream held when the tensor was freed: recordStream. Memory is real here: a
-block that is handed out too early has wrong bits.
+block that is handed out too early has wrong bits. Blocks are counted as if they could be split and joined at will: the
+driver is asked where all of them together are more than ever before.
 """
 
 from __future__ import annotations
@@ -50,10 +51,17 @@ class Block:
 
 
 class Memory:
-    """One device's blocks. `mark(stream)` puts a mark behind what a stream holds; its `passed` becomes true."""
+    """One device's blocks. `mark(stream)` puts a mark behind what a stream holds; its `passed` becomes true.
 
-    def __init__(self, mark: Callable[[int], SimpleNamespace], *, records: bool = True) -> None:
-        self.mark, self.records = mark, records
+    `ask` is called whenever the driver is asked for memory.
+    """
+
+    def __init__(
+        self, mark: Callable[[int], SimpleNamespace], ask: Callable[[], object], *, records: bool = True
+    ) -> None:
+        self.mark, self.ask, self.records = mark, ask, records
+        self.in_use = self.mapped = 0
+        """Bytes of blocks that are not free, and that the driver has given."""
         self.free: dict[int, list[Block]] = defaultdict(list)
         self.held: list[tuple[Block, list[SimpleNamespace]]] = []
         """Freed by the host, and not yet seen to be through with other streams."""
@@ -69,6 +77,10 @@ class Memory:
         self._look()
         items = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
         block = self._take(-(-max(items * dtype.itemsize, 1) // ROUNDING) * ROUNDING)
+        self.in_use += block.bytes.nbytes
+        if self.in_use > self.mapped:
+            self.mapped = self.in_use
+            self.ask()
         owner = block.bytes.view()
         weakref.finalize(owner, self._freed, block)
         self.used[block.storage.data_ptr()] = block
@@ -103,13 +115,17 @@ class Memory:
             self.held.append((block, tickets))
             self.most_held = max(self.most_held, len(self.held))
         else:
-            self.free[block.bytes.nbytes].append(block)
+            self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        self.in_use -= block.bytes.nbytes
+        self.free[block.bytes.nbytes].append(block)
 
     def _look(self) -> None:
         """Find what other streams are through with."""
         held, self.held = self.held, []
         for block, tickets in held:
             if all(ticket.passed for ticket in tickets):
-                self.free[block.bytes.nbytes].append(block)
+                self._give_back(block)
             else:
                 self.held.append((block, tickets))

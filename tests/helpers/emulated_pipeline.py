@@ -6,14 +6,16 @@ Knows which names of torch and of ppctl stand for a device and its messages; all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pipeline
 import pytest
 import torch
+from autograd_thread import AutogradThread
 from emulated_gpu import Mark
-from emulated_hosts import HostPair, HostQueue, HostSemaphore, HostThread, hand_over
+from emulated_hosts import HostPair, HostQueue, HostSemaphore, HostThread, current_actor, hand_over
+from emulated_memory import Memory
 from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
 
@@ -23,6 +25,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import Connections, connection_name
 from ppctl.comm.modes import Modes
 from ppctl.engine import interpreter, pace, pair_runner
+from ppctl.engine.device_memory import reserve
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.pace import Heartbeat
@@ -35,6 +38,16 @@ CHANNELS = Modes()
 """Every message on its channel."""
 WHOLE = 2
 """A microbatch of `pipeline.BATCH` rows, also where they are ragged."""
+
+
+ENOUGH = 2**40
+ALLOCATOR: dict[str, Callable[[Memory], object]] = {
+    "memory_allocated": lambda memory: memory.in_use,
+    "mem_get_info": lambda memory: (ENOUGH - memory.mapped, ENOUGH),
+    "memory_stats_as_nested_dict": lambda memory: {},
+    "empty_cache": lambda memory: None,
+}
+"""What ppctl asks torch's allocator."""
 
 
 class EmulatedConnections(Connections):
@@ -81,17 +94,46 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         gpu = world.gpus[current_rank()]
         return pace.DevicePace(length, beat, lambda: Mark(gpu)) if paced else pace.HostPace(length, beat)
 
-    with pytest.MonkeyPatch.context() as patch:
+    # Threads with modes of torch's must be over before the process is: each ends with its executor.
+    with ExitStack() as threads, pytest.MonkeyPatch.context() as patch:
+
+        def make_pair(*given: Callable) -> HostPair:
+            pair = HostPair(*given)
+            threads.enter_context(pair._thread)
+            return pair
+
         for name, stand_in in (("Semaphore", HostSemaphore), ("SimpleQueue", HostQueue), ("Thread", HostThread)):
             patch.setattr(pace, name, stand_in)
         patch.setattr(interpreter, "make_pace", make_pace)
-        patch.setattr(pair_runner, "Turns", HostPair)
+        patch.setattr(pair_runner, "Turns", make_pair)
         patch.setattr(HostPair, "enter", staticmethod(lambda: None))  # the runner brings the modes of the device
         patch.setattr(all_to_all, "hand_over", hand_over)
+        patch.setattr(torch.autograd, "_engine_run_backward", _in_device_threads(world, threads))
         patch.setattr(message_batches, "dist", Dist)
         patch.setattr(all_to_all, "dist", Dist)
+        for name, found in ALLOCATOR.items():
+            patch.setattr(torch.cuda, name, lambda *_, found=found: found(world.gpus[current_rank()].memory))
         patch.setattr(torch.cuda, "synchronize", lambda *_: world.gpus[current_rank()].drain("torch.cuda.synchronize"))
         yield
+
+
+def _in_device_threads(world: World, until: ExitStack) -> Callable[..., object]:
+    """Autograd's engine with a thread for each rank's device, which the rank's host waits for."""
+    threads: dict[int, AutogradThread] = {}
+
+    def run(*args: object, **kwargs: object) -> object:
+        rank = current_rank()
+        if rank not in threads:
+            actor = current_actor()
+
+            def enter() -> None:
+                actor.adopt()
+                world.put_on_device(rank)
+
+            threads[rank] = until.enter_context(AutogradThread(enter))
+        return threads[rank].run(*args, **kwargs)
+
+    return run
 
 
 Wrap = Callable[[StageProgram, int], StageProgram]
@@ -108,9 +150,13 @@ def make_step(
     connections: Callable[[World, int, int], EmulatedConnections] = EmulatedConnections,
     wrap: Wrap = lambda program, rank: program,
     heartbeats: Sequence[Heartbeat | None] | None = None,
+    peaks: Sequence[int] | None = None,
     **options: Any,
 ) -> Callable[[int], pipeline.Outcome]:
-    """The host of every rank: a step of `schedule` through the stages of `pipeline`, with the engine's `options`."""
+    """The host of every rank: a step of `schedule` through the stages of `pipeline`, with the engine's `options`.
+
+    `peaks` are the bytes that ranks reserve before the first message.
+    """
     place = schedule.placement
 
     def host(rank: int) -> pipeline.Outcome:
@@ -126,6 +172,8 @@ def make_step(
             losses.clear()
             for parameter in [each for weights in stages.values() for each in weights.values()]:
                 parameter.grad = None
+        if peaks is not None:
+            assert reserve(CPU, peaks[rank], in_flight=1) == 0
         heartbeat = None if heartbeats is None else heartbeats[rank]
         run_schedule(schedule, programs, communicator, variable_shapes=modes.variable, heartbeat=heartbeat, **options)
         return pipeline.Outcome(losses, {(s, n): p.grad for s, w in stages.items() for n, p in w.items()})

@@ -34,8 +34,9 @@ class World:
     `queues` is how many queues a device has, `eager` up to how many bytes a send goes on without its receiver,
     `lazy_loading` whether the first launch of a kernel waits for the whole device, `connected` whether connections were
     made before (by the warm-up) or are made on their first use, and `record_streams` whether memory that a message uses
-    is kept as recordStream keeps it. With `watchdog` NCCL's time-outs abort communicators, as they do where
-    TORCH_NCCL_ASYNC_ERROR_HANDLING=2 asks for that; by torch's default the whole process ends.
+    is kept as recordStream keeps it. `full` is a device's (`Gpu`). With `watchdog` NCCL's time-outs abort
+    communicators, as they do where TORCH_NCCL_ASYNC_ERROR_HANDLING=2 asks for that; by torch's default the whole
+    process ends.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class World:
         lazy_loading: bool = False,
         connected: bool = True,
         record_streams: bool = True,
+        full: str = "",
         watchdog: bool = False,
     ) -> None:
         self.connected, self.watchdog = connected, watchdog
@@ -56,7 +58,8 @@ class World:
         """How often a host moves where a device could: hosts that lag, and hosts that run far ahead."""
         self.turns = Turns()
         self.gpus = [
-            Gpu(rank, queues=queues, lazy_loading=lazy_loading, record_streams=record_streams) for rank in range(size)
+            Gpu(rank, queues=queues, lazy_loading=lazy_loading, record_streams=record_streams, full=full)
+            for rank in range(size)
         ]
         self.network = Network(self.gpus, eager)
         self.on_still: Callable[[], object] = lambda: None

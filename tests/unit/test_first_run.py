@@ -110,6 +110,18 @@ def test_it_goes_on_after_failures_and_its_page_has_nothing_that_was_not_measure
     assert "None" not in text
 
 
+def test_steps_that_run_alone_add_to_the_record_of_the_others(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(real=sys.executable))
+    python.chmod(0o755)
+    paths = ("--python", str(python), "--out", str(tmp_path / "logs"), "--page", str(tmp_path / "page.md"))
+    for only in ("facts,stage", "queues-8", "facts"):
+        run(*paths, "--only", only)
+    lines = (tmp_path / "logs/steps.tsv").read_text().splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["stage", "queues-8", "facts"]
+    assert all(name in (tmp_path / "page.md").read_text() for name in ("| stage ", "| queues-8 ", "| facts "))
+
+
 def page_of(rows: list[dict], code: str = "0") -> str:
     spec = spec_from_file_location("results_page", ROOT / "tests/gpu/results_page.py")
     assert spec is not None and spec.loader is not None

@@ -142,6 +142,9 @@ def test_a_record_has_the_documented_keys(whole_run):
             "tflops_per_device",
             "mfu",
             "max_memory_bytes",
+            "unused_memory_bytes",
+            "alloc_retries",
+            "driver_allocations",
             "consumed_samples",
         ),
     ]

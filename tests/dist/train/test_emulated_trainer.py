@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from command import TINY
 from emulated_hosts import current_actor
+from emulated_memory import ROUNDING
 from emulated_nccl import Backend
 from emulated_pipeline import EmulatedCommunicator, EmulatedConnections, emulation
-from emulated_world import World
+from emulated_world import Deadlock, World
 from pairwise import in_tiers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,6 +23,7 @@ from ppctl.cli.plan import planned
 from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
+from ppctl.engine.device_memory import FRAGMENTS
 from ppctl.plan import Plan
 from ppctl.train import grad_norm, rank_reports
 from ppctl.train.session import Parts, Session, build_session, reads_data
@@ -83,20 +86,26 @@ def session_of(rank: int, config: RunConfig, plan: Plan, connect: Callable) -> S
         dist.destroy_process_group()
 
 
-def train(session: Session) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(loss, norm) of every step, and the weights behind them."""
+def train(
+    session: Session, steps: int = STEPS, *, reserves: bool | None = None
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, norm) of every step, and the weights behind them; `reserves`: after a dry pass, as on a GPU, or without
+    the memory that it reserves behind it."""
     reads = any(reads_data(spec, session.config.data) for spec in session.own.stages)
     trainer = Trainer(session, Drawn(session.config, session.plan) if reads else None, lambda: 0)
-    records = [trainer.step(step).record for step in range(STEPS)]
+    if reserves is not None:
+        trainer.dry_pass(0)
+    if reserves:
+        trainer._reserve()
+    records = [trainer.step(step).record for step in range(steps)]
     return [(record["loss"], record["grad_norm"]) for record in records], dict(session.weights.model)
 
 
-@pytest.mark.parametrize(("pp", "seed"), in_tiers([(2, 1), (2, 2), (4, 1), (4, 2)], [(2, 2)]))
-def test_training_over_devices_has_the_bits_of_one_process(monkeypatch, pp: int, seed: int) -> None:
-    numbers, weights = train(session_of(0, *composed(1), connect=lambda *_: None))
-    assert numbers[0] != numbers[1]
+@contextmanager
+def trained_on(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[list[Session]]:
+    """The sessions of a pipeline on a world's devices, which may run."""
+    pp = len(world.gpus)
     config, plan = composed(pp)
-    world = World(pp, seed=seed)
     sessions = []
     for rank in range(pp):
         connections = EmulatedConnections(world, rank, pp)
@@ -107,6 +116,33 @@ def test_training_over_devices_has_the_bits_of_one_process(monkeypatch, pp: int,
     with emulation(world), monkeypatch.context() as patch:
         patch.setattr(rank_reports, "gather_rows", Reports(pp).gather)
         patch.setattr(grad_norm, "dist", SimpleNamespace(all_gather=all_gather))
+        yield sessions
+
+
+def test_with_the_plans_peak_reserved_full_devices_train_and_else_they_hang(monkeypatch) -> None:
+    """All but weights and optimizer is allocated while it runs."""
+
+    def trained(*, reserves: bool) -> None:
+        world = World(2, full="frees")
+        with trained_on(monkeypatch, world) as sessions:
+            for gpu, session in zip(world.gpus, sessions, strict=True):
+                own = session.plan.pp_ranks[gpu.rank]
+                gpu.memory.in_use = gpu.memory.mapped = own.weight_bytes + own.optimizer_bytes
+            world.run(lambda rank: train(sessions[rank], 1, reserves=reserves))
+        for gpu, cost in zip(world.gpus, sessions[0].plan.pp_ranks, strict=True):
+            assert gpu.memory.mapped <= (1 + FRAGMENTS) * cost.peak_bytes + ROUNDING, "the driver was asked in the step"
+
+    with pytest.raises(Deadlock, match=r"(?s)to free memory.*to free memory"):
+        trained(reserves=False)
+    trained(reserves=True)
+
+
+@pytest.mark.parametrize(("pp", "seed"), in_tiers([(2, 1), (2, 2), (4, 1), (4, 2)], [(2, 2)]))
+def test_training_over_devices_has_the_bits_of_one_process(monkeypatch, pp: int, seed: int) -> None:
+    numbers, weights = train(session_of(0, *composed(1), connect=lambda *_: None))
+    assert numbers[0] != numbers[1]
+    world = World(pp, seed=seed)
+    with trained_on(monkeypatch, world) as sessions:
         found = world.run(lambda rank: train(sessions[rank]))
     together: dict[str, torch.Tensor] = {}
     for own_numbers, own in found:

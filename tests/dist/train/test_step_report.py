@@ -19,13 +19,14 @@ from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppctl.cli.plan import planned
 from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import TrainingError
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
-from ppctl.train.figures import bubble_fraction, slowest_stage
+from ppctl.train.figures import bubble_fraction, retries_problem, slowest_stage
 from ppctl.train.rank_reports import (
     NOTHING,
     RankReport,
@@ -53,6 +54,21 @@ def test_the_slowest_stage_is_the_one_with_the_most_busy_seconds() -> None:
     assert slowest_stage(replicas, np.concatenate([stages, stages])) == (0, 2)
     with pytest.raises(ValueError, match="stages are"):
         slowest_stage(replicas, stages)
+
+
+def test_a_step_in_which_an_allocator_freed_memory_is_told_with_what_helps(monkeypatch) -> None:
+    reports = Reports.of([RankReport(), RankReport(alloc_retries=1.0), RankReport(alloc_retries=3.0), RankReport()])
+    assert retries_problem(Reports.of([RankReport(driver_allocations=9.0, unused_bytes=1e9)]), 7) is None
+    for settings, remedy in (
+        ("", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("max_split_size_mb:64", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("expandable_segments:True", "train.recompute_granularity=full"),
+    ):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+        problem = retries_problem(reports, 7)
+        assert problem is not None and problem.code == "PP-E822" and problem.remedy.startswith(remedy)
+        assert "step 7: torch's allocator on rank 2 freed memory 3 times" in problem.message
+        assert planned(["+recipe=quickstart", *problem.remedy.split()], for_training=True)[2] == [], "it can be pasted"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from autograd_thread import AutogradThread
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +56,15 @@ class Layers(nn.Module):
         for weight in self.weights:
             x = Exchange.apply(torch.tanh(x @ weight), note)
         return x
+
+
+@pytest.fixture(autouse=True, params=["the caller's thread", "a thread of the device's"])
+def where_nodes_run(request, monkeypatch):
+    """A backward's nodes run in the thread that asks for them, as on a CPU, or in one of their own, as on CUDA."""
+    with AutogradThread() as thread:
+        if "device" in request.param:
+            monkeypatch.setattr(torch.autograd, "_engine_run_backward", thread.run)
+        yield
 
 
 def run(schedule, log, fails=(), **options):
@@ -174,6 +184,28 @@ def test_the_half_that_fails_is_named(half):
         run(paired, [], fails=(f"{action.stage}{kind}{action.mb}",))
     assert caught.value.action == action
     run(paired, [])  # the thread of the failed pair holds nothing up
+
+
+@pytest.mark.parametrize("how", ["grad", "backward", "Tensor.backward"])
+def test_a_forward_beside_a_backward_that_calls_autograd_is_refused_by_name(how, monkeypatch):
+    """On CUDA it would wait for the device's thread of autograd, in which the backward waits for the forward."""
+
+    def forward(layers, x, mb):
+        y = x.detach().requires_grad_()
+        out = (y * y).sum()
+        hand_over()
+        torch.autograd.grad(out, y) if how == "grad" else out.backward() if "." in how else torch.autograd.backward(out)
+        return plain(layers, x, mb)
+
+    plain = Layers.forward
+    monkeypatch.setattr(Layers, "forward", forward)
+    run(replace(schedule(), pairs=frozenset()), [])
+    engine = torch.autograd._engine_run_backward
+    with pytest.raises(EngineError, match="this forward calls autograd") as caught:
+        run(schedule(), [])
+    assert caught.value.problems[0].code == "PP-E784"
+    assert caught.value.action in {pair.forward for pair in schedule().pairs}
+    assert torch.autograd._engine_run_backward is engine
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 7])

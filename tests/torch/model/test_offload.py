@@ -103,3 +103,15 @@ def test_buffers_are_used_again() -> None:
     buffers.give_back(first, None)
     again, _ = buffers.take(5002)
     assert again.data_ptr() == first.data_ptr() and buffers.bytes == 2 * first.numel()
+
+
+def test_buffers_for_more_microbatches_are_made_before_they_are_needed() -> None:
+    buffers = HostBuffers(pinned=False)
+    taken = [buffers.take(size) for size in (5000, 5000, 9000)]
+    for each in taken:
+        buffers.give_back(*each)
+    buffers.multiply(3)
+    made = buffers.bytes
+    assert made == 3 * sum(each.buffer.numel() for each in taken)
+    addresses = {buffers.take(size).buffer.data_ptr() for size in (5000, 5000, 9000) * 3}
+    assert len(addresses) == 9 and buffers.bytes == made

@@ -282,6 +282,19 @@ def test_a_job_on_gpus_has_a_queue_for_every_stream_and_a_single_one_is_refused(
     assert main([*asked[:-2], "launch.device=cpu", "--dry-run"]) == 0
 
 
+def test_a_persons_settings_of_the_allocator_are_kept_and_said(capsys, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "--dry-run"]
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    assert "export PYTORCH_ALLOC_CONF=expandable_segments:True\n" in out and "is kept" not in err
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    assert "ALLOC_CONF" not in out
+    assert "note: PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 is kept" in " ".join(err.split())
+
+
 def test_deterministic_mode_reaches_a_jobs_ranks_as_an_environment_and_another_one_is_refused(capsys) -> None:
     asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "parallel.deterministic_mode=true", "--dry-run"]
     assert main(asked) == 0
