@@ -124,7 +124,7 @@ class RemoteDisk(Disk):
 _FRAME = struct.Struct("<BQ")
 """Which of several kinds the value has, and its bytes."""
 _MOST = 2**31
-"""Bytes of a frame. The longest has what all ranks hold: of 2,048 ranks about 100 MiB."""
+"""Bytes of a frame: 2 GiB. The longest says what all ranks have written, of 2,048 ranks about 10 MiB."""
 _NAMES = [name for name in vars(Disk) if not name.startswith("_")]
 """The calls by their numbers; their annotations say what travels."""
 
