@@ -33,7 +33,7 @@ from torch import Tensor
 from ppctl import checkpoint
 from ppctl.checkpoint import whole_shards
 from ppctl.checkpoint.background import BackgroundSaver
-from ppctl.checkpoint.writer import WriterProcess
+from ppctl.checkpoint.writer import NO_WRITER, WriterProcess
 
 TENSORS, STEPS = 24, 10
 Row = dict[str, float]
@@ -76,7 +76,7 @@ def _rank(rank: int, world: int, mib: int, seconds: float, root: str, found: str
     dist.init_process_group(
         "gloo", store=dist.FileStore(os.path.join(root, "store"), world), rank=rank, world_size=world
     )
-    addresses = [WriterProcess().address if rank == 0 else ""]
+    addresses = [WriterProcess().address if rank == 0 else NO_WRITER]
     dist.broadcast_object_list(addresses)
     bench = _Bench(rank, mib, Path(root), addresses[0])
     results = [bench.round(number) for number in range(3)]

@@ -23,7 +23,7 @@ from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.saver import Saver
 from ppctl.checkpoint.shards import Shard
-from ppctl.checkpoint.writer import RemoteDisk
+from ppctl.checkpoint.writer import NO_WRITER, RemoteDisk, WriterAddress
 from ppctl.errors import CheckpointError, Problem
 
 
@@ -40,7 +40,7 @@ class Saved:
 class BackgroundSaver:
     """Saves, one at a time, beside what the ranks of `process_group` do; no other thread may use that group.
 
-    `address` is that of the node's writer (empty: ranks write themselves, from a thread). `shards` are what is
+    `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
     thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) where there is no memory.
     """
@@ -53,7 +53,7 @@ class BackgroundSaver:
         keep: int,
         keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        address: str = "",
+        address: WriterAddress = NO_WRITER,
         local: LocalCopies | None = None,
         warn: Callable[[Problem], None],
     ) -> None:

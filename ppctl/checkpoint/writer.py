@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hmac
 import os
 import secrets
 import signal
@@ -35,46 +36,63 @@ _HELLO = struct.Struct("<qq")
 """The rank, and the bytes of its memory, whose descriptor comes along."""
 _LOOK = 5.0
 """Seconds between looks whether the parent is alive, where the kernel does not say it."""
+_PATIENCE = 60.0
+"""Seconds that the other end has to prove itself: a host may be busy when a run begins."""
 _NICE = 5
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """They ask ranks to save and leave: whoever sends them to all processes of a job means the ranks."""
 
 
+class WriterAddress(NamedTuple):
+    """The name of a node's writer (empty: there is none), and the key by which it and the ranks know each other."""
+
+    name: str = ""
+    key: bytes = b""
+
+
+NO_WRITER = WriterAddress()
+
+
 class WriterProcess:
     """The writer of this node, as the rank that starts it sees it. Raises OSError where it cannot be started."""
 
-    def __init__(self) -> None:
-        self.address = f"ppctl-writer-{os.getpid()}-{secrets.token_hex(8)}"
+    def __init__(self, key: bytes = b"") -> None:
+        self.address = WriterAddress(f"ppctl-writer-{os.getpid()}-{secrets.token_hex(8)}", key)
         with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(f"\0{self.address}")  # in no directory: gone with the processes
+            listening.bind(f"\0{self.address.name}")  # in no directory: gone with the processes
             listening.listen(socket.SOMAXCONN)  # ranks can connect from now on
             command = [sys.executable, "-m", "ppctl.checkpoint.writer", str(listening.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
-                command, pass_fds=[listening.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                command, pass_fds=[listening.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )
+        assert self.process.stdin is not None
+        with self.process.stdin as told, suppress(BrokenPipeError):  # ranks will find that it has gone
+            told.write(key)
 
 
 class RemoteDisk(Disk):
-    """A `Disk` whose work the writer at `address` does (empty: there is none), over the shared memory `descriptor` of
-    `size` bytes.
+    """A `Disk` whose work the writer at `address` does, over the shared memory `descriptor` of `size` bytes.
 
-    If the writer is lost, or its address is another user's, `warn` gets a problem (PP-E510) once, and from then on this
+    If the writer is lost, or it is another user's, `warn` gets a problem (PP-E510) once, and from then on this
     process does the work itself, beginning with the call in which it was lost.
     """
 
-    def __init__(self, address: str, rank: int, descriptor: int, size: int, warn: Callable[[Problem], None]) -> None:
+    def __init__(
+        self, address: WriterAddress, rank: int, descriptor: int, size: int, warn: Callable[[Problem], None]
+    ) -> None:
         super().__init__(rank)
         self._warn = warn
         self._lasting: dict[str, tuple[Any, ...]] = {}
         """The last arguments of calls that later ones build on."""
         self._writer: BufferedRWPair | None = None
-        if not address:
+        if not address.name:
             return
         try:
             with socket.socket(socket.AF_UNIX) as connected:
-                connected.connect(f"\0{address}")
+                connected.connect(f"\0{address.name}")
                 _refuse_strangers(connected)
+                prove(connected, address.key, b"rank", b"writer")
                 socket.send_fds(connected, [_HELLO.pack(rank, size)], [descriptor])
                 self._writer = connected.makefile("rwb")
         except OSError as error:
@@ -181,6 +199,22 @@ def _refuse_strangers(connected: socket.socket) -> None:
         raise _Stranger(user)
 
 
+def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> None:
+    """Show that this end knows the key, and raise PermissionError unless the other one does.
+
+    In containers that share a network, all users may have the same number: the kernel's answer is not enough.
+    """
+    drawn = secrets.token_bytes(32)
+    connected.settimeout(_PATIENCE)
+    connected.sendall(drawn)
+    asked = connected.recv(32, socket.MSG_WAITALL)
+    connected.sendall(hmac.digest(key, own + asked, "sha256"))
+    told = connected.recv(32, socket.MSG_WAITALL)
+    if not hmac.compare_digest(told, hmac.digest(key, other + drawn, "sha256")):
+        raise PermissionError(errno.EPERM, "a process without this start's key was at its address, and got nothing")
+    connected.settimeout(None)
+
+
 def _send(to: BufferedRWPair, number: int, data: bytes) -> None:
     to.write(_FRAME.pack(number, len(data)))
     to.write(data)
@@ -211,13 +245,11 @@ class _Connections:
     def __init__(self) -> None:
         self._lock, self._count = Lock(), 0
 
-    def begin(self) -> None:
-        """One more."""
+    def __enter__(self) -> None:
         with self._lock:
             self._count += 1
 
-    def end(self) -> None:
-        """One less."""
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._count -= 1
             if self._count == 0:
@@ -229,6 +261,7 @@ def main() -> NoReturn:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     descriptor, parent = map(int, sys.argv[1:3])
+    key = sys.stdin.buffer.read()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else the next look finds out
     with suppress(OSError):
@@ -244,15 +277,15 @@ def main() -> NoReturn:
             except _Stranger:
                 connected.close()
                 continue
-            connections.begin()
-            Thread(target=_serve, args=(connected, connections), daemon=True).start()
+            Thread(target=_serve, args=(connected, connections, key), daemon=True).start()
     os._exit(1)
 
 
-def _serve(connected: socket.socket, connections: _Connections) -> None:
+def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> None:
     """Do what a rank asks for until it has gone, or sends what is no call."""
-    try:
-        with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
+    with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
+        prove(connected, key, b"writer", b"rank")
+        with connections:
             hello, descriptors, *_ = socket.recv_fds(connected, _HELLO.size, 1)
             try:
                 rank, size = _HELLO.unpack(hello)
@@ -262,8 +295,6 @@ def _serve(connected: socket.socket, connections: _Connections) -> None:
                     os.close(each)
             with connected.makefile("rwb") as asking:
                 _answer(asking, Disk(rank), memoryview(memory))
-    finally:
-        connections.end()
 
 
 def _answer(asking: BufferedRWPair, disk: Disk, memory: memoryview) -> NoReturn:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.writer import WriterProcess
+from ppctl.checkpoint.writer import WriterAddress, WriterProcess
 from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
@@ -234,17 +234,18 @@ def _warm_up(run: RunDir, session: Session, store: SealedStore) -> None:
         run.write_edges(edges)
 
 
-def _writer(shared: SharedRun, own: OwnRank, store: SealedStore) -> Callable[[], str]:
+def _writer(shared: SharedRun, own: OwnRank, store: SealedStore) -> Callable[[], WriterAddress]:
     """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
-    key, config = f"checkpoint writer {own.rank - own.local_rank}", shared.config.checkpoint
+    name, config = f"checkpoint writer {own.rank - own.local_rank}", shared.config.checkpoint
+    key = store.key_for(name)
     if own.local_rank == 0 and config.in_background:
         try:
-            address = WriterProcess().address
+            address = WriterProcess(key).address
         except OSError as error:
             print(f"warning: no checkpoint writer could be started, ranks write themselves: {error}", file=sys.stderr)
-            address = ""
-        store.set(key, address)
-    return lambda: str(store.get(key))
+            address = WriterAddress()
+        store.set(name, address.name)
+    return lambda: WriterAddress(str(store.get(name)), key)
 
 
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ppctl.checkpoint.writer import WriterAddress
 from ppctl.checkpoint_folder import Found
 from ppctl.config.batch_sizes import BatchSizes
 from ppctl.data.sampler import SAMPLE_ORDER
@@ -56,7 +57,7 @@ def train(
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
-    writer: Callable[[], str] = str,
+    writer: Callable[[], WriterAddress] = WriterAddress,
     note_save: Callable[[float], None] = lambda seconds: None,
 ) -> TrainingEnd:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.

@@ -20,6 +20,7 @@ from ppctl.checkpoint.background import BackgroundSaver, Saved
 from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import directory_of
+from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.train.session import Session
@@ -32,10 +33,10 @@ SETTLE = 5.0
 class Saves:
     """Saves while it is entered; called by all ranks together.
 
-    `writer` gives the address of the node's writer (empty: ranks write themselves); `say` takes lines for the user on
-    rank 0, `note` there the seconds of every save. Memory for the copies is made now, where `checkpoint.local` is set
-    by `make_room`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks where one has
-    none.
+    `writer` gives the address of the node's writer (without one, ranks write themselves); `say` takes lines for the
+    user on rank 0, `note` there the seconds of every save. Memory for the copies is made now, where `checkpoint.local`
+    is set by `make_room`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks where one
+    has none.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Saves:
         session: Session,
         directory: Path,
         *,
-        writer: Callable[[], str] = str,
+        writer: Callable[[], WriterAddress] = WriterAddress,
         say: Callable[[str], None] = print,
         note: Callable[[float], None] = lambda seconds: None,
     ) -> None:

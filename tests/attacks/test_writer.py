@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from ppctl.checkpoint.writer import RemoteDisk, WriterProcess
+from ppctl.checkpoint.writer import RemoteDisk, WriterAddress, WriterProcess, prove
 from ppctl.errors import Problem
 
 STRANGER, SIZE = 65534, 4096
@@ -39,16 +39,22 @@ def pickled(path: Path) -> bytes:
     return struct.pack("!i", len(data)) + data
 
 
+KEY = bytes(range(32))
+
+
 def memory() -> int:
     descriptor = os.memfd_create("ppctl-test")
     os.ftruncate(descriptor, SIZE)
     return descriptor
 
 
-def connected(address: str, hello: bytes = HELLO) -> socket.socket:
+def connected(address: WriterAddress, hello: bytes = HELLO, *, proof: bool = True) -> socket.socket:
     found = socket.socket(socket.AF_UNIX)
     found.settimeout(20)
-    found.connect(f"\0{address}")
+    found.connect(f"\0{address.name}")
+    if proof:
+        prove(found, address.key, b"rank", b"writer")
+        found.settimeout(20)
     if hello:
         descriptor = memory()
         socket.send_fds(found, [hello], [descriptor])
@@ -83,13 +89,13 @@ def succeeded(child: int) -> bool:
 
 @pytest.fixture
 def writer() -> Iterator[WriterProcess]:
-    found = WriterProcess()
+    found = WriterProcess(KEY)
     yield found
     found.process.kill()
     found.process.wait()
 
 
-def disk_at(address: str, warnings: list[Problem]) -> RemoteDisk:
+def disk_at(address: WriterAddress, warnings: list[Problem]) -> RemoteDisk:
     return RemoteDisk(address, 0, memory(), SIZE, warnings.append)
 
 
@@ -117,7 +123,7 @@ def test_a_stranger_is_not_listened_to_and_ends_no_writer(frame: str, writer: Wr
     sent = FRAMES.get(frame, pickled(harm))
 
     def attack() -> bool:
-        connection = connected(writer.address, hello=b"")
+        connection = connected(writer.address, b"", proof=False)
         with suppress(ConnectionError):
             socket.send_fds(connection, [HELLO], [memory()])
             connection.sendall(sent)
@@ -131,11 +137,11 @@ def test_a_stranger_is_not_listened_to_and_ends_no_writer(frame: str, writer: Wr
 
 @needs_root
 def test_a_rank_gives_nothing_to_a_strangers_writer(tmp_path: Path) -> None:
-    address, ready = f"ppctl-test-{os.urandom(8).hex()}", os.pipe()
+    address, ready = WriterAddress(f"ppctl-test-{os.urandom(8).hex()}", KEY), os.pipe()
 
     def lie_in_wait() -> bool:
         with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(f"\0{address}")
+            listening.bind(f"\0{address.name}")
             listening.listen()
             os.write(ready[1], b"x")
             caught, _ = listening.accept()
@@ -179,15 +185,16 @@ def test_no_bytes_of_a_rank_do_more_than_close_its_connection(writer, tmp_path, 
     assert capfd.readouterr().err == ""
 
 
-def answering(answer: bytes) -> str:
+def answering(answer: bytes, key: bytes = KEY) -> WriterAddress:
     """The address of a writer of this user that answers a call so, and closes."""
     listening = socket.socket(socket.AF_UNIX)
-    address = f"ppctl-test-{os.urandom(8).hex()}"
-    listening.bind(f"\0{address}")
+    address = WriterAddress(f"ppctl-test-{os.urandom(8).hex()}", KEY)
+    listening.bind(f"\0{address.name}")
     listening.listen()
 
     def answer_once() -> None:
-        with listening, listening.accept()[0] as rank:
+        with listening, listening.accept()[0] as rank, suppress(OSError):
+            prove(rank, key, b"writer", b"rank")
             rank.recv(1000)
             rank.recv(1000)
             rank.sendall(answer)
@@ -208,3 +215,19 @@ def test_a_rank_works_by_itself_where_the_answer_is_none(answer: str, tmp_path: 
     assert [problem.code for problem in warnings] == ["PP-E510"]
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"step-2.tmp"}
     assert not harm.exists()
+
+
+@pytest.mark.parametrize("own", [b"", b"x" * 32, KEY[:-1]])
+def test_processes_of_one_user_who_do_not_share_a_key_give_each_other_nothing(writer, tmp_path, own) -> None:
+    """As in two containers on one network, in which everybody is root."""
+    with pytest.raises(PermissionError):
+        connected(writer.address._replace(key=own))
+    warnings: list[Problem] = []
+    disk_at(answering(b"", own), warnings).prepare(tmp_path / "c", 1)
+    assert [problem.code for problem in warnings] == ["PP-E510"] and "key" in warnings[0].message
+    reflected = socket.socket(socket.AF_UNIX)
+    reflected.connect(f"\0{writer.address.name}")
+    for _ in range(2):  # whatever the writer says is said to it
+        reflected.sendall(reflected.recv(32))
+    assert is_closed(reflected)
+    assert works(disk_at(writer.address, warnings), tmp_path / "d", list[Problem]())

@@ -14,7 +14,7 @@ from command import FAULTS, alive
 
 from ppctl.checkpoint import Shard
 from ppctl.checkpoint.background import BackgroundSaver
-from ppctl.checkpoint.writer import WriterProcess
+from ppctl.checkpoint.writer import NO_WRITER, WriterProcess
 
 PROGRAM = "ppctl.checkpoint.writer"
 
@@ -30,7 +30,7 @@ def saver_of(
 ) -> BackgroundSaver:
     """A saver of this rank, with a writer that rank 0 starts. `fault` is as PPCTL_FAULT."""
     ranked = dist.is_initialized()
-    rank, addresses = dist.get_rank() if ranked else 0, [""]
+    rank, addresses = dist.get_rank() if ranked else 0, [NO_WRITER]
     if writer and rank == 0:
         os.environ |= {"PYTHONPATH": str(FAULTS), "RANK": "0", "PPCTL_FAULT": fault or "none 0 0 -"}
         addresses = [WriterProcess().address]
