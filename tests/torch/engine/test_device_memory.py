@@ -42,12 +42,15 @@ class Card:
 class Taken(TorchFunctionMode):
     """Sizes of blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2**40) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.most = most
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.sizes.append(args[0])
+        if args[0] > self.most:
+            raise torch.OutOfMemoryError
         return function(*args, **(kwargs or {}))
 
 
@@ -70,6 +73,12 @@ def test_what_is_missing_to_the_peak_is_taken_with_a_share_for_the_rest(
         assert reserve(CPU, peak * MIB, 3, varying * MIB) == lacks * MIB
     assert FRAGMENTS == 0.05
     assert taken.sizes == [pytest.approx(large * MIB, abs=MIB)]
+
+
+def test_memory_that_another_process_takes_meanwhile_is_lacking(monkeypatch) -> None:
+    Card(monkeypatch, used=10, free=200)
+    with Taken(most=50 * MIB):
+        assert reserve(CPU, 100 * MIB, 3) == 90 * MIB
 
 
 def test_small_blocks_are_kept_for_all_microbatches_in_flight_and_as_small_ones(monkeypatch) -> None:
