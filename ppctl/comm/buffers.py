@@ -42,6 +42,11 @@ class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
         """Read the spec off tensors or plan specs; `variable` leaves the shapes open."""
         return cls((None if variable else torch.Size(t.shape), _dtype(t.dtype)) for t in tensors)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a message, where the shapes are known."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self if shape is not None)
+
     def fits(self, message: Message) -> bool:
         """Whether the message is what this spec says: count, shapes, dtypes."""
         if len(message) != len(self):

@@ -32,7 +32,10 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
     more = min(int(FRAGMENTS * peak) + varying, max(0, free - missing) // 2)
     most = free - free // 20  # the driver and NCCL take some themselves
     sizes = [min(missing + more, most), *[_SMALL] * (small // _SMALL)]
-    kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    try:
+        kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    except torch.OutOfMemoryError:  # another process was faster
+        return missing
     del kept  # the cache has them now
     return max(0, missing - free)
 

@@ -25,6 +25,8 @@ import torch
 
 AHEAD = 4
 """Most forwards and backwards in a GPU's queue: enough that the device never waits for its host."""
+HELD = 2 * AHEAD
+"""Messages that may be sent and whose memory is not free yet, beside those at the channels' capacities."""
 
 
 class Heartbeat(Protocol):

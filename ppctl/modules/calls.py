@@ -17,6 +17,7 @@ from ppctl.comm.buffers import MessageSpec
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.device_memory import reserve
 from ppctl.engine.dry_pass import dry_pass, representatives
+from ppctl.engine.pace import HELD
 from ppctl.engine.stage import AroundBackward, StageProgram, no_gradient, refuse_other_loss, refuse_other_outputs
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.modules.batch import Batch
@@ -210,5 +211,6 @@ def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> No
             alive.remove(stage)
         most, in_flight = max(most, sum(kept[each] for each in alive)), max(in_flight, len(alive))
     posted = sum(capacity for channel, capacity in schedule.capacities.items() if channel.target == run.pp_rank)
-    peak = torch.cuda.memory_reserved(device) + most + posted * max(edge.nbytes for edge in survey.edges)
+    messages = (posted + HELD) * max(edge.nbytes for edge in survey.edges)
+    peak = torch.cuda.memory_reserved(device) + most + messages
     reserve(device, peak, in_flight)

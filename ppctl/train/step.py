@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ppctl.comm.buffers import MessageSpec
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mtp_weight import mtp_weight
@@ -19,6 +20,7 @@ from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.device_memory import AllocatorFigures, reserve
 from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.pace import HELD
 from ppctl.errors import Problem, TrainingError
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.schedule.measured_step import MeasuredStep
@@ -183,11 +185,13 @@ class Trainer:
             self.figures.allocator = AllocatorFigures.of(s.device)  # of the steps alone
 
     def _reserve(self) -> None:
-        """Take the memory of the plan's peak from the driver; experts' rows may be twice as many as the plan's."""
+        """Take from the driver the plan's peak, messages that are held longer, and experts' rows once more."""
         s = self.session
         own = s.plan.pp_ranks[s.own.pp_rank]
-        varies = s.plan.routed and not s.config.launch.share_gpu
-        lacks = reserve(s.device, own.peak_bytes, own.in_flight, own.activation_bytes if varies else 0)
+        varying = HELD * max(MessageSpec.of(e).nbytes for spec in s.own.stages for e in (spec.receives, spec.sends))
+        if s.plan.routed and not s.config.launch.share_gpu:
+            varying += own.activation_bytes
+        lacks = reserve(s.device, own.peak_bytes, own.in_flight, varying)
         if s.offload is not None:
             s.offload.copies.buffers.multiply(own.in_flight)
         if lacks:

@@ -7,10 +7,12 @@ from functools import cache
 
 import pytest
 from devices import Beat
+from emulated_memory import ROUNDING
 from emulated_pipeline import emulation, expected, make_step, run_step
 from emulated_world import Deadlock, World
 from unit_plan import plan
 
+from ppctl.engine.pace import HELD
 from ppctl.hang.verdict import verdict
 from ppctl.rank_records import RankState
 from ppctl.schedule.action import Schedule
@@ -18,6 +20,8 @@ from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 
 PP = 4
+MESSAGE = ROUNDING
+"""Bytes of a message between the stages of `pipeline`, of less than 64."""
 SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "dualpipev": 2}
 SEEDS = range(2)
 
@@ -29,13 +33,13 @@ def scheduled(name: str) -> Schedule:
 
 @cache
 def peaks_of(name: str) -> list[int]:
-    """The most bytes in use on each rank, over some interleavings."""
+    """The most bytes in use on each rank in some interleavings, with messages that are held longer in others."""
     found = []
     for seed in SEEDS:
         world = World(PP, seed)
         run_step(world, scheduled(name), dry=True)
         found.append([gpu.memory.mapped for gpu in world.gpus])
-    return list(map(max, zip(*found, strict=True)))
+    return [max(each) + HELD * MESSAGE for each in zip(*found, strict=True)]
 
 
 def hangs(name: str, seed: int, full: str, who: Sequence[int] = range(PP), peaks: Sequence[int] | None = None) -> bool:

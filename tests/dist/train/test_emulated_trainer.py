@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from command import TINY
 from emulated_hosts import current_actor
-from emulated_memory import ROUNDING
 from emulated_nccl import Backend
 from emulated_pipeline import EmulatedCommunicator, EmulatedConnections, emulation
 from emulated_world import Deadlock, World
@@ -23,7 +22,6 @@ from ppctl.cli.plan import planned
 from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
-from ppctl.engine.device_memory import FRAGMENTS
 from ppctl.plan import Plan
 from ppctl.train import grad_norm, rank_reports
 from ppctl.train.session import Parts, Session, build_session, reads_data
@@ -97,7 +95,9 @@ def train(
         trainer.dry_pass(0)
     if reserves:
         trainer._reserve()
+    free = torch.cuda.mem_get_info() if reserves else None
     records = [trainer.step(step).record for step in range(steps)]
+    assert free is None or torch.cuda.mem_get_info() == free, "the driver was asked in a step"
     return [(record["loss"], record["grad_norm"]) for record in records], dict(session.weights.model)
 
 
@@ -129,8 +129,6 @@ def test_with_the_plans_peak_reserved_full_devices_train_and_else_they_hang(monk
                 own = session.plan.pp_ranks[gpu.rank]
                 gpu.memory.in_use = gpu.memory.mapped = own.weight_bytes + own.optimizer_bytes
             world.run(lambda rank: train(sessions[rank], 1, reserves=reserves))
-        for gpu, cost in zip(world.gpus, sessions[0].plan.pp_ranks, strict=True):
-            assert gpu.memory.mapped <= (1 + FRAGMENTS) * cost.peak_bytes + ROUNDING, "the driver was asked in the step"
 
     with pytest.raises(Deadlock, match=r"(?s)to free memory.*to free memory"):
         trained(reserves=False)

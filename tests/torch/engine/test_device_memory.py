@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ppctl.engine.device_memory import FRAGMENTS, AllocatorFigures, reserve
+from ppctl.engine.pace import HELD
 from ppctl.modules import calls
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
@@ -41,12 +42,15 @@ class Card:
 class Taken(TorchFunctionMode):
     """Sizes of blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2**40) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.most = most
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.sizes.append(args[0])
+        if args[0] > self.most:
+            raise torch.OutOfMemoryError
         return function(*args, **(kwargs or {}))
 
 
@@ -69,6 +73,12 @@ def test_what_is_missing_to_the_peak_is_taken_with_a_share_for_the_rest(
         assert reserve(CPU, peak * MIB, 3, varying * MIB) == lacks * MIB
     assert FRAGMENTS == 0.05
     assert taken.sizes == [pytest.approx(large * MIB, abs=MIB)]
+
+
+def test_memory_that_another_process_takes_meanwhile_is_lacking(monkeypatch) -> None:
+    Card(monkeypatch, used=10, free=200)
+    with Taken(most=50 * MIB):
+        assert reserve(CPU, 100 * MIB, 3) == 90 * MIB
 
 
 def test_small_blocks_are_kept_for_all_microbatches_in_flight_and_as_small_ones(monkeypatch) -> None:
@@ -96,4 +106,4 @@ def test_a_module_s_step_reserves_what_its_dry_pass_measured_for_all_in_flight(m
     posted = sum(capacity for channel, capacity in schedule.capacities.items() if channel.target == 0)
     assert posted > 0
     # 0F0 0F1 2F0 2F1 0F2 2B0 0F3: four microbatches of stage 0 and one of stage 2 are the most bytes.
-    assert asked == [(CPU, 10 * MIB + 4 * 1000 + 10 + posted * 4 * 5 * 7, 5)]
+    assert asked == [(CPU, 10 * MIB + 4 * 1000 + 10 + (posted + HELD) * 4 * 5 * 7, 5)]
