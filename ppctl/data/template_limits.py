@@ -146,7 +146,7 @@ class Limited(ImmutableSandboxedEnvironment):
 
         return counted
 
-    def _test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _test(self, function: Any) -> Callable[..., Any]:
         @wraps(function)
         def counted(*arguments: Any) -> Any:
             return function(*map(self._seen, arguments))
@@ -295,7 +295,7 @@ class _Counted(NodeTransformer):
     visit_Tuple = visit_Dict = visit_List
 
 
-def _filtered(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+def _filtered(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
 
 
