@@ -165,6 +165,8 @@ class Limited(ImmutableSandboxedEnvironment):
         if name == "replace" and len(operands) > 2:
             exact = ordered and all(isinstance(each, str) for each in operands[:3])
             length += (first.count(operands[1]) if exact else sizes[0] + 1) * max(sizes[1:])
+        elif name == "sum" and any(isinstance(each, list | tuple) for each in operands[1:]):
+            self._spend(_length(first) ** 2)  # each sum of lists is a new list
         elif name == "join":
             length += max(map(_length, operands)) * max(texts, default=0)
         elif name == "indent":
