@@ -45,7 +45,6 @@ from ppctl.config.limits import Bounds, Form, OneOf
 from ppctl.config.mapping import converted_value
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.quantities import steps_of
-from ppctl.config.quoting import quote
 from ppctl.config.schema import CheckpointConfig, ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
@@ -102,6 +101,8 @@ def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Itera
         named = [key for key in keys if key in text_keys() and value_of(config, key) != _usual(key, usual)]
         for candidate in (remedy, *(as_typed(key, _usual(key, usual)) for key in named)) if remedy else ():
             mended = _mended(config, candidate)
+            if mended is not None and next(beyond_limits(mended), None) is not None:
+                continue
             broken = set() if mended is None else {found[:2] for found in _findings(mended, usual)}
             if not broken - before | broken & {(keys, message)}:
                 remedy = candidate
@@ -111,14 +112,17 @@ def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Itera
 
 def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
     """The config with a remedy that sets keys; None for one that does something else, such as to explain."""
-    from ppctl.config.hydra_source import parse
+    from ppctl.config.yaml_file import ConfigLoader, read_yaml
 
     mended = replace(config, **{name: copy(getattr(config, name)) for name in sections()})
     for word in shlex.split(remedy.partition("\n")[0]):
         key, _, text = word.partition("=")
         if key not in text_keys():
             return None
-        set_value(mended, key, converted_value(key, parse(f"{key}={quote(key, text)}").value()))
+        try:
+            set_value(mended, key, converted_value(key, read_yaml(text, ConfigLoader)[0]))
+        except ValueError:  # a value that the command line spells otherwise than YAML
+            return None
     return mended
 
 

@@ -7,6 +7,7 @@ Reads a layout's file (`layout=@FILE`). Must not know Hydra.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,10 @@ STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
 RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
 
 DEFAULT = "default"
+
+LONGEST_INTERPOLATED = 2**16
+"""Characters of what the interpolations of one key bring in from other ones that interpolate."""
+_NAMED, _NESTED = re.compile(r"([\w-]+)(?:\[\w+\])*\s*\}"), re.compile(r"\$\{[^}]*\$\{")
 
 
 @dataclass(slots=True)
@@ -78,7 +83,12 @@ class Draft:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        texts = {path: text for name in leaves for path, text in _texts(self.get(name), name)}
         for name in leaves:
+            own = [path for path in texts if path == name or path.startswith(f"{name}.")]
+            if sum(_length(path, texts, {}) for path in own) > LONGEST_INTERPOLATED:
+                self._unresolved(name, ValueError(f"it becomes longer than {LONGEST_INTERPOLATED} characters"))
+                continue
             try:
                 OmegaConf.create({"value": self.get(name)})
             except (OmegaConfBaseException, RecursionError) as error:
@@ -180,6 +190,30 @@ class Draft:
         stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
         self.put(weaker, self.get(stronger))
         self.provenance[weaker] = f"derived: {stronger}"
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Dotted path -> text, of all texts in a value that interpolate."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from _texts(each, f"{path}.{key}")
+    if isinstance(value, str) and "${" in value:
+        yield path, value
+
+
+def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
+    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there.
+
+    A text may name another one twice, and that one a third: some lines would take hours, and fill the memory.
+    """
+    if path not in known:
+        known[path] = 0
+        named = _NAMED.findall(texts[path])
+        brought = [other for word in named for other in texts if word in other.split(".")]
+        brought += [*texts] * len(_NESTED.findall(texts[path]))  # a name that is made of others may be any
+        own = len(texts[path]) * texts[path].count("${")  # where they are nested, reading takes the square of that
+        known[path] = own + sum(_length(other, texts, known) for other in brought)
+    return known[path]
 
 
 def _strength(source: str) -> int:

@@ -35,7 +35,7 @@ class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen
         return super().construct_scalar(node)
 
 
-class _Loader(PlainLoader):
+class ConfigLoader(PlainLoader):
     """YAML 1.1 without its surprises in configs: numbers that are text, text that is a date or counts in sixties."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way of holding them
@@ -45,7 +45,7 @@ class _Loader(PlainLoader):
 
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
-_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
+ConfigLoader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
 
 
 def _count(loader: Any, node: Any) -> int:
@@ -63,7 +63,7 @@ def _or_text(read: Any) -> Any:
 
 PlainLoader.add_constructor(_INT, _count)
 for _tag in (_INT, _FLOAT):
-    _Loader.add_constructor(_tag, _or_text(PlainLoader.yaml_constructors[_tag]))
+    ConfigLoader.add_constructor(_tag, _or_text(PlainLoader.yaml_constructors[_tag]))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class YamlFile:
     @cached_property
     def _parsed(self) -> tuple[dict[str, Any], dict[str, int]]:
         try:
-            tree, lines = read_yaml(self.text, _Loader)
+            tree, lines = read_yaml(self.text, ConfigLoader)
         except UnreadableYaml as error:
             raise self.error(f"is not valid YAML: {error}", error.line) from None
         if not isinstance(tree, dict | None):
@@ -137,7 +137,8 @@ def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]
         lines = {} if root is None else _lines_of(root)
         return None if root is None else reader.construct_document(root), lines
     except yaml.MarkedYAMLError as error:
-        raise UnreadableYaml(error.problem, error.problem_mark.line + 1) from None
+        mark = error.problem_mark or error.context_mark
+        raise UnreadableYaml(error.problem, 1 if mark is None else mark.line + 1) from None
     except yaml.reader.ReaderError as error:
         raise UnreadableYaml(error.reason, text.count("\n", 0, error.position) + 1) from None
     except UnreadableYaml:
@@ -156,7 +157,8 @@ def _check_size(values: int, depth: int, at: Any) -> None:
 
 def _lines_of(root: Any) -> dict[str, int]:
     """Dotted key -> line. Raises UnreadableYaml for a key that occurs twice, and where aliases make a large tree."""
-    lines, waiting = dict[str, int](), [(root, "", 0)]
+    lines: dict[str, int] = {}
+    waiting: list[tuple[Any, str | None, int]] = [(root, "", 0)]
     for values, (node, prefix, depth) in enumerate(waiting):  # which grows meanwhile
         _check_size(values, depth, node)
         if isinstance(node, yaml.SequenceNode):

@@ -146,7 +146,7 @@ class Limited(ImmutableSandboxedEnvironment):
 
         return counted
 
-    def _test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _test(self, function: Any) -> Callable[..., Any]:
         @wraps(function)
         def counted(*arguments: Any) -> Any:
             return function(*map(self._seen, arguments))
@@ -165,6 +165,8 @@ class Limited(ImmutableSandboxedEnvironment):
         if name == "replace" and len(operands) > 2:
             exact = ordered and all(isinstance(each, str) for each in operands[:3])
             length += (first.count(operands[1]) if exact else sizes[0] + 1) * max(sizes[1:])
+        elif name == "sum" and any(isinstance(each, list | tuple) for each in operands[1:]):
+            self._spend(_length(first) ** 2)  # each sum of lists is a new list
         elif name == "join":
             length += max(map(_length, operands)) * max(texts, default=0)
         elif name == "indent":
@@ -295,7 +297,7 @@ class _Counted(NodeTransformer):
     visit_Tuple = visit_Dict = visit_List
 
 
-def _filtered(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+def _filtered(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
 
 

@@ -58,7 +58,11 @@ WRONG = [
     [QUICK, "optim.lr_decay_style=piecewise"], [QUICK, "optim.lr_pieces=[{style: constant, until: 3}]"],
     [QUICK, "optim.lr_pieces=[{until: 3}]"], [QUICK, "optim.warmup_steps=3", "optim.warmup_tokens=1e6"],
     [QUICK, "optim.lr_decay_steps=3", "optim.lr_decay_tokens=1e6"], [DEEP, "optim.lr_decay_steps=4"],
-    [DEEP, "pp=8", "vpp=1", "layout=Et*3|(tt|)*29,m|L"], [DEEP, "model.moe_router_topk=0"],
+    [DEEP, "pp=8", "vpp=1", "layout=Et*3|(tt|)*29,m|L"], [DEEP, "model.moe_router_topk=0"], [DEEP, "tp=7"],
+    [DEEP, "+scale=smoke", "gbs=abc"], [DEEP, "+scale=smoke", "gbs=7"], [DEEP, "+scale=smoke", "gbs=0"],
+    [QUICK, "optim.min_loss_scale=1000000000000000000"], [QUICK, "data.chat_template=0"],
+    [QUICK, "parallel.fp16=true", "optim.min_loss_scale=1e18"], [QUICK, "model.transformers=0"],
+    [QUICK, "optim.lr=" + "9" * 400],
 ] + [
     [*FOUR, *typed.split()]
     for typed in (

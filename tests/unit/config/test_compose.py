@@ -294,6 +294,25 @@ def test_what_is_wrong_in_a_recipe_is_told_with_its_line(own_recipe, text, codes
         subprocess.run(found[0].remedy, shell=True, check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(
+    "row", ["${launch.env.A%d}${launch.env.A%d}", "${launch.env.${launch.env.N%d}}${launch.env.${launch.env.N%d}}"]
+)
+def test_interpolations_that_multiply_are_refused_and_a_chain_is_not(own_recipe, row):
+    names = "".join(f"    N{n}: A{n}\n" for n in range(40))
+    lines = "".join(f"    A{n + 1}: '{row % (n, n)}'\n" for n in range(39))
+    own_recipe(f"launch:\n  env:\n    A0: x\n{names}{lines}")
+    (problem,) = problems_of("+recipe=mine")
+    assert problem.code == "PP-E114" and "longer than 65536 characters" in problem.message and problem.remedy
+    own_recipe("launch:\n  env:\n    A0: x\n" + "".join(f"    A{n + 1}: '${{.A{n}}}y'\n" for n in range(20)))
+    assert compose(["+recipe=mine"]).config.launch.env["A20"] == "x" + "y" * 20
+
+
+def test_deep_interpolation_is_refused(own_recipe):
+    own_recipe("log: {name: '" + "${" * 3000 + "a" + "}" * 3000 + "'}\n")
+    (problem,) = problems_of("+recipe=mine")
+    assert (problem.code, bool(problem.remedy)) == ("PP-E114", True)
+
+
 def test_an_empty_recipe_is_the_defaults(own_recipe):
     own_recipe("# nothing\n")
     assert compose(["+recipe=mine"]).config.train == RunConfig().train

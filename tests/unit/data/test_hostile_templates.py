@@ -77,6 +77,7 @@ WHOLE = {
     "JSON with separators": BIG + "{{ ([1] * 10 ** 5)|tojson(separators=(b, b)) }}",
     "wraps with a text": "{{ ('a' * 10 ** 5)|wordwrap(1, true, 'b' * 10 ** 5) }}",
     "links with a text": "{{ ('http://a ' * 10 ** 4)|urlize(target='b' * 10 ** 5) }}",
+    "sums of lists": "{{ ([[1]] * 10 ** 5)|sum(start=[])|length }}",
     "fills": BIG + "{{ [1]|batch(10 ** 9, b) }}",
     "tuples in tuples": NESTED.replace("EACH", "(n.x, n.x)") + "{{ n.x == n.y }}",
     "mappings in mappings": NESTED.replace("EACH", "{'a': n.x, 'b': n.x}") + "{{ n.x == n.y }}",
