@@ -61,7 +61,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
-    same = same_rates(before, composed.config)
+    same = not problems and same_rates(before, composed.config)
     computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
     train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(computed, before, args))])
     assert plan is not None  # there were no problems
