@@ -6,6 +6,7 @@ Pure functions of configs. Must not know run directories or checkpoints.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -67,10 +68,13 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
     done = config.train.steps if done is None else done
     length: dict[str, Any] = {"steps": steps or 2 * done}
     length |= {name: None for name in ("samples", "tokens") if getattr(config.train, name) is not None}
-    last = max(_rate(config, max(done, 1)), _rate(config, done + 1))
-    calm = [optim for optim in ({}, _held(config)) if 0 < _rate(_with(config, length, optim), done + 1) <= last]
-    optim = calm[0] if calm else _warmed_up(config, done, length["steps"])
-    return f"{program()} {pasted('resume', run, *_words(length, optim), *more, *[] if calm else ['--allow'])}"
+    words = ["resume", run, *_words(length)]
+    with suppress(ValueError, ArithmeticError):  # a file that was altered: `resume` says what is wrong with it
+        last = max(_rate(config, max(done, 1)), _rate(config, done + 1))
+        calm = [optim for optim in ({}, _held(config)) if 0 < _rate(_with(config, length, optim), done + 1) <= last]
+        more = more if calm else (*more, "--allow")
+        words += _words(optim=calm[0] if calm else _warmed_up(config, done, length["steps"]))
+    return f"{program()} {pasted(*words, *more)}"
 
 
 def _held(config: RunConfig) -> dict[str, Any]:

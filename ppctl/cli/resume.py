@@ -17,7 +17,7 @@ from ppctl.cli import train
 from ppctl.cli.console import note
 from ppctl.cli.longer import jump_problem, jumps, longer, same_rates, sets_rate, told_rates
 from ppctl.cli.plan import plan_of
-from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program
+from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program, short_path
 from ppctl.config.checks import WATCHED
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.keys import keys_with, value_of
@@ -61,14 +61,14 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
-    same = same_rates(before, composed.config)
+    same = not problems and same_rates(before, composed.config)
     computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
     train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(computed, before, args))])
     assert plan is not None  # there were no problems
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     checkpoint = find_checkpoint(str(source), args.dir)
-    _refuse_finished(run, before, composed, checkpoint, args)
+    _refuse_finished(run, before, composed, checkpoint)
     _refuse_past(changes, composed.config, checkpoint)
     done = step_of(checkpoint)
     if not args.allow and jumps(before, composed.config, done):
@@ -168,15 +168,13 @@ def effect_of_microbatches(config: RunConfig) -> str | None:
     return None
 
 
-def _refuse_finished(
-    run: RunDir, before: RunConfig, composed: Composed, checkpoint: Path, args: argparse.Namespace
-) -> None:
+def _refuse_finished(run: RunDir, before: RunConfig, composed: Composed, checkpoint: Path) -> None:
     done, steps = step_of(checkpoint), composed.config.train.steps
     finished = run.status()["state"] == "finished" and done == steps
     if finished or done > steps:
         message = f"run {run.id} has done its {done} steps"
         message += "" if finished else f", and train.steps is {steps}"
-        raise ConfigError(Problem("PP-E618", message, longer(args.run or run.id, before, done), str(run.path)))
+        raise ConfigError(Problem("PP-E618", message, longer(short_path(run.path), before, done), str(run.path)))
 
 
 def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, checkpoint: Path) -> None:

@@ -199,7 +199,7 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 def _tell_rates(config: RunConfig, checkpoint: Path) -> None:
     """Say what the learning rate does, where the checkpoint is of a run with other rates."""
-    with suppress(PpctlError, OSError):
+    with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
             note(f"note: learning rate: {told_rates(before, config, done)}")

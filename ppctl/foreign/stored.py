@@ -57,7 +57,8 @@ class StoredWeights:
         shared = {name: owners[p] for name, p in model.named_parameters(remove_duplicate=False) if owners[p] != name}
         self.shapes = {**{name: self.shapes[of] for name, of in shared.items() if of in shapes}, **shapes}
         both = [(name, of) for name, of in shared.items() if name in self._parts and of in self._parts]
-        unequal = [f"{name} and {of}" for name, of in both if not torch.equal(self.tensor(name), self.tensor(of))]
+        values = ((f"{name} and {of}", self.tensor(of), self.tensor(name)) for name, of in both)
+        unequal = [names for names, one, other in values if not torch.equal(one, other.to(one))]
         self._refuse("holds other values in tensors that the model shares", unequal)
 
     def spec(self, name: str) -> Tensor:

@@ -119,7 +119,7 @@ def backward_step(
             if tensor is not None:
                 tensor.retain_grad()
         gradients += [None] * (len(outputs) - len(gradients))
-        if gradients[0] is None and outputs[0] is not None:
+        if gradients[0] is None and outputs[0] is not None and outputs[0].requires_grad:
             outputs[0], gradients[0] = _loss_and_seed(outputs[0], setting(config, "grad_scale_func"))
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
         if pairs:

@@ -209,8 +209,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other.to(one))
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy()
+def _bytes(tensor: Any) -> Any:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a part that `parallelize` has made
+    return whole.cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _in_model_order(found: list[dict[int, StageDtypes]]) -> list[StageDtypes]:

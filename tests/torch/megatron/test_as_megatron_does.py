@@ -34,6 +34,7 @@ def test_an_output_without_a_gradient_that_is_no_loss_is_refused():
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(TrainingError, match=r"PP-E714: .* shape \[2\]"):
         backward_step(x, x * 2, None, CONFIG)
+    assert backward_step(None, torch.ones(2), None, CONFIG) is None, "of a frozen stage nothing is gone through"
     assert backward_step([x], [None, x * 2], [None, torch.ones(2)], CONFIG)[0].tolist() == [2.0, 2.0]
 
 

@@ -169,3 +169,16 @@ def test_a_new_run_from_a_checkpoint_is_told_what_its_rate_does(capsys: pytest.C
     assert "note: learning rate: 2.06e-06 in step 60, 0.000439 in step 61, 1.16e-06" in capsys.readouterr().err
     train.prepare(front.parse("train", train, [*typed, "steps=60"]), PERSON)
     assert "learning rate" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optim", [{"lr_decay_style": "piecewise", "lr_pieces": [3]}, {"warmup_steps": -1, "lr": 0.0}])
+def test_an_altered_config_is_refused_and_breaks_no_status(
+    capsys: pytest.CaptureFixture[str], optim: dict[str, object]
+) -> None:
+    run = run_of()
+    config = run.read_config()
+    run.write_config(replace(config, optim=replace(config.optim, **optim)))
+    assert main(["status", str(run.path)]) == 0
+    assert f"resume {run.path} steps=120" in capsys.readouterr().out
+    with pytest.raises(ConfigError):
+        resumed(run, "steps=120", "--allow")
