@@ -25,7 +25,7 @@ from ppctl.checkpoint.gradients import KeptStep, kept_steps
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
 from ppctl.cli import ckpt_text, parity_text
-from ppctl.cli.console import UNFOLDED, byte_progress, note, width
+from ppctl.cli.console import UNFOLDED, byte_progress, note, overwrite, width
 from ppctl.cli.plan import plan_of, planned
 from ppctl.cli.runs import add_runs_directory
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
@@ -285,12 +285,7 @@ def _progress(step: int) -> Callable[[str], None]:
     """Shows on a terminal what is being compared, in one line."""
     if not sys.stderr.isatty():
         return lambda name: None
-    most = shutil.get_terminal_size().columns - 1
-
-    def show(name: str) -> None:
-        print(f"\r\033[K{f'comparing step {step}: {name}'[:most]}\r", end="", file=sys.stderr, flush=True)
-
-    return show
+    return lambda name: overwrite(f"comparing step {step}: {name}")
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
