@@ -26,7 +26,7 @@ def listed(names: Sequence[str], most: int = 20) -> str:
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What ends a line, moves a terminal's cursor, turns the order of letters, or is no letter (half of a surrogate pair)."""
+"""What ends a line, moves a terminal's cursor, turns the order of letters, or is half of a surrogate pair."""
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
@@ -46,7 +46,7 @@ def pasted(*words: object) -> str:
 
 def _quoted(word: str) -> str:
     if word.isprintable():
-        return shlex.quote(word)
+        return shlex.quote(word)  # noqa: TID251
     body = "".join(f"\\{each}" if each in "\\'" else each if each.isprintable() else _octal(each) for each in word)
     return f"$'{body}'"
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
 from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint
@@ -54,7 +54,7 @@ def _job_to(doing: str, run: RunDir) -> RunJob:
     found = job_of(run)
     if found is None:
         message = f"run {run.id} was not submitted, and there is no job to {doing}"
-        raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {run.path}", str(run.path)))
+        raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
     return found
 
 
@@ -97,14 +97,14 @@ def requeue(args: argparse.Namespace) -> int:
             return 0
         if state.ending:
             message = f"job {found.number} is ending, and cannot be requeued before it has ended"
-            raise ConfigError(Problem("PP-E613", message, f"ppctl status {run.path}", str(run.path)))
+            raise ConfigError(Problem("PP-E613", message, f"ppctl status {pasted(run.path)}", str(run.path)))
         slurm.signal(found.number, "USR1", found.cluster)
         print(f"job {found.number} was asked to save; its script then requeues it")
         return 0
     if run.status()["state"] == "finished":
         steps = run.read_config().train.steps
         message = f"run {run.id} has done its {steps} steps"
-        raise ConfigError(Problem("PP-E618", message, f"ppctl resume {run.path} steps={2 * steps}"))
+        raise ConfigError(Problem("PP-E618", message, f"ppctl resume {pasted(run.path)} steps={2 * steps}"))
     last = last_checkpoint(run)
     hand_over(run)
     print(f"job {run.job()['job']} goes on from {last.name if last else 'the beginning'}\nrun {run.path}")

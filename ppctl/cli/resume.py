@@ -6,7 +6,6 @@ Knows which keys may change without changing what is computed. Must not know tor
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.quantities import steps_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan
@@ -71,9 +70,9 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"note: {line}")
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
-    command = shlex.join(["resume", str(run.path)])
+    command = pasted("resume", str(run.path))
     config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started, command)
-    typed = shlex.join(["resume", str(run.path), *args.overrides, *["--allow"] * args.allow])
+    typed = pasted("resume", str(run.path), *args.overrides, *["--allow"] * args.allow)
     return Launch(config, plan, f"{program()} {typed}", data, time.perf_counter() - began), checkpoint
 
 
@@ -132,7 +131,7 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
             "PP-E617",
             f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other "
             "mathematics",
-            f"ppctl resume {shlex.join([*([args.run] if args.run else []), *args.overrides])} --allow",
+            f"ppctl resume {pasted(*([args.run] if args.run else []), *args.overrides)} --allow",
             f"{key} (command line)",
         )
         for key, reason in reasons.items()
@@ -161,7 +160,7 @@ def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: ar
     if finished or done > steps:
         message = f"run {run.id} has done its {done} steps"
         message += "" if finished else f", and train.steps is {steps}"
-        remedy = f"ppctl resume {args.run or run.id} steps={2 * done}"
+        remedy = f"ppctl resume {pasted(args.run or run.id)} steps={2 * done}"
         raise ConfigError(Problem("PP-E618", message, remedy, str(run.path)))
 
 

@@ -10,7 +10,6 @@ import ast
 import difflib
 import inspect
 import keyword
-import shlex
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ppctl.config.limits import Limit, controls
 from ppctl.config.metadata import Facts, facts_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import visible
+from ppctl.errors import pasted, visible
 
 Finding = tuple[tuple[str, ...], str, str]
 """What a rule on values reports: the keys that it is about, what is wrong, remedy."""
@@ -220,7 +219,7 @@ def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:
 
 def as_typed(name: str, value: Any) -> str:
     """`name=value` as a shell takes it."""
-    return shlex.quote(f"{name}={value_text(value)}")
+    return pasted(f"{name}={value_text(value)}")
 
 
 def value_text(value: Any) -> str:

@@ -5,7 +5,6 @@ Must not know what else a config says.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from ppctl.config.argv import ALIASES, PLACE
@@ -16,27 +15,27 @@ from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
 from ppctl.config.resources import groups, is_file_name, recipes
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 
 
 def not_an_override(word: str) -> Problem:
     """The problem of a word on the command line that is neither an override nor a flag."""
     close = nearest(word, recipes())
-    remedy = f"+recipe={close[0]}" if close else "ppctl --help"
+    remedy = pasted(f"+recipe={close[0]}") if close else "ppctl --help"
     return Problem("PP-E105", f"{word} is not an override, which is KEY=VALUE", remedy, PLACE)
 
 
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; a recipe may be meant as a file."""
     if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
-        here = f"ppctl recipes copy quickstart {shlex.quote(option)}"
+        here = f"ppctl recipes copy quickstart {pasted(option)}"
         return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
     close = nearest(option, options)
     message = f"there is no {group} {option}{did_you_mean(option, options)}"
     if not close:
         message += f"; there {'are' if len(options) > 1 else 'is'} {', '.join(options)}"
     usual = "ppctl recipes" if group == "recipe" else f"{group}={options[0]}"
-    return Problem("PP-E104", message, f"{group}={close[0]}" if close else usual, PLACE)
+    return Problem("PP-E104", message, pasted(f"{group}={close[0]}") if close else usual, PLACE)
 
 
 def no_such_key(key: str, text: str) -> Problem:
@@ -56,7 +55,7 @@ def no_such_key(key: str, text: str) -> Problem:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
-    fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
+    fitting = [pasted(f"{name}={text}") for name in close if _fits(name, text)]
     return unknown_key(key, PLACE, close, next(iter(fitting), ""))
 
 
@@ -69,7 +68,7 @@ def _within_a_field(key: str, text: str) -> Problem | None:
     message = f"{key}: a field of config.json is set as a whole, as JSON with all that it has"
     value = text if text.replace(".", "", 1).isdecimal() or text in ("true", "false", "null") else f'"{text}"'
     example = f'{mapping}.{field}={{"{inner}": {value}}}'
-    return Problem("PP-E101", message, shlex.quote(example), PLACE)
+    return Problem("PP-E101", message, pasted(example), PLACE)
 
 
 def _fits(name: str, text: str) -> bool:

@@ -6,7 +6,6 @@ written only if reading it back gives the same model.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -16,7 +15,7 @@ from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.mapping import converted_value
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.conversions import POSITIONS, Unbuilt
 from ppctl.families.table import FAMILIES, Family, Field
 from ppctl.geometry.layers import expert_width, head_dim, query_groups
@@ -159,4 +158,4 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
 
 
 def _one_of(allowed: tuple[Any, ...]) -> str:
-    return " or ".join(shlex.quote(str(value)) for value in allowed)
+    return " or ".join(pasted(str(value)) for value in allowed)

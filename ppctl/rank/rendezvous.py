@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.errors import ConfigError, Problem, TrainingError, pasted
 from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
@@ -153,7 +153,9 @@ def _why_no_store(text: str, own: OwnRank, waited: float) -> Problem | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     message = f"rank {own.rank} on {host_name()} did not reach rank 0's store at {host} port {port} within {waited:g} s"
-    return Problem("PP-E708", message, f'python -c "import socket; socket.create_connection({(host, port)}, 5)"')
+    return Problem(
+        "PP-E708", message, pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
+    )
 
 
 def read_run(directory: Path) -> SharedRun:

@@ -1,4 +1,4 @@
-"""No text of a config has a control character, whatever its key: it would reach a script, a file's name or a terminal."""
+"""No text of a config has a control character: it would reach a script, the name of a file or a terminal."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from ppctl.errors import CONTROL
 
 PAYLOADS = {
     "newline": "\n", "return": "\r", "tab": "\t", "NUL": "\0", "escape": "\x1b]0;x\x07", "DEL": "\x7f",
-    "C1": "\x9b31m", "line": "\u2028", "paragraph": "\u2029", "surrogate": "\udce9", "bidi": "\u202e", "isolate": "\u2066",
+    "C1": "\x9b31m",
+    "line": "\u2028", "paragraph": "\u2029", "surrogate": "\udce9", "bidi": "\u202e", "isolate": "\u2066",
     "mark": "\u200f",
 }  # fmt: skip
 LINES = {"parallel.pipeline_model_parallel_layout", "launch.setup", "published"}
