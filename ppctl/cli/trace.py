@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
         drawn = replace(planned, title=title, subtitle=subtitle, trace=shown.trace, planned=planned.trace)
         write_timeline(drawn, Path(args.timeline))
     elif not args.json:
-        note(
-            f"\nto see it:\n  {program()} trace {pasted(short_path(run_dir.path))} --step {shown.step} --timeline step.html"
-        )
+        where = pasted(short_path(run_dir.path))
+        note(f"\nto see it:\n  {program()} trace {where} --step {shown.step} --timeline step.html")
     return 0
 
 

@@ -61,10 +61,11 @@ def _keys_of(flag: str) -> list[Key]:
 
 
 def meant_by(name: str) -> str | None:
-    """The key that other systems call `name` (the last part of a key, or a flag); None unless it is exactly one."""
-    known = names_of_keys("known_as").get(name)
-    found = _keys_of("--" + name.replace("_", "-"))
-    return known or (found[0].name if len(found) == 1 else None)
+    """The key that a table lists as what other systems call `name`, the last part of a key or a flag. A field of ours
+    that has this name proves nothing: `eval_steps` and `dtype` mean something else elsewhere."""
+    flag = "--" + name.replace("_", "-")
+    tables = [names_of_keys("known_as"), names_of_keys("names")]
+    return next((table[each] for each in (name, flag) for table in tables if each in table), None)
 
 
 class Foreign(NamedTuple):

@@ -6,11 +6,12 @@ Must not know what else a config says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 
 from ppctl.config.argv import ALIASES, PLACE
 from ppctl.config.checks import check
 from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
-from ppctl.config.keys import did_you_mean, keys, nearest, sections, text_keys
+from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
@@ -55,8 +56,10 @@ def no_such_key(key: str, text: str) -> Problem:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
-    fitting = [pasted(f"{name}={text}") for name in close if _fits(name, text)]
-    return unknown_key(key, PLACE, close, next(iter(fitting), ""))
+    # A name that only looks alike may mean something else: its value is not carried over.
+    named = [name for name in close if name == known or _misspelt(key, name)]
+    meant = [name for name in close if text in groups().get(name, ()) or (name in named and _fits(name, text))]
+    return unknown_key(key, PLACE, close, pasted(f"{meant[0]}={text}") if meant else "")
 
 
 def _within_a_field(key: str, text: str) -> Problem | None:
@@ -71,13 +74,18 @@ def _within_a_field(key: str, text: str) -> Problem | None:
     return Problem("PP-E101", message, pasted(example), PLACE)
 
 
+def _misspelt(key: str, name: str) -> bool:
+    """Whether `key` is `name` but for one letter that is another, missing or too many."""
+    short, long = sorted((key, name), key=len)
+    same = len(commonprefix((short, long)))
+    return len(long) - len(short) < 2 and short[same + (len(short) == len(long)) :] == long[same + 1 :]
+
+
 def _fits(name: str, text: str) -> bool:
-    """Whether the value typed for a misspelt key is one that the key or group `name` takes."""
+    """Whether the value typed for a key of another name is one that the key `name` takes."""
     from ppctl.config.hydra_source import parse
 
     key = ALIASES.get(name, name)
-    if key not in keys():
-        return text in groups().get(name, ())
     try:
         value = parse(f"{key}={quote(key, text)}").value()
     except ConfigError:
