@@ -6,7 +6,6 @@ Must not know what else a config says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
 
 from ppctl.config.argv import ALIASES, PLACE
 from ppctl.config.checks import check
@@ -77,8 +76,10 @@ def _within_a_field(key: str, text: str) -> Problem | None:
 def _misspelt(key: str, name: str) -> bool:
     """Whether `key` is `name` but for one letter that is another, missing or too many."""
     short, long = sorted((key, name), key=len)
-    same = len(commonprefix((short, long)))
-    return len(long) - len(short) < 2 and short[same + (len(short) == len(long)) :] == long[same + 1 :]
+    one = len(short) == len(long)
+    return len(long) - len(short) < 2 and any(
+        short[:at] == long[:at] and short[at + one :] == long[at + 1 :] for at in range(len(long))
+    )
 
 
 def _fits(name: str, text: str) -> bool:
