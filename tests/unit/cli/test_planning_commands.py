@@ -12,7 +12,7 @@ from ppctl.launch.environment import detect
 from ppctl.plan.rehearsal import shortened
 from ppctl.schedule.policies import POLICIES, SPELLINGS
 
-BASE = ("+recipe=quickstart", "launch.device=cpu", "pp=2", "gbs=4", "layout=null")
+BASE = ("+recipe=quickstart", "launch.device=cpu", "pp=2", "gbs=4", "mbs=1", "layout=null")
 MORE = {
     "v_half": "vpp=2", "v_min": "vpp=2", "zbv_zero_bubble": "vpp=2", "dualpipev": "vpp=2",
     "interleaved_1f1b": "vpp=2", "interleaved_zero_bubble": "vpp=2",
@@ -22,7 +22,6 @@ SCHEDULES = {
     "put off": ("pipeline.pp_schedule=zb_h1", "pipeline.put_off_limit=1", "vpp=null"),
     "more warm-up": ("pipeline.pp_schedule=1f1b", "pipeline.extra_warmup=1", "vpp=null"),
     "auto": ("pipeline.pp_schedule=auto", "vpp=null"),
-    "auto in chunks": ("pipeline.pp_schedule=auto", "vpp=2"),
     "auto, limited": ("pipeline.pp_schedule=auto", "pipeline.schedule_memory=2", "vpp=null"),
     "file": ("pipeline.pp_schedule_csv=schedule.csv", "vpp=null"),
 }
