@@ -65,7 +65,7 @@ def note(text: str) -> None:
     which are to be pasted."""
     if sys.stderr.isatty():
         text = _unless_indented(text, shutil.get_terminal_size().columns)
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)  # rich takes the place of the stream while it draws
 
 
 def _unless_indented(text: str, columns: int) -> str:
