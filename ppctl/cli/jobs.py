@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,10 @@ from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint
 
 add_arguments = add_run_arguments
+
+
+_JOB = re.compile(r"[0-9]+;[\w.-]*", re.ASCII)
+"""A job and its cluster, as sbatch prints them: they become words of scancel's, and a line of a job script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,11 @@ class RunJob:
 
 
 def job_of(run: RunDir) -> RunJob | None:
-    """The job of a run; None if the run was not submitted."""
+    """The job of a run; None if the run was not submitted, or its job.json names something else than a job."""
     record = run.job()
-    if not record.get("job"):
+    number, cluster = str(record.get("job") or ""), str(record.get("cluster") or "")
+    if not _JOB.fullmatch(f"{number};{cluster}"):
         return None
-    number, cluster = str(record["job"]), str(record.get("cluster") or "")
     return RunJob(run, number, cluster, slurm.state(number, cluster))
 
 

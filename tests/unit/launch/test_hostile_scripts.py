@@ -1,13 +1,16 @@
 """No value becomes a line of a job's script: bash takes the script, and runs nothing that a value says."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from ppctl.cli.jobs import job_of
 from ppctl.cli.main import main
 from ppctl.config.keys import text_keys
+from ppctl.rundir import RunDir
 
 QUICK = ("+recipe=quickstart", "launch.device=cpu")
 TEXTS = [key.name for key in text_keys().values() if (key.is_text or key.is_container) and not key.facts.lines]
@@ -75,3 +78,14 @@ def test_a_working_directory_with_such_a_name_is_refused(
     out, told = capsys.readouterr()
     assert out == "" and "PP-E610" in told and name not in told
     assert [*Path().iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "job", ["41\n#SBATCH --uid=0", "--user=me", "41,42", "", ["41"], {"a": 1}, "\u0664"], ids=ascii
+)
+def test_a_record_of_a_job_is_no_option_and_no_line(job: object, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / "job.json").write_text(json.dumps({"job": job, "cluster": ""}))
+    assert job_of(run) is None
+    (tmp_path / "job.json").write_text(json.dumps({"job": "41", "cluster": f"{job} "}))
+    assert job_of(run) is None
