@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import stat
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -189,7 +188,7 @@ def _os_errors_as_problems(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}"
-        remedy = f"ls -ld {shlex.quote(str(path))}"
+        remedy = f"ls -ld {pasted(str(path))}"
         raise CheckpointError(Problem("PP-E505", message, remedy, str(error.filename or path))) from error
 
 

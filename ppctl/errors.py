@@ -14,6 +14,7 @@ Knows nothing of what the problems are about. `ppctl explain CODE` prints a code
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,20 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     return "\n".join([*names[:most], f"and {len(names) - most} more"] if len(names) > most else names)
 
 
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What ends a line, moves a terminal's cursor, turns the order of letters, or is half of a surrogate pair."""
+
+
+def visible(text: str, keep: str = "\n\t") -> str:
+    """`text` with its control characters, but those in `keep`, as escapes such as \\x1b."""
+    # From DEL on as JSON writes them: it leaves DEL as it is, and an object that is printed has to stay JSON.
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), text)
+
+
+def _escape(number: int) -> str:
+    return f"\\x{number:02x}" if number < 0x7F else f"\\u{number:04x}"
+
+
 def pasted(*words: object) -> str:
     """Words of a remedy as a shell takes them, also those with blanks, quotes and control characters: one line."""
     return " ".join(map(_quoted, map(str, words)))
@@ -31,7 +46,7 @@ def pasted(*words: object) -> str:
 
 def _quoted(word: str) -> str:
     if word.isprintable():
-        return shlex.quote(word)
+        return shlex.quote(word)  # noqa: TID251
     body = "".join(f"\\{each}" if each in "\\'" else each if each.isprintable() else _octal(each) for each in word)
     return f"$'{body}'"
 
@@ -54,10 +69,10 @@ class Problem:
     place: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.code}: {self.message}"]
-        lines += ["  " + line for line in self.place.splitlines()]
+        lines = [f"{self.code}: {visible(self.message, '')}"]  # no line of a message can pose as a remedy
+        lines += ["  " + line for line in visible(self.place).splitlines()]
         if self.remedy:
-            first, *rest = self.remedy.splitlines()
+            first, *rest = visible(self.remedy).splitlines()
             lines += [f"  try: {first}", *("       " + line for line in rest)]
         return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import checkpoint_folder
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.files import TAKEN, lock, release, write_atomically
 from ppctl.processes import identity
 from ppctl.rundir import RunDir
@@ -70,7 +70,7 @@ def _taken(run: RunDir, *, strictly: bool) -> int | None:
     if descriptor == TAKEN or elsewhere:
         release(descriptor)
         message = f"run {run.id} is still going on{elsewhere}"
-        raise ConfigError(Problem("PP-E613", message, f"ppctl runs show {run.path}", str(run.path)))
+        raise ConfigError(Problem("PP-E613", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
     return descriptor
 
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import CONTROL, ConfigError, Problem
 from ppctl.files import append, write_atomically
 from ppctl.rank_records import RankFailure
 
@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 
 STATES = ("queued", "starting", "running", "finished", "failed", "stopped", "interrupted")
 """The states of status.json. A `queued` run waits for its scheduler; the last four are of a run that has ended."""
+
+
+def printable(path: Path) -> Path:
+    """`path`; raises ConfigError (PP-E610) if it has control characters, from the working directory's name perhaps:
+    scripts, logs and other programs could not hold it as one line."""
+    if CONTROL.search(str(path)):
+        message = f"the run directory would have control characters in its path: {path}"
+        raise ConfigError(Problem("PP-E610", message, _ELSEWHERE, "log.dir"))
+    return path
+
+
+_ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class RunDir:
         Without `run_id` the id is the time and a random suffix. To an id that exists `-2`, `-3` and so on are appended:
         no run ever writes into another's directory. Raises ConfigError (PP-E610) if the directory cannot be written.
         """
-        home = Path(root).absolute() / name
+        home = printable(Path(root).absolute() / name)
         draft = home / f".{secrets.token_hex(8)}.new"
         try:
             draft.mkdir(parents=True)
@@ -68,8 +80,7 @@ class RunDir:
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
             message = f"the run directory cannot be written: {error.strerror} ({error.filename or home})"
-            remedy = 'log.dir="$(mktemp -d)"'
-            raise ConfigError(Problem("PP-E610", message, remedy, "log.dir")) from error
+            raise ConfigError(Problem("PP-E610", message, _ELSEWHERE, "log.dir")) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 

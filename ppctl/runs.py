@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from ppctl import checkpoint_folder
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.rundir import RunDir
 
 
@@ -45,9 +45,9 @@ def find_run(reference: str | None, root: Path) -> RunDir:
     listed = "\n".join(f"{run.id}  {run.path}" for run in (found or runs)[:8])
     if not found:
         message = f"no run under {root} is called {reference}; the newest are below"
-        raise ConfigError(Problem("PP-E611", message, f"ppctl runs show {runs[0].id}", listed))
+        raise ConfigError(Problem("PP-E611", message, f"ppctl runs show {pasted(runs[0].id)}", listed))
     message = f"{reference} means {len(found)} runs; type more of the id"
-    raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {found[0].id}", listed))
+    raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {pasted(found[0].id)}", listed))
 
 
 def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -22,7 +21,7 @@ from xxhash import xxh3_128
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint_folder import MANIFEST, STATE
-from ppctl.errors import CheckpointError, Problem, listed
+from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.files import check_regular
 
 FORMAT = 2
@@ -321,9 +320,9 @@ def _another(path: Path) -> str:
     """A command that goes on from the newest complete checkpoint beside the one at `path`, which cannot be read."""
     others = [other for other in checkpoint_folder.complete(path.parent) if other != path]
     if not others:
-        return f"ls {shlex.quote(str(path.parent))}"
-    resume = f"checkpoint.resume={others[-1]}"
-    return f"ppctl resume {shlex.quote(str(path.parent.parent))} {shlex.quote(resume)}"
+        return f"ls {pasted(str(path.parent))}"
+    resume = pasted(f"checkpoint.resume={others[-1]}")
+    return f"ppctl resume {pasted(str(path.parent.parent))} {pasted(resume)}"
 
 
 def in_order(name: str) -> list[tuple[int, str]]:

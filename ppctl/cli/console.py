@@ -1,5 +1,8 @@
 """Where text goes: results to stdout, everything else to stderr; colour and live drawing only on a terminal.
 
+Control characters of what is printed are shown as escapes, by the streams themselves (`Screen`). Only drawings pass
+below them: rich's, and a line that overwrites itself.
+
 Knows streams, widths and rich, which it imports only to draw. Must not know what is printed.
 """
 
@@ -11,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ppctl.cli.table import prose
+from ppctl.errors import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +35,37 @@ UNFOLDED = sys.maxsize
 """Columns of lines of words that go into a pipe: what reads them takes them line by line."""
 
 
+class Screen:
+    """A stream that shows control characters as escapes: what a command prints may be text of anybody's file."""
+
+    def __init__(self, below: TextIO) -> None:
+        self.below = below
+        """Where drawings go, whose control characters are ours."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def write(self, text: str) -> int:
+        """Print `text`."""
+        return self.below.write(visible(text))
+
+
+def _below(stream: TextIO) -> TextIO:
+    return stream.below if isinstance(stream, Screen) else stream
+
+
+def overwrite(text: str) -> None:
+    """Show one line on stderr, a terminal; what is printed next takes its place."""
+    shown = visible(text, "")[: shutil.get_terminal_size().columns - 1]
+    print(f"\r\033[K{shown}\r", end="", file=_below(sys.stderr), flush=True)
+
+
 def note(text: str) -> None:
     """Print on stderr what is not the result. A terminal gets lines that end between words, but for indented ones,
     which are to be pasted."""
     if sys.stderr.isatty():
         text = _unless_indented(text, shutil.get_terminal_size().columns)
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)  # rich takes the place of the stream while it draws
 
 
 def _unless_indented(text: str, columns: int) -> str:
@@ -72,7 +101,7 @@ def console(*, stderr: bool = False) -> Console:
     """A rich console on stdout (or stderr) that honours NO_COLOR and does not wrap into a pipe."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
+    stream = _below(sys.stderr if stderr else sys.stdout)
     wide = None if stream.isatty() else PIPE_WIDTH
     return Console(file=stream, width=wide, highlight=False, soft_wrap=not stream.isatty())
 
@@ -93,5 +122,5 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(visible(what), total=total)
         yield lambda size: bar.advance(task, size)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ppctl.cli.console import UNFOLDED, byte_progress, note, width
 from ppctl.cli.table import aligned, folded
-from ppctl.errors import DataError, Problem
+from ppctl.errors import DataError, Problem, pasted
 from ppctl.processes import unwinding_on_term
 
 _SHOWN = 20
@@ -90,7 +90,7 @@ def tokenize(args: argparse.Namespace) -> int:
         print(json.dumps({"prefix": str(prefix), **counts}))
     else:
         print(f"{prefix}.bin and .idx: {writer.documents:,} documents, {writer.tokens:,} tokens of {dtype.name}")
-        note(f"train on it with:\n  data.path={prefix} {_reading(args.tokenizer, tokenizer.vocab_size)}")
+        note(f"train on it with:\n  {pasted(f'data.path={prefix}')} {_reading(args.tokenizer, tokenizer.vocab_size)}")
     return 0
 
 
@@ -104,9 +104,9 @@ def _typed_as_flag(problem: Problem) -> Problem:
 def _reading(name: str, vocabulary: int) -> str:
     """The overrides for a model that reads such tokens: the model of the same directory, or sizes."""
     if name != "byte" and Path(name).expanduser().joinpath("config.json").is_file():
-        return f"model.from={name}"
+        return pasted(f"model.from={name}")
     rows = -(-vocabulary // 64) * 64  # of the embedding: holds every id and divides evenly
-    return f"data.tokenizer={name} model.vocab_size={rows}"
+    return pasted(f"data.tokenizer={name}", f"model.vocab_size={rows}")
 
 
 def show(args: argparse.Namespace) -> int:
@@ -118,7 +118,7 @@ def show(args: argparse.Namespace) -> int:
     if not 0 <= args.document < max(indexed.num_documents, 1):
         last = indexed.num_documents - 1
         message = f"{bin_path(indexed.prefix)} has documents 0 to {last}, and {args.document} is not one of them"
-        raise DataError(Problem("PP-E415", message, f"ppctl data show {args.prefix}", "command line"))
+        raise DataError(Problem("PP-E415", message, f"ppctl data show {pasted(args.prefix)}", "command line"))
     tokens = indexed.document(args.document) if indexed.num_documents else indexed.tokens
     shown = tokens[: max(args.tokens, 0)].tolist()
     largest = int(indexed.tokens.max(initial=0))
@@ -155,7 +155,9 @@ def show_conversation(args: argparse.Namespace) -> int:
     template = open_template(name, args.chat_template) if args.format == "chat" else None
     found = list(encode_conversations(matching(args.prefix, "{}")[0], load_tokenizer(name), template))
     if not found:
-        raise DataError(Problem("PP-E422", "there is no conversation in the data", f"wc {args.prefix}", args.prefix))
+        raise DataError(
+            Problem("PP-E422", "there is no conversation in the data", f"wc {pasted(args.prefix)}", args.prefix)
+        )
     if not 0 <= args.document < len(found):
         message = f"{args.prefix} has conversations 0 to {len(found) - 1}, and {args.document} is not one of them"
         raise DataError(Problem("PP-E415", message, "--document 0", "command line"))

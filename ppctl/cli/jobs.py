@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from dataclasses import dataclass
 
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
 from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint
 
 add_arguments = add_run_arguments
+
+
+_JOB = re.compile(r"[0-9]+;[\w.-]*", re.ASCII)
+"""A job and its cluster, as sbatch prints them: they become words of scancel's, and a line of a job script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +38,11 @@ class RunJob:
 
 
 def job_of(run: RunDir) -> RunJob | None:
-    """The job of a run; None if the run was not submitted."""
+    """The job of a run; None if the run was not submitted, or its job.json names something else than a job."""
     record = run.job()
-    if not record.get("job"):
+    number, cluster = str(record.get("job") or ""), str(record.get("cluster") or "")
+    if not _JOB.fullmatch(f"{number};{cluster}"):
         return None
-    number, cluster = str(record["job"]), str(record.get("cluster") or "")
     return RunJob(run, number, cluster, slurm.state(number, cluster))
 
 
@@ -55,7 +60,7 @@ def _job_to(doing: str, run: RunDir) -> RunJob:
     found = job_of(run)
     if found is None:
         message = f"run {run.id} was not submitted, and there is no job to {doing}"
-        raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {run.path}", str(run.path)))
+        raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
     return found
 
 
@@ -98,7 +103,7 @@ def requeue(args: argparse.Namespace) -> int:
             return 0
         if state.ending:
             message = f"job {found.number} is ending, and cannot be requeued before it has ended"
-            raise ConfigError(Problem("PP-E613", message, f"ppctl status {run.path}", str(run.path)))
+            raise ConfigError(Problem("PP-E613", message, f"ppctl status {pasted(run.path)}", str(run.path)))
         slurm.signal(found.number, "USR1", found.cluster)
         print(f"job {found.number} was asked to save; its script then requeues it")
         return 0

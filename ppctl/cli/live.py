@@ -28,6 +28,7 @@ from ppctl.checkpoint_folder import step_of
 from ppctl.cli.console import console
 from ppctl.cli.runs import checkpoint_of
 from ppctl.cli.table import prose
+from ppctl.errors import visible
 from ppctl.rundir import RunDir
 from ppctl.step_lines import RECENT, clock_text, mean_step_time
 
@@ -46,7 +47,7 @@ class _Lines:
 
     def write(self, text: str) -> int:
         """Print `text`, whose lines are whole, in lines that end between words."""
-        self._screen.out(prose(text.removesuffix("\n").split("\n"), self._screen.width), highlight=False)
+        self._screen.out(prose(visible(text).removesuffix("\n").split("\n"), self._screen.width), highlight=False)
         return len(text)
 
     def flush(self) -> None:

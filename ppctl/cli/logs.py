@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ppctl.cli.console import note, width
 from ppctl.cli.runs import STARTED, add_run_arguments, named_run
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.rundir import RunDir
 from ppctl.step_lines import WIDE, StepLines
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists() and not (args.follow and _is_going_on(run_dir)):
         there = ", ".join(sorted(file.name for file in path.parent.glob("*.log"))) or "none"
         message = f"there is no {path.name} in {path.parent} (yet); there are: {there}"
-        raise ConfigError(Problem("PP-E611", message, f"ppctl status {run_dir.path}", str(run_dir.path)))
+        raise ConfigError(Problem("PP-E611", message, f"ppctl status {pasted(run_dir.path)}", str(run_dir.path)))
     if path.exists() and not path.stat().st_size and not args.follow:
         note(f"{path} is empty: the rank has printed nothing")
     _follow(run_dir, _LogFile(path).read, args.lines, follow=args.follow)

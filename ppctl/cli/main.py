@@ -13,11 +13,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from ppctl import __version__
-from ppctl.cli.console import note, print_problems, width
+from ppctl.cli.console import Screen, note, print_problems, width
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.files import silence
@@ -63,8 +64,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code. A user's error is printed."""
-    tokens = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
+    with redirect_stdout(cast(TextIO, Screen(sys.stdout))), redirect_stderr(cast(TextIO, Screen(sys.stderr))):
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(tokens: list[str]) -> int:
     try:
         code = _dispatch(tokens)
         sys.stdout.flush()

@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +23,13 @@ from ppctl.checkpoint.gradients import KeptStep, kept_steps
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
 from ppctl.cli import ckpt_text, parity_text
-from ppctl.cli.console import UNFOLDED, byte_progress, note, width
+from ppctl.cli.console import UNFOLDED, byte_progress, note, overwrite, width
 from ppctl.cli.plan import plan_of, planned
 from ppctl.cli.runs import add_runs_directory
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.hang.limits import Limits
 from ppctl.launch.environment import detect
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
@@ -143,7 +142,7 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
     plan, problems = plan_of(composed, [])
     refuse(problems)
     assert plan is not None  # there were no problems
-    command = shlex.join(["parity", *args.runs])
+    command = pasted("parity", *args.runs)
     config, _ = adapt_to_machine(composed.config, plan, args.overrides, detect(os.environ), command)
     return with_paths(config), plan
 
@@ -205,13 +204,13 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
 def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
     if len(args.runs) > 2 or args.overrides or args.problems:
         message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
-        raise ConfigError(Problem("PP-E644", message, f"ppctl parity {' '.join(args.runs[:2])}", "command line"))
+        raise ConfigError(Problem("PP-E644", message, f"ppctl parity {pasted(*args.runs[:2])}", "command line"))
     runs = [find_run(name, args.dir) for name in args.runs]
     first, second = (_Side(run, run.read_config(), run.read_plan()) for run in runs)
     report = _report((first, second))
     if not report["steps"]:
         message = f"runs {runs[0].id} and {runs[1].id} have no step in common"
-        raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {runs[1].id}", str(runs[1].path)))
+        raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {pasted(runs[1].id)}", str(runs[1].path)))
     report["keys"] = other_keys(first.config, second.config)
     report["checkpoints"] = found = _checkpoints(first, second)
     report["same"] = report["same"] and (found is None or found["same"])
@@ -285,12 +284,7 @@ def _progress(step: int) -> Callable[[str], None]:
     """Shows on a terminal what is being compared, in one line."""
     if not sys.stderr.isatty():
         return lambda name: None
-    most = shutil.get_terminal_size().columns - 1
-
-    def show(name: str) -> None:
-        print(f"\r\033[K{f'comparing step {step}: {name}'[:most]}\r", end="", file=sys.stderr, flush=True)
-
-    return show
+    return lambda name: overwrite(f"comparing step {step}: {name}")
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:

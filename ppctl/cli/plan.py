@@ -21,7 +21,7 @@ from ppctl.cli.console import console, is_live, note, print_problems, width
 from ppctl.cli.table import prose
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.compose import Composed, RefusedError, compose
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, visible
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.plan import LIMIT_KEYS
 from ppctl.plan.plan_picture import picture
@@ -232,6 +232,6 @@ def _render(blocks: Sequence[tuple[str, str]]) -> None:
 
     screen = console()
     for number, (text, style) in enumerate(blocks):
-        first, newline, rest = text.partition("\n")
+        first, newline, rest = visible(text).partition("\n")
         shown = Text("\n" if number else "").append(first, f"bold {style}").append(newline + rest, style)
         screen.print(shown, soft_wrap=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from ppctl.cli.console import width
 from ppctl.cli.table import aligned, folded
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Do one action; the default is list."""
     if args.action == "copy":
         copied = copy_to(find(args.name), args.to)
-        use = f"ppctl plan {shlex.quote(f'+recipe={copied}')}"
+        use = f"ppctl plan {pasted(f'+recipe={copied}')}"
         print(json.dumps({"path": str(copied), "use": use}) if args.json else f"{copied}\nuse it with: {use}")
     elif args.json:
         print(json.dumps(_as_data(args), indent=1, default=str))
@@ -81,7 +80,7 @@ def find(name: str) -> Recipe:
         return found[name]
     close = nearest(name, found)
     message = f"there is no recipe {name}{did_you_mean(name, found)}"
-    remedy = f"ppctl recipes show {close[0]}" if close else "ppctl recipes"
+    remedy = f"ppctl recipes show {pasted(close[0])}" if close else "ppctl recipes"
     raise ConfigError(Problem("PP-E104", message, remedy, "command line"))
 
 
@@ -106,7 +105,7 @@ def copy_to(recipe: Recipe, to: str | None) -> Path:
     if target.exists():
         free = next(f for n in range(2, 1000) if not (f := target.with_stem(f"{target.stem}-{n}")).exists())
         message = f"{target} exists, and a copy never overwrites"
-        again = f"ppctl recipes copy {recipe.name} {shlex.quote(str(free))}"
+        again = f"ppctl recipes copy {pasted(recipe.name, free)}"
         raise ConfigError(Problem("PP-E126", message, again, "command line"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

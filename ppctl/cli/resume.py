@@ -6,7 +6,6 @@ Knows which keys may change without changing what is computed. Must not know tor
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,9 +78,9 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"  {key}: {old} -> {new}")
     if not same:
         note(f"  learning rate: {told_rates(before, composed.config, done)}")
-    command = shlex.join(["resume", str(run.path)])
+    command = pasted("resume", str(run.path))
     config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started, command)
-    typed = shlex.join(["resume", str(run.path), *args.overrides, *["--allow"] * args.allow])
+    typed = pasted("resume", str(run.path), *args.overrides, *["--allow"] * args.allow)
     return Launch(config, plan, f"{program()} {typed}", data, time.perf_counter() - began), checkpoint
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 from ppctl import checkpoint_folder
 from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.table import aligned, fits, folded
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.processes import is_gone
 from ppctl.run_starts import QUIET, holder, is_held, quiet_for
 from ppctl.rundir import RunDir
@@ -55,7 +54,7 @@ def program() -> str:
     if shutil.which("ppctl"):
         return "ppctl"
     script = Path(sys.executable).with_name("ppctl")
-    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
+    return pasted(short_path(script)) if script.exists() else f"{pasted(sys.executable)} -m ppctl"
 
 
 def short_path(path: Path) -> str:
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.run is not None:
         message = f"{args.run}: `ppctl runs list` does not take a run"
-        raise ConfigError(Problem("PP-E105", message, f"ppctl runs show {args.run}"))
+        raise ConfigError(Problem("PP-E105", message, f"ppctl runs show {pasted(args.run)}"))
     found = [facts(each) for each in list_runs(args.dir)]
     if args.json:
         print(json.dumps(found, indent=1))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import time
 from contextlib import suppress
 from typing import Any
@@ -17,7 +16,7 @@ from ppctl.cli.jobs import RunJob, combined_state, job_of
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program
 from ppctl.cli.table import aligned, folded, prose
-from ppctl.errors import PpctlError
+from ppctl.errors import PpctlError, pasted
 from ppctl.hang.waits import published_states, root, waits
 from ppctl.rundir import RunDir
 from ppctl.step_lines import clock_text, mean_step_time
@@ -81,7 +80,7 @@ def _progress(run: RunDir) -> dict[str, Any]:
 
 def _next(run: RunDir, report: dict[str, Any]) -> str | None:
     """The command that usually follows."""
-    where, state = shlex.quote(report["path"]), report["state"]
+    where, state = pasted(report["path"]), report["state"]
     if state in STARTED:
         return f"{program()} logs {where} -f"
     if state == "finished":

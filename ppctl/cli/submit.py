@@ -23,13 +23,13 @@ from ppctl.cli.runs import program, short_path
 from ppctl.cli.train import accepted, command_line, refuse, with_gpu_environment, with_paths
 from ppctl.config.schema import RunConfig
 from ppctl.devices import machines
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
 from ppctl.launch.enter import LIVE, package_digest
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, render
-from ppctl.rundir import RunDir
+from ppctl.rundir import RunDir, printable
 from ppctl.runs import find_run
 
 _WATCHED = 3.0
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"job {number}\nrun {run_dir.path}\n\nnext:")
         for command in ("status", "logs", "cancel"):
-            print(f"  {program()} {command} {short_path(run_dir.path)}")
+            print(f"  {program()} {command} {pasted(short_path(run_dir.path))}")
     return _check_start(run_dir)
 
 
@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
     launch = Launch(config, plan, command_line("submit", args), data, time.perf_counter() - began)
     job = SlurmJob(
         config=config,
-        run=str(Path(config.log.dir).absolute() / config.log.name / "ID"),
+        run=str(printable(Path(config.log.dir).absolute() / config.log.name / "ID")),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         command=launch.command,
@@ -133,7 +133,7 @@ def job_to_wait_for(config: RunConfig) -> str | None:
     job = job_of(before)
     if job is None or job.state is None or job.state.ended:
         message = f"launch.after: run {before.id} is {state}, and no SLURM job will finish it"
-        remedy = f"ppctl requeue {before.path}" if job else "launch.after=null"
+        remedy = f"ppctl requeue {pasted(before.path)}" if job else "launch.after=null"
         raise ConfigError(Problem("PP-E628", message, remedy, "launch.after"))
     return job.number
 

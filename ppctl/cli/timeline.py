@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.files import write_atomically
 from ppctl.schedule.picture import Picture
 from ppctl.schedule.text_timeline import timeline_text
@@ -54,7 +53,7 @@ def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list
     if path.suffix not in forms:
         what, first = ("a picture" if forms is FORMS else "a picture of several schedules"), next(iter(forms))
         message = f"--timeline {path}: {what} is one of {', '.join(forms)}"
-        name = shlex.quote(f"{path.parent / path.stem}{first}") if path.stem else f"step{first}"
+        name = pasted(f"{path.parent / path.stem}{first}") if path.stem else f"step{first}"
         return [Problem("PP-E129", message, f"--timeline {name}", "command line")]
     if not path.parent.is_dir():
         return [_unwritable(path, "there is no such directory")]
@@ -63,7 +62,7 @@ def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list
 
 def _unwritable(path: Path, reason: str) -> Problem:
     message = f"the picture cannot be written to {path}: {reason}"
-    return Problem("PP-E129", message, f"--timeline step{path.suffix}", "command line")
+    return Problem("PP-E129", message, pasted("--timeline", f"step{path.suffix}"), "command line")
 
 
 def write_timeline(picture: Picture, path: Path) -> None:
@@ -86,5 +85,7 @@ def _write(drawn: Picture | Sequence[Picture], path: Path, forms: Mapping[str, t
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the picture cannot be written to {path}: {reason}"
-        raise ConfigError(Problem("PP-E129", message, f"--timeline step{path.suffix}", "command line")) from None
+        raise ConfigError(
+            Problem("PP-E129", message, pasted("--timeline", f"step{path.suffix}"), "command line")
+        ) from None
     note(f"note: wrote {path}")

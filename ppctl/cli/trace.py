@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if args.timeline is not None:
             message = "--timeline draws one run"
             raise ConfigError(
-                Problem("PP-E129", message, f"ppctl trace {args.run} --timeline step.html", "command line")
+                Problem("PP-E129", message, f"ppctl trace {pasted(args.run)} --timeline step.html", "command line")
             )
         other = _seen(find_run(args.other, args.dir), args)
         found = trace_text.both(shown, other)
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         drawn = replace(planned, title=title, subtitle=subtitle, trace=shown.trace, planned=planned.trace)
         write_timeline(drawn, Path(args.timeline))
     elif not args.json:
-        note(f"\nto see it:\n  {program()} trace {short_path(run_dir.path)} --step {shown.step} --timeline step.html")
+        where = pasted(short_path(run_dir.path))
+        note(f"\nto see it:\n  {program()} trace {where} --step {shown.step} --timeline step.html")
     return 0
 
 
@@ -108,7 +109,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
 def _none_traced(run: RunDir) -> Problem:
     """The problem of steps that a run has not reached yet: resuming it is enough."""
     done, config = run.status().get("step") or 0, run.read_config()
-    message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {short_path(run.path)}"
+    message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {pasted(short_path(run.path))}"
     asked = config.log.trace
     if asked is not None and steps_of(asked)[0] > done:
         message += f": log.trace={asked}, and it has done {done} step{'s' * (done != 1)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -31,7 +30,7 @@ from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator
 from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, pasted
 from ppctl.hang.limits import Limits
 from ppctl.launch.described import absent_for, other_version
 from ppctl.launch.environment import Started, detect
@@ -137,7 +136,7 @@ def adapt_to_machine(
     device = choose_device(_asked_device(config, plan), ranks_here, os.environ, share=share)
     problems = []
     if find_spec("torch") is None:
-        remedy = f"{shlex.quote(sys.executable)} -m pip install torch"
+        remedy = f"{pasted(sys.executable)} -m pip install torch"
         problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
     else:
         problems += absent_for(config.model)
@@ -218,7 +217,7 @@ def _with_loaded(config: RunConfig, load: str) -> RunConfig:
 def command_line(command: str, args: argparse.Namespace) -> str:
     """The command line with full names, ready to paste."""
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return " ".join(filter(None, (program(), command, shlex.join(recipes), retyped(args.overrides))))
+    return " ".join(filter(None, (program(), command, pasted(*recipes), retyped(args.overrides))))
 
 
 def run_to_end(
@@ -301,7 +300,7 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
     if checkpoint is None:
         again = "checkpoint.interval=100 saves every 100 steps; Ctrl-C saves too, once, after the first step"
         return f"\n  no checkpoint yet: {again}"
-    return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(short_path(run.path))}"
+    return f"\n  go on from {checkpoint.name} with: {program()} resume {pasted(short_path(run.path))}"
 
 
 def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
@@ -314,13 +313,13 @@ def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence
     checkpoint = checkpoint_of(run)
     lines.append(f"run         {run.path}")
     lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
-    where = shlex.quote(short_path(run.path))
+    where = pasted(short_path(run.path))
     if outcome.exit_code == STOPPED:
         return [*lines, "", "stopped after saving; go on with:", f"  {name} resume {where}"]
     recipe = "deepseek_v3" if launch.config.recipe == "quickstart" else launch.config.recipe
     cut = None if overrides is None else _another_cut(launch.plan, overrides)
     lines += ["", "next:"]
-    lines += [f"  {name} plan +recipe={recipe}"] if recipe else []
+    lines += [f"  {name} plan {pasted(f'+recipe={recipe}')}"] if recipe else []
     lines += [f"  {name} train {cut}"] if cut else []
     return [*lines, f"  {longer(short_path(run.path), launch.config)}"]
 

@@ -23,7 +23,7 @@ from ppctl.config.flags import (
 )
 from ppctl.config.keys import as_typed, keys, names_of_keys, sections
 from ppctl.config.quoting import quote, sweep_values, unquoted
-from ppctl.errors import Problem
+from ppctl.errors import Problem, pasted
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
 
@@ -97,13 +97,13 @@ class _Sorter:
         elif name in self.own:
             self._own_flag([token], needs_value=self.own[name] and not equals)
         elif name in MEGATRON and (equals or self._value_follows()):
-            value = value if equals else self.queue.pop(0)
-            self._add(name, MEGATRON[name], value, token if equals else f"{token} {value}")
+            words = [] if equals else [self.queue.pop(0)]
+            self._add(name, MEGATRON[name], value if equals else words[0], pasted(token, *words))
         elif name in LISTS and (equals or self._value_follows()):
-            words = [value] if equals else self._words()
-            self._add(name, LISTS[name], f"[{','.join(words)}]", shlex.join([token, *words]) if not equals else token)
+            words = [] if equals else self._words()
+            self._add(name, LISTS[name], f"[{value or ','.join(words)}]", pasted(token, *words))
         elif name in SWITCHES:
-            self._add(name, SWITCHES[name], value if equals else "true", token)
+            self._add(name, SWITCHES[name], value if equals else "true", pasted(token))
         elif token.startswith("-") and len(token) > 1:
             if not equals:
                 words = self._words(None if takes_several(name) else 1)
@@ -126,7 +126,7 @@ class _Sorter:
         if needs_value and self.queue:
             words.append(self.queue.pop(0))
         self.found.rest += words
-        self.line += map(shlex.quote, words)
+        self.line += map(pasted, words)
 
     def _foreign_flag(self, flag: str, value: str) -> None:
         batch = self._global_batch()
@@ -159,14 +159,14 @@ class _Sorter:
         match = _OVERRIDE.fullmatch(token)
         if match is None or (match[3] is None and not match[1]):
             self.found.rest.append(token)
-            self.line.append(shlex.quote(token))
+            self.line.append(pasted(token))
         elif match[1] == "~":
             message = f"{token}: nothing can be deleted from a closed config"
             self.found.problems.append(Problem("PP-E121", message, _reset(match[2]), PLACE))
         elif match[3] is None:
             self.found.problems.append(Problem("PP-E105", f"{token} has no value", _where_explained(match[2]), PLACE))
         else:
-            self._add(match[2], full_name(match[2]), match[3], token)
+            self._add(match[2], full_name(match[2]), match[3], pasted(token))
 
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
         """Add one override, unless it is a list of values or contradicts an earlier one."""
@@ -176,12 +176,12 @@ class _Sorter:
             self.sweeps.append((typed, values))
             self.line.append(f'{name}="${variable}"')
             return
-        self.line.append(typed if typed.startswith("--") and "=" not in typed else shlex.quote(typed))
+        self.line.append(typed)
         quoted = quote(key, value)
         before, first, again = self.typed.setdefault(key, (quoted, typed, value))
         if before != quoted:
             message = f"{key} has two values, {first} and {typed}; keep one of them"
-            self.found.problems.append(Problem("PP-E124", message, shlex.quote(f"{key}={again}"), PLACE))
+            self.found.problems.append(Problem("PP-E124", message, pasted(f"{key}={again}"), PLACE))
         elif first is typed:
             self.found.overrides.append(f"{key}={quoted}")
 
@@ -191,7 +191,7 @@ class _Sorter:
         if not self.sweeps:
             return Problem("PP-E106", "ppctl starts one run at a time: there is no multirun", line, PLACE)
         for n, (_, values) in reversed(list(enumerate(self.sweeps, start=1))):
-            line = f"for value{n} in {shlex.join(values)}; do {line}; done"
+            line = f"for value{n} in {pasted(*values)}; do {line}; done"
         message = (
             f"ppctl starts one run at a time, and {', '.join(typed for typed, _ in self.sweeps)} lists several values"
         )
@@ -228,4 +228,4 @@ def retyped(overrides: Sequence[str]) -> str:
         plain = f"{key}={unquoted(value)}" if quoted else override
         word = plain if normalise([plain]).overrides == [override] else override
         words.append(f"+{word}" if key in ("recipe", "scale") else word)
-    return shlex.join(words)
+    return pasted(*words)

@@ -33,7 +33,6 @@ from ppctl.config.keys import (
     Finding,
     as_typed,
     did_you_mean,
-    keys_with,
     nearest,
     place_of,
     sections,
@@ -127,8 +126,9 @@ def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
 
 
 def beyond_limits(config: RunConfig) -> Iterator[str]:
-    """The keys whose value is beyond their limit: out of bounds, not one of the choices, or of the wrong form."""
-    for name, key in keys_with("limit").items():
+    """The keys whose value is beyond their limit: out of bounds, not one of the choices, or of the wrong form; and
+    those whose text has control characters."""
+    for name, key in text_keys().items():
         if not key.allows(value_of(config, name)):
             yield name
 
@@ -267,10 +267,12 @@ def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
     """The finding of a value beyond its limit; the remedy is the nearest of some words, else the usual value,
     and instead of null an example: who typed a value meant to have one.
     """
-    limit = text_keys()[name].limit
-    assert limit is not None
-    message, remedy = f"{name} must be {limit.words}", as_typed(name, _usual(name, usual))
-    if isinstance(limit, OneOf):
+    key = text_keys()[name]
+    limit, bad = key.limit, key.controls(value)
+    message, remedy = f"{name} must be {limit.words if limit else ''}", as_typed(name, _usual(name, usual))
+    if bad:
+        message = f"{name} has control characters, which scripts and terminals obey: {' '.join(dict.fromkeys(bad))}"
+    elif isinstance(limit, OneOf):
         words = {word.lower(): word for word in limit.names}
         close = nearest(str(value).lower(), words)
         message += did_you_mean(str(value).lower(), words)
@@ -287,11 +289,11 @@ def _usual(name: str, usual: Mapping[str, Any]) -> Any:
     return before if key.allows(before) else key.default
 
 
-def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iterator[Finding]:
-    for name, value in variables.items():
+def _environment(variables: Iterable[str], usual: Mapping[str, Any]) -> Iterator[Finding]:
+    for name in variables:
         if name in RANK_VARIABLES:
             message = f"launch.env cannot set {name}: it differs between ranks, and the launcher sets it for each"
-        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             message = f"launch.env cannot set {name!r}: letters, digits and _ make the name of a variable"
         else:
             continue

@@ -7,13 +7,12 @@ in `megatron_flags` those that mean no key.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, text_keys, value_text
 from ppctl.config.metadata import LATER, NEEDS
-from ppctl.errors import Problem
+from ppctl.errors import Problem, pasted
 
 _TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() if name.startswith("--")}
 
@@ -62,10 +61,11 @@ def _keys_of(flag: str) -> list[Key]:
 
 
 def meant_by(name: str) -> str | None:
-    """The key that other systems call `name` (the last part of a key, or a flag); None unless it is exactly one."""
-    known = names_of_keys("known_as").get(name)
-    found = _keys_of("--" + name.replace("_", "-"))
-    return known or (found[0].name if len(found) == 1 else None)
+    """The key that a table lists as what other systems call `name`, the last part of a key or a flag. A field of ours
+    that has this name proves nothing: `eval_steps` and `dtype` mean something else elsewhere."""
+    flag = "--" + name.replace("_", "-")
+    tables = [names_of_keys("known_as"), names_of_keys("names")]
+    return next((table[each] for each in (name, flag) for table in tables if each in table), None)
 
 
 class Foreign(NamedTuple):
@@ -84,9 +84,9 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
     """What `flag value` means, or None where ppctl does not know the flag. `batch` is the global batch size, if any."""
     from ppctl.config import megatron_flags as table  # long, and few command lines need it
 
-    typed = shlex.join([flag, value] if value else [flag])
+    typed = pasted(*filter(None, (flag, value)))
     if flag in FIXED:
-        return Foreign(typed, FIXED[flag])
+        return Foreign(typed, pasted(*FIXED[flag].split()))
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
         return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:
@@ -211,7 +211,7 @@ def _other_defaults(given: Mapping[str, str]) -> list[str]:
     rows = [("not given", "here", "Megatron"), *found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{key:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}" for key, ours, theirs in rows]
-    paste = " ".join(shlex.quote(f"{key}={theirs}") for key, _, theirs in found)
+    paste = pasted(*(f"{key}={theirs}" for key, _, theirs in found))
     return ["", "not given, and Megatron's default differs from ours:", *table, "for Megatron's:", f"  {paste}"]
 
 

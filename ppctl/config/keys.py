@@ -10,7 +10,6 @@ import ast
 import difflib
 import inspect
 import keyword
-import shlex
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
@@ -18,9 +17,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppctl.config.limits import Limit
+from ppctl.config.limits import Limit, controls
 from ppctl.config.metadata import Facts, facts_of
 from ppctl.config.schema import RunConfig
+from ppctl.errors import pasted, visible
 
 Finding = tuple[tuple[str, ...], str, str]
 """What a rule on values reports: the keys that it is about, what is wrong, remedy."""
@@ -60,10 +60,16 @@ class Key:
         return self.type is Any or type(None) in members(self.type)
 
     def allows(self, value: Any) -> bool:
-        """Whether `value`, of the key's type, keeps the key's own limit."""
+        """Whether `value`, of the key's type, has no control characters and keeps the key's own limit."""
+        if self.controls(value):
+            return False
         if self.limit is None:
             return True
         return self.may_be_none if value is None else self.limit.allows(value)
+
+    def controls(self, value: Any) -> str:
+        """The characters of `value` that no text of this key may have."""
+        return controls(value, "\n\t" if self.facts.lines else "")
 
     @property
     def is_dtype(self) -> bool:
@@ -208,12 +214,12 @@ def set_value(config: RunConfig, name: str, value: Any) -> None:
 
 def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:
     """A key, its value and its source, as problems show them."""
-    return f"{name} = {value} ({provenance.get(name, 'default')})"
+    return f"{name} = {visible(str(value), '')} ({provenance.get(name, 'default')})"
 
 
 def as_typed(name: str, value: Any) -> str:
     """`name=value` as a shell takes it."""
-    return shlex.quote(f"{name}={value_text(value)}")
+    return pasted(f"{name}={value_text(value)}")
 
 
 def value_text(value: Any) -> str:

@@ -85,7 +85,7 @@ class LaunchConfig:
     """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
     container_workdir: str | None = key(None, ONE_LINE, options="--container-workdir", slurm=True, support=_PYXIS)
     """SLURM with pyxis: the directory to start in."""
-    setup: list[str] | None = key(None, slurm=True)
+    setup: list[str] | None = key(None, slurm=True, lines=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
     health_check: str | None = key(None, ONE_LINE, verbatim=True, slurm=True)
     """SLURM: a command that runs first on every node; the job is requeued without nodes where it fails."""

@@ -8,11 +8,12 @@ seconds, above what any real job needs (decision 27).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.quantities import memory_bytes, seconds, slurm_seconds, steps_of
+from ppctl.errors import CONTROL
 from ppctl.topology import axes_of
 
 LARGEST = 2**63 - 1
@@ -123,6 +124,14 @@ def one_of(*names: str, any_case: bool = False) -> OneOf:
     return OneOf(names, any_case)
 
 
+def controls(value: Any, kept: str = "") -> str:
+    """The control characters in all texts of `value`, a list's and a mapping's among them, but for those in `kept`."""
+    if isinstance(value, str):
+        return "".join(letter for letter in CONTROL.findall(value) if letter not in kept)
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    return "".join(controls(each, kept) for each in parts) if isinstance(parts, list | tuple) else ""
+
+
 def _matching(pattern: str) -> Callable[[Any], object]:
     """A reader of text that matches `pattern`, and of all that is no text."""
     form = re.compile(pattern)
@@ -160,10 +169,10 @@ def sizes(number: int, least: int) -> Form:
 
 NOT_EMPTY = Form("not empty", _matching(r"(?s).+"))
 ABSOLUTE = Form("an absolute path, as /dev/shm/ppctl", _matching(r"(?s)/.+"))
-ONE_LINE = Form("one line of text, not empty", _matching(r"(?=.*\S)[^\x00-\x1f]+"))
+ONE_LINE = Form("one line of text, not empty", _matching(r".*\S.*"))
 DIRECTORY_NAME = Form(
     "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",
-    _matching(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)"),
+    _matching(r"(?!\.+$)(?!\s)[^/\\]{1,100}(?<!\s)"),
 )
 TIME = Form("a length of time, as 11h50m", seconds, "11h50m")
 SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds, "12:00:00")

@@ -41,6 +41,9 @@ class Facts:
     """Flags and keys of other systems that do not set it; the error about them names this key."""
     verbatim: bool = False
     """Whether text is taken letter by letter, as paths are: commas and brackets in it have no meaning."""
+    lines: bool = False
+    """Whether its text may have several lines and tabs. All other text is one line without control characters, since it
+    gets into scripts, names of files, environments and terminals."""
     mathematics: bool = False
     """Whether another value changes what is computed: `resume` refuses it without --allow."""
     training: bool = False

@@ -6,13 +6,12 @@ Knows ModelConfig's number of layers and this one key. Must not know what a laye
 from __future__ import annotations
 
 import ast
-import shlex
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 
 _LIMIT = 100_000
 """No model has more layers; a longer expression is a slip."""
@@ -64,7 +63,7 @@ def _entries(value: Any) -> tuple[bool, ...] | None:
 
 
 def _wrong(what: str, model: ModelConfig) -> ConfigError:
-    remedy = shlex.quote(f"model.moe_layer_freq={fitted_moe_layer_freq(model)}")
+    remedy = pasted(f"model.moe_layer_freq={fitted_moe_layer_freq(model)}")
     return ConfigError(Problem("PP-E210", f"model.moe_layer_freq {what}", remedy))
 
 

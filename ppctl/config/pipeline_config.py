@@ -29,11 +29,13 @@ class PlacementError(StageCountError, AssertionError):
 class PipelineConfig:
     """Schedule, split and run-time options of a pipeline. Checks nothing itself."""
 
-    pp_schedule: str | None = key("1f1b", names="pp_schedule")
+    pp_schedule: str | None = key("1f1b", names="pp_schedule", known_as="pipeline_parallel_schedule")
     """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe; with backwards split into input gradients and
     weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min, dualpipev, and auto: the one
     that is found for the stages' costs and the memory (`schedule_memory`)."""
-    pp_schedule_csv: str | None = key(None, names="pp_schedule_csv", verbatim=True)
+    pp_schedule_csv: str | None = key(
+        None, names="pp_schedule_csv", known_as="pipeline_parallel_schedule_csv", verbatim=True
+    )
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule. A row for each pp_rank, in it what the
     rank does, in order: stage, F or B (or I and W), microbatch, as in 0F0,0F1,0B0,0B1. `ppctl plan --dump-schedule`
     writes one to begin with; docs/schedules.md is the guide, `ppctl explain PP-E216` says what must fit."""

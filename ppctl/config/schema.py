@@ -56,7 +56,7 @@ class ParallelConfig(ModelParallelConfig):
     order: str = key(ORDER, RANK_ORDER)
     """Order in which ranks are numbered along the axes, neighbours first: tp, cp, ep, dp and pp, once each. For
     experts, etp takes the place of tp and edp that of dp."""
-    pipeline_model_parallel_layout: Any = key(None, names="layout --pipeline-model-parallel-layout")
+    pipeline_model_parallel_layout: Any = key(None, names="layout --pipeline-model-parallel-layout", lines=True)
     """A layout string, a list of stages, `auto`, `@file`; none is the even split."""
     num_layers_in_first_pipeline_stage: int | None = key(
         None,
@@ -149,5 +149,5 @@ class RunConfig:
     launch: LaunchConfig = key(LaunchConfig)
     log: LogConfig = key(LogConfig)
     cost: CostConfig = key(CostConfig)
-    published: list[dict[str, Any]] = key(list)
+    published: list[dict[str, Any]] = key(list, lines=True)
     """A recipe's table: rows of {what, published, here, why}."""

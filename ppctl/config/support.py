@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ppctl.config.keys import Key, as_typed, place_of, text_keys, value_of, value_text
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON, WORKS
 from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem
+from ppctl.errors import Problem, pasted
 
 MEANING = {
     WORKS: "works",
@@ -194,7 +194,11 @@ def not_trained(config: RunConfig) -> list[Problem]:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
     message = f"this release can plan this config but not train it yet; missing: {listed}"
-    return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]
+    return [
+        Problem(
+            "PP-E118", message, f"ppctl plan {pasted(f'+recipe={config.recipe}')}" if config.recipe else "ppctl plan"
+        )
+    ]
 
 
 def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:

@@ -147,7 +147,10 @@ class TrainConfig:
     """[START, INCREMENT, SAMPLES]: the global batch grows from START by INCREMENT to global_batch_size while SAMPLES
     are consumed, each size for as many of them. Every size must divide as global_batch_size must."""
     micro_batch_size: int = key(
-        1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
+        1,
+        positive(MOST_IN_A_MICROBATCH),
+        names="mbs --micro-batch-size",
+        known_as="pipeline_parallel_microbatch_size --batch-size",
     )
     """Sequences per microbatch."""
     seed: int = key(1234, not_negative(), mathematics=True)

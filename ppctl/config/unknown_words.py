@@ -5,38 +5,37 @@ Must not know what else a config says.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from ppctl.config.argv import ALIASES, PLACE
 from ppctl.config.checks import check
 from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
-from ppctl.config.keys import did_you_mean, keys, nearest, sections, text_keys
+from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
 from ppctl.config.resources import groups, is_file_name, recipes
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 
 
 def not_an_override(word: str) -> Problem:
     """The problem of a word on the command line that is neither an override nor a flag."""
     close = nearest(word, recipes())
-    remedy = f"+recipe={close[0]}" if close else "ppctl --help"
+    remedy = pasted(f"+recipe={close[0]}") if close else "ppctl --help"
     return Problem("PP-E105", f"{word} is not an override, which is KEY=VALUE", remedy, PLACE)
 
 
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; a recipe may be meant as a file."""
     if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
-        here = f"ppctl recipes copy quickstart {shlex.quote(option)}"
+        here = f"ppctl recipes copy quickstart {pasted(option)}"
         return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
     close = nearest(option, options)
     message = f"there is no {group} {option}{did_you_mean(option, options)}"
     if not close:
         message += f"; there {'are' if len(options) > 1 else 'is'} {', '.join(options)}"
     usual = "ppctl recipes" if group == "recipe" else f"{group}={options[0]}"
-    return Problem("PP-E104", message, f"{group}={close[0]}" if close else usual, PLACE)
+    return Problem("PP-E104", message, pasted(f"{group}={close[0]}") if close else usual, PLACE)
 
 
 def no_such_key(key: str, text: str) -> Problem:
@@ -56,8 +55,10 @@ def no_such_key(key: str, text: str) -> Problem:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
         return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
-    fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
-    return unknown_key(key, PLACE, close, next(iter(fitting), ""))
+    # A name that only looks alike may mean something else: its value is not carried over.
+    named = [name for name in close if name == known or _misspelt(key, name)]
+    meant = [name for name in close if text in groups().get(name, ()) or (name in named and _fits(name, text))]
+    return unknown_key(key, PLACE, close, pasted(f"{meant[0]}={text}") if meant else "")
 
 
 def _within_a_field(key: str, text: str) -> Problem | None:
@@ -69,16 +70,23 @@ def _within_a_field(key: str, text: str) -> Problem | None:
     message = f"{key}: a field of config.json is set as a whole, as JSON with all that it has"
     value = text if text.replace(".", "", 1).isdecimal() or text in ("true", "false", "null") else f'"{text}"'
     example = f'{mapping}.{field}={{"{inner}": {value}}}'
-    return Problem("PP-E101", message, shlex.quote(example), PLACE)
+    return Problem("PP-E101", message, pasted(example), PLACE)
+
+
+def _misspelt(key: str, name: str) -> bool:
+    """Whether `key` is `name` but for one letter that is another, missing or too many."""
+    short, long = sorted((key, name), key=len)
+    one = len(short) == len(long)
+    return len(long) - len(short) < 2 and any(
+        short[:at] == long[:at] and short[at + one :] == long[at + 1 :] for at in range(len(long))
+    )
 
 
 def _fits(name: str, text: str) -> bool:
-    """Whether the value typed for a misspelt key is one that the key or group `name` takes."""
+    """Whether the value typed for a key of another name is one that the key `name` takes."""
     from ppctl.config.hydra_source import parse
 
     key = ALIASES.get(name, name)
-    if key not in keys():
-        return text in groups().get(name, ())
     try:
         value = parse(f"{key}={quote(key, text)}").value()
     except ConfigError:

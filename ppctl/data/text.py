@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import shlex
 import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -178,7 +177,7 @@ def _meant(value: Mapping[str, Any], text_key: str) -> str:
         return "data.format=completion"
     texts = {key: len(text) for key, text in value.items() if isinstance(text, str)}
     longest = max(texts, key=lambda key: texts[key], default=None)
-    return json.dumps({text_key: "one document"}) if longest is None else shlex.quote(f"data.text_key={longest}")
+    return json.dumps({text_key: "one document"}) if longest is None else pasted(f"data.text_key={longest}")
 
 
 def merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:

@@ -6,7 +6,6 @@ written only if reading it back gives the same model.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -164,4 +163,4 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
 
 
 def _one_of(allowed: tuple[Any, ...]) -> str:
-    return " or ".join(shlex.quote(str(value)) for value in allowed)
+    return " or ".join(pasted(str(value)) for value in allowed)

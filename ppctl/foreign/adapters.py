@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.geometry.foreign_model import Adapters, Anatomy
 
 _NAME = "default"
@@ -46,7 +46,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
             found: Any = peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         message = f"peft cannot adapt a module of model.lora.targets: {str(error).splitlines()[0]}"
-        remedy = f"'model.lora.targets=[{','.join(_known(model, anatomy)[:2])}]'"
+        remedy = pasted(f"model.lora.targets=[{','.join(_known(model, anatomy)[:2])}]")
         raise ConfigError(Problem("PP-E542", message, remedy, "model.lora")) from error
     for parameter in found.parameters():
         if parameter.requires_grad:
@@ -62,7 +62,7 @@ def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str
     if beyond:
         raise _wrong(f"layers={beyond[0]} is not a decoder layer; they are 0 to {last}", "'model.lora.layers=[0]'")
     known = _known(model, anatomy)
-    remedy = f"'model.lora.targets=[{','.join(known[:2])}]'"
+    remedy = pasted(f"model.lora.targets=[{','.join(known[:2])}]")
     inside: list[str] = []
     chosen = tuple(f"{anatomy.layer(layer)}." for layer in adapters.layers or range(anatomy.count))
     for target in adapters.targets:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.foreign.adapters import add_adapters, shapes_of
 from ppctl.foreign.anatomy import CannotCut, further_names
 from ppctl.foreign.foreign_stage import row_of
@@ -66,7 +66,7 @@ def refuse_dropout(config: Any, directory: Path) -> None:
     if drops:
         listed = ", ".join(f"{name}={value}" for name, value in drops.items())
         message = f"{config.model_type} at {directory} has {listed}: its draws would depend on the cut"
-        remedy = " ".join(f"model.hf_overrides.{name}={_zero(config, name)}" for name in drops)
+        remedy = pasted(*(f"model.hf_overrides.{name}={_zero(config, name)}" for name in drops))
         raise ConfigError(Problem("PP-E529", message, remedy, str(directory)))
 
 

@@ -101,7 +101,7 @@ def _refuse_modalities(config: Any, directory: Path) -> None:
     if model is not None and model.config_class is config.sub_configs.get("text_config"):
         load = "AutoModelForCausalLM.from_pretrained(argv[1]).save_pretrained(argv[2])"
         code = f"from sys import argv; from transformers import AutoModelForCausalLM; {load}"
-        remedy = f'python -c "{code}" {pasted(directory, f"{directory}-text")}'
+        remedy = pasted("python", "-c", code, directory, f"{directory}-text")
     reason = f"{config.model_type} has several modalities or models in one ({', '.join(config.sub_configs)})"
     raise _refused(directory, f"{reason}; a language model alone can be cut", remedy)
 

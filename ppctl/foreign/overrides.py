@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ppctl.config.keys import did_you_mean, nearest
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 
 KEY = "model.hf_overrides"
 CODE = "PP-E552"
@@ -99,7 +98,7 @@ def _problem(name: str, message: str, remedy: str) -> Problem:
 
 
 def _typed(name: str, value: Any) -> str:
-    return shlex.quote(f"{KEY}.{name}={value if isinstance(value, str) else _text(value)}")
+    return pasted(f"{KEY}.{name}={value if isinstance(value, str) else _text(value)}")
 
 
 def _text(value: Any) -> str:

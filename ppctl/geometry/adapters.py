@@ -7,13 +7,13 @@ Knows what may be asked for, and what a layer's rows become. Must not know peft,
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
 from ppctl.config.keys import value_text
 from ppctl.config.limits import MOST_STAGES
+from ppctl.errors import pasted
 from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter
 
@@ -47,7 +47,7 @@ class WrongAdapters(ValueError):
 
     def __init__(self, message: str, **values: str) -> None:
         super().__init__(message)
-        self.remedy = shlex.join(f"model.lora.{name}={value}" for name, value in values.items())
+        self.remedy = pasted(*(f"model.lora.{name}={value}" for name, value in values.items()))
 
 
 def read_adapters(given: Mapping[str, Any]) -> Adapters:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from ppctl.config.argv import typed_again
+from ppctl.config.argv import retyped, typed_again
 from ppctl.devices import device_type, gpus_needed
 from ppctl.errors import Problem
 
@@ -95,7 +95,7 @@ def _small(arguments: Sequence[str]) -> str:
     recipe = next((text for text in arguments if text.lstrip("+").startswith("recipe=")), None)
     if recipe is None or any(text.lstrip("+").startswith("scale=") for text in arguments):
         return "+recipe=quickstart"
-    return f"+{recipe.lstrip('+')} +scale=smoke"
+    return retyped([recipe.lstrip("+"), "scale=smoke"])
 
 
 def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:

@@ -15,12 +15,12 @@ that can still be requeued.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ppctl.config.schema import RunConfig
 from ppctl.devices import gpus_needed
+from ppctl.errors import pasted
 
 NO_START, SICK_NODE, REQUEUED_OFTEN = "PP-E622", "PP-E625", "PP-E626"
 """The codes of errors that the script itself prints."""
@@ -46,9 +46,9 @@ class SlurmJob:
 
 
 def render(job: SlurmJob) -> str:
-    """The script's text."""
+    """The script's text: every value in it is one line, or goes through `pasted`, which makes it one."""
     launch = job.config.launch
-    blocks = [_HEAD.format(command=_one_line(job.command), run=_one_line(job.run))]
+    blocks = [_HEAD.format(command=job.command, run=job.run)]
     blocks += [f"#SBATCH {line}\n" for line in directives(job)]
     blocks.append(_VALUES.format(run=_q(job.run), python=_q(job.python), code=_q(job.code), n=launch.max_requeues))
     if launch.env:
@@ -115,16 +115,12 @@ def _array(name: str, words: Iterable[str], comment: str) -> str:
     return f"\n# {comment}\n{name}=({' '.join(map(_q, words))})\n"
 
 
-_q = shlex.quote
+_q = pasted
 
 
 def _word(text: str) -> str:
     """`text` as one word of an #SBATCH line: sbatch knows double quotes."""
     return text if _q(text) == text else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _HEAD = """\

@@ -6,12 +6,13 @@ grammar, of ranks or of models. Standard library only.
 
 from __future__ import annotations
 
-import shlex
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
+
+from ppctl.errors import pasted
 
 MAX_ITEMS = 100_000
 """The most letters and bars that a layout may expand to: far above any model, far below what hurts memory."""
@@ -83,10 +84,10 @@ class Source:
     def override(self, text: str) -> str:
         """`text` as this source's value, quoted so that it can be pasted into a shell."""
         if self.key.startswith("--"):
-            return f"{self.key} {shlex.quote(text)}"
+            return f"{self.key} {pasted(text)}"
         if self.key.isupper():  # a positional argument of the command line
-            return shlex.quote(text)
-        return shlex.quote(f"{self.key}={text}")
+            return pasted(text)
+        return pasted(f"{self.key}={text}")
 
     def setting(self, name: str, value: int) -> str:
         """Another value of the same command: `pp=3`, or `--pp 3` where the layout is a positional argument."""

@@ -17,6 +17,7 @@ from ppctl.config.batch_sizes import run_length
 from ppctl.config.draft import STEPS
 from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
+from ppctl.errors import pasted
 
 Overrides = Mapping[str, Any]
 """Alias or dotted key -> value, as on the command line."""
@@ -72,7 +73,7 @@ class ConfigValues:
 
 def overrides_text(overrides: Overrides) -> str:
     """Overrides as a shell takes them."""
-    return " ".join(shlex.quote(f"{key}={value_text(value)}") for key, value in overrides.items())
+    return pasted(*(f"{key}={value_text(value)}" for key, value in overrides.items()))
 
 
 def value_text(value: Any) -> str:

@@ -63,6 +63,8 @@ def in_one_process(plan: Plan) -> list[str]:
         "parallel.data_parallel_sharding=none",
         "parallel.microbatch_group_size_per_vp_stage=null",
         "pipeline.pp_schedule_csv=null",
+        "pipeline.schedule_memory=null",
+        "pipeline.put_off_limit=null",
         "pipeline.extra_warmup=0",
         "pipeline.p2p_capacity=null",
     ]

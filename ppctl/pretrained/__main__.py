@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, PpctlError, Problem, pasted
+from ppctl.errors import CheckpointError, PpctlError, Problem, pasted, visible
 from ppctl.pretrained.average import average
 from ppctl.pretrained.compare import compare_any
 from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.action == "compare":  # for `ppctl ckpt diff`, which shows it
             print(json.dumps(asdict(compare_any(args.sources[0], args.out))))
         else:
-            print(_summary(_convert(args)))
+            print(visible(_summary(_convert(args))))
     except PpctlError as error:
         for problem in error.problems:
             print(f"error {problem}", file=sys.stderr)
@@ -81,7 +81,7 @@ class _Progress:
     def __call__(self, name: str, done: int, total: int) -> None:
         if time.monotonic() - self.printed > _EVERY:
             self.printed = time.monotonic()
-            print(f"{done}/{total} {name}", file=sys.stderr, flush=True)
+            print(visible(f"{done}/{total} {name}"), file=sys.stderr, flush=True)
 
 
 def _summary(done: Done) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.errors import ConfigError, Problem, TrainingError, pasted
 from ppctl.heartbeat import host_name
 from ppctl.private_files import NODE_DIRECTORY
 from ppctl.reach.hosts import family_of, own_address
@@ -99,4 +99,5 @@ def _why_no_store(text: str, rank: int, waited: float) -> Problem | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     message = f"rank {rank} on {host_name()} did not reach rank 0's store at {host} port {port} within {waited:g} s"
-    return Problem("PP-E708", message, f'python -c "import socket; socket.create_connection({(host, port)}, 5)"')
+    remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
+    return Problem("PP-E708", message, remedy)

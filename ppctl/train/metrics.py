@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.step_lines import WIDE, Record, StepLines
 
 Writer = Callable[[Record], None]
@@ -88,5 +88,9 @@ def _numbers(record: Record) -> dict[str, float]:
 
 def _missing(key: str, package: str) -> ConfigError:
     return ConfigError(
-        Problem("PP-E704", f"{key} is on and {package} is not installed", f"{sys.executable} -m pip install {package}")
+        Problem(
+            "PP-E704",
+            f"{key} is on and {package} is not installed",
+            f"{pasted(sys.executable)} -m pip install {package}",
+        )
     )

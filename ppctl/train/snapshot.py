@@ -24,7 +24,7 @@ from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.errors import CheckpointError, Problem, listed
+from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
@@ -264,7 +264,7 @@ def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None
     saved, own = state.get("optimizer", "adamw"), session.config.optim.name
     if saved != own:
         message = f"the checkpoint has the state of optim.name={saved}, and the run has optim.name={own}"
-        remedy = f"optim.name={saved}\nmodel.from={path}"
+        remedy = f"{pasted(f'optim.name={saved}')}\n{pasted(f'model.from={path}')}"
         raise CheckpointError(Problem("PP-E774", message, remedy, place=str(path)))
 
 
