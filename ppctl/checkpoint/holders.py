@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ppctl.checkpoint.boxes import tiling_fault
-from ppctl.checkpoint.manifest import ranges
+from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.shard_file import Part, text_of
 from ppctl.errors import CheckpointError, Problem
 

@@ -18,16 +18,10 @@ from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, common
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.holders import check_tensors
-from ppctl.checkpoint.manifest import (
-    Manifest,
-    ShardRecord,
-    check_files,
-    checked_state,
-    read_manifest,
-    read_text,
-)
+from ppctl.checkpoint.manifest import Manifest, ShardRecord, check_files, checked_manifest, read_text
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard
+from ppctl.checkpoint.state import checked_state
 from ppctl.checkpoint.verification import Kind, misfits
 from ppctl.errors import CheckpointError
 
@@ -86,7 +80,7 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
 
     def fit(wanted: list[list[Part]]) -> tuple[bytes, dict[str, Any]]:
         text = read_text(path)
-        manifest = read_manifest(path)
+        manifest = checked_manifest(path, text)
         _check_fit(path, manifest, {part for each in wanted for part in each})
         return text, checked_state(path, manifest)
 
