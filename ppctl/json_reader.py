@@ -1,9 +1,9 @@
 """JSON that somebody else may have written, as values of declared types: every field's type, size and range is checked.
 
-A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples
-and TypedDicts. `Annotated[type, rule]` adds a rule: a range, a set or a pattern that the value must be in, or a
-function that raises ValueError. Keys that an object's type does not declare are left out, or kept in a TypedDict: later
-versions may add some. Must not know files. Standard library only.
+A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples,
+TypedDicts, and classes with a `parse` of their text. `Annotated[type, rule]` adds a rule: a range, a set or a pattern
+that the value must be in, or a function that raises ValueError. Keys that an object's type does not declare are left
+out, or kept in a TypedDict: later versions may add some. Must not know files. Standard library only.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def _reader(kind: Any) -> _Read:
         return _sequence(origin, args)
     if origin is dict:
         return _mapping(*map(_reader, args))
+    if hasattr(kind, "parse"):
+        return lambda value: kind.parse(_text(value))
     return _object(kind)
 
 
@@ -126,7 +128,13 @@ def _mapping(key: _Read, inner: _Read) -> _Read:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Fault("an object", value)
-        return {key(name): _within(name, inner, each) for name, each in value.items()}
+        found, name = {}, ""
+        try:
+            for name, each in value.items():
+                found[key(name)] = inner(each)
+        except Fault as fault:
+            raise fault.below(name) from None
+        return found
 
     return read
 
@@ -142,12 +150,14 @@ def _object(kind: Any) -> _Read:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Fault("an object", value)
-        found = {
-            name: _within(name, inner, value.get(name))
-            for name, inner, may_lack, null in fields
-            if not may_lack or (name in value if null else value.get(name) is not None)
-        }
-        return {**value, **found} if keeps else kind(**found)
+        found, name = {}, ""
+        try:
+            for name, inner, may_lack, null in fields:
+                if not may_lack or (name in value if null else value.get(name) is not None):
+                    found[name] = inner(value.get(name))
+        except Fault as fault:
+            raise fault.below(name) from None
+        return {name: each for name, each in value.items() if name not in known} | found if keeps else kind(**found)
 
     return read
 
@@ -168,13 +178,6 @@ def _optional(kind: Any) -> Iterable[str]:
     missing = dataclasses.MISSING
     given = ((each, (each.default, each.default_factory)) for each in dataclasses.fields(kind))
     return [each.name for each, defaults in given if defaults != (missing, missing)]
-
-
-def _within(name: object, inner: _Read, value: Any) -> Any:
-    try:
-        return inner(value)
-    except Fault as fault:
-        raise fault.below(name) from None
 
 
 def _whole(value: Any) -> Any:

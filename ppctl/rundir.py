@@ -15,25 +15,30 @@ import json
 import math
 import secrets
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppctl.errors import ConfigError, Problem
-from ppctl.files import append, write_atomically
+from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.files import MOST_READ, append, read_json, read_whole, write_atomically
+from ppctl.json_reader import parse, read
+from ppctl.metrics_file import MetricsFile
 from ppctl.rank_records import RankFailure
+from ppctl.run_records import STATES, Edges, Environment, Failure, Heartbeat, Job, Result, Status
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
     from ppctl.plan import Plan
 
-STATES = ("queued", "starting", "running", "finished", "failed", "stopped", "interrupted")
-"""The states of status.json. A `queued` run waits for its scheduler; the last four are of a run that has ended."""
+
+T = TypeVar("T")
+_MOST_OF_A_CONFIG, _MOST_OF_A_PLAN = 2**22, 2**27
 
 
 @dataclass(frozen=True)
@@ -86,16 +91,10 @@ class RunDir:
 
     def read_config(self) -> RunConfig:
         """Read config.yaml. Raises ConfigError (PP-E611) where it is missing or not a config."""
-        import yaml
-
         from ppctl.config.mapping import from_mapping
+        from ppctl.config.plain_yaml import parse
 
-        try:
-            tree = yaml.safe_load(self._read("config.yaml"))
-        except yaml.YAMLError as error:
-            raise self._damaged("config.yaml", error) from None
-        if not isinstance(tree, dict):
-            raise self._damaged("config.yaml", "it holds no mapping of keys")
+        tree = self._parsed("config.yaml", lambda data: parse(data.decode()), _MOST_OF_A_CONFIG)
         return from_mapping(tree, lambda key: f"{self.path / 'config.yaml'}: {key}")
 
     def write_plan(self, plan: Plan) -> None:
@@ -107,11 +106,7 @@ class RunDir:
         """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) where it is missing or no plan."""
         from ppctl.plan import Plan
 
-        text = self._read(name)
-        try:
-            return Plan.from_json(json.loads(text))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise self._damaged(name, error) from error
+        return self._parsed(name, lambda data: Plan.from_json(read(dict[str, Any], parse(data))), _MOST_OF_A_PLAN)
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write env.json."""
@@ -119,7 +114,7 @@ class RunDir:
 
     def environment(self) -> dict[str, Any]:
         """The content of env.json; empty without one."""
-        return self.read_object("env.json")
+        return self.read_object("env.json", Environment)
 
     def add_command(self, line: str) -> None:
         """Append the command line that started (or resumed) the run to command.txt."""
@@ -127,7 +122,7 @@ class RunDir:
 
     def commands(self) -> list[str]:
         """The command lines, oldest first."""
-        return self._read("command.txt").splitlines()
+        return self._parsed("command.txt", lambda data: data.decode().splitlines())
 
     def write_job(self, record: Mapping[str, Any]) -> None:
         """Write job.json: SLURM's number of the submitted run and so on (`job`, `cluster`, `time`)."""
@@ -135,7 +130,7 @@ class RunDir:
 
     def job(self) -> dict[str, Any]:
         """The content of job.json; empty for a run that was not submitted."""
-        return self.read_object("job.json")
+        return self.read_object("job.json", Job)
 
     def write_script(self, text: str) -> None:
         """Write submit.sbatch."""
@@ -149,7 +144,15 @@ class RunDir:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""
-        return list(_records(self.metrics_path))
+        return self.metrics_file().read()
+
+    def last_metrics(self) -> list[dict[str, Any]]:
+        """The records of its last steps, about a hundred."""
+        return self.metrics_file(tail=True).read()
+
+    def metrics_file(self, *, tail: bool = False, at: int = 0) -> MetricsFile:
+        """A reader of metrics.jsonl as it grows."""
+        return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), tail=tail, at=at)
 
     def drop_metrics_from(self, step: int) -> None:
         """Delete the records of `step` and later: a run that continues from a checkpoint repeats these steps."""
@@ -165,7 +168,7 @@ class RunDir:
 
     def status(self) -> dict[str, Any]:
         """The content of status.json; `{"state": "starting"}` without one."""
-        return {"state": "starting"} | self.read_object("status.json")
+        return {"state": "starting"} | self.read_object("status.json", Status)
 
     def write_heartbeats(self, host: str, record: Mapping[str, Any]) -> None:
         """Replace heartbeats/<host>.json. Not synced: it is overwritten in ten seconds."""
@@ -173,7 +176,7 @@ class RunDir:
 
     def heartbeat(self, host: str) -> dict[str, Any]:
         """What one host published last; empty if it has not."""
-        return self.read_object(f"heartbeats/{host}.json")
+        return self.read_object(f"heartbeats/{host}.json", Heartbeat)
 
     def heartbeats(self) -> dict[str, dict[str, Any]]:
         """What each host published last, by host."""
@@ -191,7 +194,7 @@ class RunDir:
 
     def edges(self) -> dict[str, Any]:
         """The content of edges.json; empty before the warm-up."""
-        return self.read_object("edges.json")
+        return self.read_object("edges.json", Edges)
 
     # How it ended
 
@@ -202,9 +205,9 @@ class RunDir:
 
     def errors(self) -> list[RankFailure]:
         """The ranks' failures, earliest first; a damaged record is left out."""
-        records = [self.read_object(f"errors/{file.name}") for file in (self.path / "errors").glob("rank-*.json")]
-        failures = [RankFailure.from_json(record) for record in records if "rank" in record]
-        return sorted(failures, key=lambda failure: failure.time)
+        files = sorted((self.path / "errors").glob("rank-*.json"))
+        records = [self.read_object(f"errors/{file.name}", Failure) for file in files]
+        return sorted((RankFailure.from_json(each) for each in records if each), key=lambda failure: failure.time)
 
     def has_error(self, rank: int) -> bool:
         """Whether there is a failure of the rank."""
@@ -239,7 +242,7 @@ class RunDir:
 
     def result(self) -> dict[str, Any]:
         """The content of result.json; empty while the run goes on."""
-        return self.read_object("result.json")
+        return self.read_object("result.json", Result)
 
     def answer(self, state: str, exit_code: int, error: str = "") -> dict[str, Any]:
         """The one object that `--json` prints at the end of a run."""
@@ -321,38 +324,34 @@ class RunDir:
     def _write_json(self, name: str, record: Any, *, indent: int | None = None, durable: bool = True) -> None:
         self._write(name, json.dumps(record, indent=indent) + "\n", durable=durable)
 
-    def _read(self, name: str) -> str:
+    def _parsed(self, name: str, parse: Callable[[bytes], T], most: int = MOST_READ) -> T:
         try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise self._damaged(name, error) from None
-        except OSError as error:
-            message = f"{self.path} is not a complete run directory: {name}: {error.strerror}"
+            return parse(read_whole(self.path / name, most, follow=False))
+        except (OSError, ValueError, ConfigError) as error:
+            reason = getattr(error, "strerror", None) or f"it is damaged: {next(iter(str(error).splitlines()), '')}"
+            message = f"{self.path} is not a complete run directory: {name}: {reason}"
             raise ConfigError(Problem("PP-E611", message, "ppctl runs")) from error
 
-    def _damaged(self, name: str, reason: object) -> ConfigError:
-        first = next(iter(str(reason).splitlines()), "")
-        message = f"{self.path} is not a complete run directory: {name} is damaged: {first}"
-        return ConfigError(Problem("PP-E611", message, "ppctl runs"))
-
-    def read_object(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file; empty where it is missing or damaged."""
+    def read_object(self, name: str, kind: Any) -> dict[str, Any]:
+        """The object in a JSON file; empty where it is missing or, with a warning, damaged."""
         try:
-            value = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return dict(read_json(self.path / name, kind))
+        except FileNotFoundError:
             return {}
-        return value if isinstance(value, dict) else {}
+        except (OSError, ValueError) as error:
+            self._leave_out(name, getattr(error, "strerror", None) or error)
+            return {}
+
+    def _leave_out(self, name: str, reason: object) -> None:
+        file = self.path / name
+        message = f"{file} is not what ppctl writes, and is left out: {reason}"
+        warn(Problem("PP-E559", message, f"mv {pasted(file, f'{file}.damaged')}", str(file)))
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield record
+@cache
+def warn(what: Problem | str) -> None:
+    """Print it once in a process: a start may look at a file several times."""
+    print(f"warning: {what}", file=sys.stderr, flush=True)
 
 
 def _digest(data: bytes) -> str:

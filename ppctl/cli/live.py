@@ -6,9 +6,7 @@ know how ranks are started.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -68,7 +66,7 @@ class Block:
         self._ranks = range(world_size)
         self._steps = steps
         self._began = time.monotonic()
-        self._read_to = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
+        self._metrics = run.metrics_file(at=run.metrics_path.stat().st_size if run.metrics_path.exists() else 0)
         self._recent: list[dict[str, Any]] = []
         self._losses: list[float] = []
 
@@ -78,18 +76,9 @@ class Block:
         return self._training() if self._recent else self._starting()
 
     def _read(self) -> None:
-        try:
-            with open(self._run.metrics_path, "rb") as file:
-                # A resumed run drops the steps that it repeats.
-                self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
-                file.seek(self._read_to)
-                whole, _, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return
-        self._read_to += len(whole) + bool(whole)
-        for record in map(json.loads, whole.splitlines()):
+        for record in self._metrics.read():
             self._recent = [*self._recent, record][-RECENT:]
-            self._losses.append(record["loss"] or math.nan)
+            self._losses.append(record.get("loss") or math.nan)
 
     def _starting(self) -> Text:
         states = heartbeat.read_all(self._run.id, self._ranks)

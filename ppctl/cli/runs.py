@@ -20,7 +20,7 @@ from ppctl.cli.table import aligned, fits, folded
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
 from ppctl.run_starts import QUIET, holder, is_held, quiet_for
-from ppctl.rundir import RunDir
+from ppctl.rundir import RunDir, warn
 from ppctl.runs import find_run, list_runs
 
 STARTED = ("starting", "running")
@@ -97,7 +97,8 @@ def _shown(one: dict[str, Any]) -> str:
     name = max(map(len, one))
     columns = width(UNFOLDED)
     lines = {key: folded([(f"{key:<{name}}", value)], columns, " ") for key, value in rows.items()}
-    lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
+    if "command" in rows:
+        lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
     return "\n".join(map(aligned, lines.values()))
 
 
@@ -112,7 +113,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def facts(run: RunDir) -> dict[str, Any]:
     """The facts of a run that can be read without its plan."""
-    status, metrics = run.status(), run.metrics()
+    status, metrics = run.status(), run.last_metrics()
     state = _state(run, status)
     last = metrics[-1] if metrics else {}
     checkpoint = checkpoint_of(run)
@@ -127,9 +128,18 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or _why_lost(run, state),
         "checkpoint": str(checkpoint) if checkpoint else None,
-        "command": run.commands()[-1],
+        "command": _command(run),
         "path": str(run.path),
     }
+
+
+def _command(run: RunDir) -> str | None:
+    """The command line of the last start; None where it cannot be read, which is told."""
+    try:
+        return next(reversed(run.commands()), None)
+    except ConfigError as error:
+        warn(error.problems[0])
+        return None
 
 
 def checkpoint_of(run: RunDir) -> Path | None:

@@ -44,7 +44,7 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
     report["errors"] = [
         {key: getattr(error, key) for key in ("rank", "type", "message", "place")} for error in run.errors()
     ]
-    hosts = [host for host in run.heartbeats().values() if "host" in host]
+    hosts = [host for host in run.heartbeats().values() if host]
     report["ranks"] = sorted(
         ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),
         key=lambda row: int(row["rank"]),
@@ -64,7 +64,7 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
 
 def _progress(run: RunDir) -> dict[str, Any]:
     """The steps in all, the speed over the last twenty, and the seconds that the rest takes at it; None if unknown."""
-    records = run.metrics()
+    records = run.last_metrics()
     total = None
     with suppress(PpctlError, OSError):
         total = run.read_config().train.steps
@@ -105,7 +105,8 @@ def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
     with suppress(PpctlError, OSError):  # without a readable plan the rows stay as they are
         found = waits(run.read_plan(), published_states(run.heartbeats(), time.time(), _SILENT))
         culprit = root(found) if any(wait.on is not None for wait in found) else None
-        for row, wait in zip(rows, found, strict=True):
+        of_rank = {wait.state.rank: wait for wait in found}
+        for row, wait in ((row, of_rank[row["rank"]]) for row in rows if row["rank"] in of_rank):
             row["done"] = None if wait.done is None else str(wait.done)
             row["current"] = None if wait.current is None else str(wait.current)
             row["waits_for"] = wait.on
