@@ -66,20 +66,19 @@ def open_regular(path: Path, *, follow: bool = True, buffering: int = -1) -> Bin
     Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
     """
 
-    def opened(name: str, flags: int) -> int:
-        try:
-            descriptor = os.open(name, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
-        except OSError as error:
-            if error.errno == errno.ELOOP and not follow:
-                raise OSError(errno.ELOOP, "it is a link, not a file", name) from None
-            raise
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() reports a directory
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", name)
-        return descriptor
-
-    return open(path, "rb", buffering=buffering, opener=opened)  # type: ignore[return-value]  # a raw one, too
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
+    return open(descriptor, "rb", buffering=buffering)  # type: ignore[return-value]  # a raw one, too
 
 
 def read_json(path: Path, kind: type[T], most: int = MOST_READ) -> T:

@@ -269,7 +269,7 @@ class RunDir:
         as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):
-                if _digest(path.read_bytes()) == digest:
+                if _digest(read_whole(path, _MOST_OF_A_PLAN, follow=False)) == digest:
                     return self.read_plan(path.name)
         raise LookupError("the plan that it follows is not in the run's directory")
 
@@ -361,7 +361,7 @@ def _digest(data: bytes) -> str:
 @lru_cache(maxsize=1)
 def _digest_of_file(path: Path, modified: int) -> str:
     """Read once for all traced steps of a run: a plan of thousands of ranks has megabytes. `modified`: its time."""
-    return _digest(path.read_bytes())
+    return _digest(read_whole(path, _MOST_OF_A_PLAN, follow=False))
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ppctl.cli.console import console
 from ppctl.cli.runs import checkpoint_of
 from ppctl.cli.table import prose
 from ppctl.rundir import RunDir
-from ppctl.step_lines import RECENT, clock_text, mean_step_time
+from ppctl.step_lines import RECENT, clock_text, figure, mean_step_time
 
 _CURVE = 24
 """Columns of the curve."""
@@ -101,9 +101,12 @@ class Block:
             f"ETA {clock_text(left)}",
         )
         mfu = [] if last.get("mfu") is None else [f"MFU {last['mfu']:.1%}"]
-        speed = [f"{last['tokens_per_s']:,.0f} tokens/s", *mfu, f"bubble {last['bubble_fraction']:.0%}"]
-        facts = [*speed, f"slowest stage {last['slowest_stage']}", self._saved(step)]
-        return Group(bar, Text(f"loss {last['loss']:.4f}  {curve(self._losses, _CURVE)}"), Text("  ".join(facts)))
+        speed = [f"{figure(last, 'tokens_per_s', ',.0f')} tokens/s", *mfu]
+        speed.append(f"bubble {figure(last, 'bubble_fraction', '.0%')}")
+        facts = [*speed, f"slowest stage {last.get('slowest_stage')}", self._saved(step)]
+        return Group(
+            bar, Text(f"loss {figure(last, 'loss', '.4f')}  {curve(self._losses, _CURVE)}"), Text("  ".join(facts))
+        )
 
     def _saved(self, step: int) -> str:
         """The newest checkpoint, and what would be lost now."""

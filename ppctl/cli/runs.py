@@ -11,18 +11,20 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ppctl import checkpoint_folder
 from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.table import aligned, fits, folded
-from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.processes import is_gone
 from ppctl.run_starts import QUIET, holder, is_held, quiet_for
 from ppctl.rundir import RunDir, warn
 from ppctl.runs import find_run, list_runs
 
+T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
 _TIMES = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%m-%d %H:%M")
@@ -128,26 +130,23 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or _why_lost(run, state),
         "checkpoint": str(checkpoint) if checkpoint else None,
-        "command": _command(run),
+        "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
     }
 
 
-def _command(run: RunDir) -> str | None:
-    """The command line of the last start; None where it cannot be read, which is told."""
+def readable(read: Callable[[], T]) -> T | None:
+    """What `read` returns; None where it cannot be read, with a warning."""
     try:
-        return next(reversed(run.commands()), None)
-    except ConfigError as error:
+        return read()
+    except PpctlError as error:
         warn(error.problems[0])
         return None
 
 
 def checkpoint_of(run: RunDir) -> Path | None:
     """The checkpoint that a start would go on from; None also if the directory cannot be read."""
-    try:
-        found = checkpoint_folder.find(run.checkpoints)
-    except CheckpointError:
-        return None
+    found = readable(lambda: checkpoint_folder.find(run.checkpoints))
     return None if found is None else found.path
 
 
