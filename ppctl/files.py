@@ -11,8 +11,9 @@ import os
 import stat
 import time
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from ppctl.json_reader import parse, read
 
@@ -60,7 +61,7 @@ def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) 
     raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
 
 
-def open_regular(path: Path, *, follow: bool = True, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     """Open a regular file to read it; without `follow` not through a link in its place.
 
     Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
@@ -78,7 +79,7 @@ def open_regular(path: Path, *, follow: bool = True, buffering: int = -1) -> Bin
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
-    return open(descriptor, "rb", buffering=buffering)  # type: ignore[return-value]  # a raw one, too
+    return open(descriptor, "rb")
 
 
 def read_json(path: Path, kind: type[T], most: int = MOST_READ) -> T:

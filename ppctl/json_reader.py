@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 T = TypeVar("T")
 _Read = Callable[[Any], Any]
@@ -49,7 +49,7 @@ def parse(text: bytes) -> Any:
 
 def read(kind: type[T], value: Any) -> T:
     """`value`, which is what `json` makes of a text, as `kind`. Raises ValueError with its place and its rule."""
-    found: T = _reader(kind)(value)
+    found: T = _reader(cast(Any, kind))(value)
     return found
 
 
@@ -174,7 +174,7 @@ def _optional(kind: Any) -> Iterable[str]:
     if is_typeddict(kind):
         return kind.__optional_keys__  # type: ignore[no-any-return]
     if issubclass(kind, tuple):
-        return kind._field_defaults  # type: ignore[no-any-return,attr-defined]
+        return kind._field_defaults  # type: ignore[no-any-return]
     missing = dataclasses.MISSING
     given = ((each, (each.default, each.default_factory)) for each in dataclasses.fields(kind))
     return [each.name for each, defaults in given if defaults != (missing, missing)]

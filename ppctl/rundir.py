@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import secrets
 import shutil
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import MOST_READ, append, read_json, read_whole, write_atomically
+from ppctl.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
 from ppctl.json_reader import parse, read
 from ppctl.metrics_file import MetricsFile
 from ppctl.rank_records import RankFailure
@@ -73,9 +74,7 @@ class RunDir:
             fill(cls(draft))
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
-            message = f"the run directory cannot be written: {error.strerror} ({error.filename or home})"
-            remedy = f"log.dir={tempfile.gettempdir()}/ppctl-runs"
-            raise ConfigError(Problem("PP-E610", message, remedy, "log.dir")) from error
+            raise unwritable(error, home, f"log.dir={tempfile.gettempdir()}/ppctl-runs", "log.dir") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -269,7 +268,7 @@ class RunDir:
         as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):
-                if _digest(read_whole(path, _MOST_OF_A_PLAN, follow=False)) == digest:
+                if _digest(path) == digest:
                     return self.read_plan(path.name)
         raise LookupError("the plan that it follows is not in the run's directory")
 
@@ -343,9 +342,28 @@ class RunDir:
             return {}
 
     def _leave_out(self, name: str, reason: object) -> None:
+        warn(self._odd(name, reason))
+
+    def _odd(self, name: str, reason: object) -> Problem:
         file = self.path / name
-        message = f"{file} is not what ppctl writes, and is left out: {reason}"
-        warn(Problem("PP-E559", message, f"mv {pasted(file, f'{file}.damaged')}", str(file)))
+        remedy = f"mv {pasted(file, f'{file}.damaged')}"
+        return Problem("PP-E559", f"{file} is not what ppctl writes, and is left out: {reason}", remedy, str(file))
+
+    def check_files(self) -> None:
+        """Raise ConfigError (PP-E559) where what the next start copies or adds to is no file: it may have no end."""
+        names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
+        for file in (*(self.path / name for name in names), *(self.path / "logs").glob("*")):
+            try:
+                if os.path.lexists(file):
+                    open_regular(file, follow=False).close()
+            except OSError as error:
+                raise ConfigError(self._odd(str(file.relative_to(self.path)), error.strerror)) from error
+
+
+def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> ConfigError:
+    """The error of a run directory that cannot be written."""
+    message = f"the run directory cannot be written: {error.strerror or error} ({error.filename or directory})"
+    return ConfigError(Problem("PP-E610", message, remedy, place))
 
 
 @cache
@@ -354,14 +372,14 @@ def warn(what: Problem | str) -> None:
     print(f"warning: {what}", file=sys.stderr, flush=True)
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 @lru_cache(maxsize=1)
 def _digest_of_file(path: Path, modified: int) -> str:
     """Read once for all traced steps of a run: a plan of thousands of ranks has megabytes. `modified`: its time."""
-    return _digest(read_whole(path, _MOST_OF_A_PLAN, follow=False))
+    return _digest(path)
+
+
+def _digest(plan: Path) -> str:
+    return hashlib.sha256(read_whole(plan, _MOST_OF_A_PLAN, follow=False)).hexdigest()
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class ChunkReader:
         Raises CheckpointError (PP-E503) where the bytes are not those that were saved, and OSError.
         """
         first = shard.bytes[0]
-        with open_regular(self.path / shard.file, follow=False, buffering=0) as stream:
+        with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
                 run = boxes_of_run(shard.shape, (begin - first) // width, (end - first) // width)
                 boxes = [box.moved(shard.offset) for box in run]
@@ -64,7 +64,7 @@ class ChunkReader:
 
         Raises OSError.
         """
-        with open_regular(self.path / shard.file, follow=False, buffering=0) as stream:
+        with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
                 same = self._checked(stream.fileno(), begin, end, digest) is not None
                 yield end - begin, "" if same else changed(shard.file, begin, end, name)

@@ -15,11 +15,11 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from itertools import groupby, islice
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 from xxhash import xxh3_128
 
@@ -331,7 +331,9 @@ def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
         return damaged(path, f"{name}: {error.strerror}", _lost(manifest, name, 0))
 
 
-def _difference(path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BinaryIO) -> Problem | None:
+def _difference(
+    path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
+) -> Problem | None:
     size = os.fstat(stream.fileno()).st_size
     if manifest.format == 1 and size == expected.bytes:
         same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
@@ -347,7 +349,7 @@ def _difference(path: Path, name: str, manifest: Manifest, expected: FileRecord,
     return None if same else damaged(path, f"{name} has changed since it was written{what} (their {DIGEST} differs)")
 
 
-def _written_as(manifest: Manifest, begin: bytes, stream: BinaryIO) -> str:
+def _written_as(manifest: Manifest, begin: bytes, stream: BufferedReader) -> str:
     """The file of values that this one was, by its header; empty if it is none of this checkpoint."""
     length = 8 + int.from_bytes(begin, "little")
     same_length = {record.digest: name for name, record in manifest.files.items() if record.header == length}

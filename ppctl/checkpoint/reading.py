@@ -32,6 +32,7 @@ class CheckpointReader:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._chunks = ChunkReader(path)
+        self._there: set[str] = set()
         if manifest.format == 1:
             from ppctl.checkpoint.format_1 import Reader  # it loads torch's checkpoint library
 
@@ -42,6 +43,9 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
         record = self.manifest.tensors[name]
+        files = {shard.file for shard in record.shards} - self._there
+        check_files(self.path, self.manifest, files)  # before memory is taken for what a manifest says
+        self._there |= files
         tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         self.fill(name, (0,) * len(record.shape), tensor)
         return tensor

@@ -20,7 +20,7 @@ def parse(text: str) -> dict[str, Any]:
         # Before anything is built: what builds it calls itself for every level, in C.
         for event in yaml.parse(text, _LOADER):
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"*{event.anchor} in line {event.start_mark.line + 1}: ppctl writes no aliases")
+                raise ValueError(f"*{event.anchor}: ppctl writes no aliases")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
                 raise ValueError("it is nested too deeply")
