@@ -342,12 +342,7 @@ class RunDir:
             return {}
 
     def _leave_out(self, name: str, reason: object) -> None:
-        warn(self._odd(name, reason))
-
-    def _odd(self, name: str, reason: object) -> Problem:
-        file = self.path / name
-        remedy = f"mv {pasted(file, f'{file}.damaged')}"
-        return Problem("PP-E559", f"{file} is not what ppctl writes, and is left out: {reason}", remedy, str(file))
+        warn(_odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
         """Raise ConfigError (PP-E559) where what the next start copies or adds to is no file: it may have no end."""
@@ -357,7 +352,12 @@ class RunDir:
                 if os.path.lexists(file):
                     open_regular(file, follow=False).close()
             except OSError as error:
-                raise ConfigError(self._odd(str(file.relative_to(self.path)), error.strerror)) from error
+                raise ConfigError(_odd(file, error.strerror)) from error
+
+
+def _odd(file: Path, reason: object) -> Problem:
+    remedy = f"mv {pasted(file, f'{file}.damaged')}"
+    return Problem("PP-E559", f"{file} is not what ppctl writes: {reason}", remedy, str(file))
 
 
 def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> ConfigError:

@@ -182,7 +182,7 @@ def _sealed(text: bytes) -> Manifest:
     body, _, rest = text.rpartition(_SEAL)
     if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
         raise ValueError("its seal (the SHA-256 at its end) does not match its content")
-    found: dict[str, dict[str, Any]] = {"": {}, "files": {}, "tensors": {}}
+    found: dict[str, dict[str, Any]] = {"": {}}
     kinds: dict[str, Any] = {"": Any, "files": dict[FileName, FileRecord], "tensors": dict[Line, TensorRecord]}
     section = ""
     for line in BytesIO(body):
@@ -191,9 +191,12 @@ def _sealed(text: bytes) -> Manifest:
             raise ValueError(f"it has a line of {len(entry)} bytes")
         if entry in _SECTIONS:
             section = _SECTIONS[entry]
+            found.setdefault(section, {})
         elif entry != b"{":
             found[section] |= read(kinds[section], parse(b"{%b}" % entry))
     head = read(_Head, found[""])
+    for section in kinds.keys() - found.keys():  # an empty one is one line
+        found[section] = read(kinds[section], found[""].get(section))
     if (head["digest"], head["chunk"]) != (DIGEST, CHUNK):
         raise OtherFormat(f"{FORMAT} with {head['digest']} of every {head['chunk']} bytes")
     return Manifest(head["step"], found["files"], found["tensors"])

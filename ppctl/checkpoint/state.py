@@ -80,7 +80,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
     """The same where the manifest has been read."""
-    return _checked(path, manifest, dict[str, Any])
+    state: dict[str, Any] = _checked(path, manifest, dict[str, Any])
+    return state
 
 
 def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:

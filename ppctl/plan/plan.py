@@ -182,7 +182,7 @@ class Plan:
             traffic=found.get("traffic", ()),
             limit=_limit(found),
             smaller=tuple(
-                SmallerBatch(**{**each, "schedule": _schedule(each["schedule"], sizes)})
+                SmallerBatch(schedule=_schedule(each["schedule"], sizes), **{name: each[name] for name in _OF_SIZE})
                 for each in found.get("smaller", ())
             ),
         )

@@ -6,6 +6,7 @@ A file that has no end, or 200 MB of nesting, is refused without being read: the
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ from typing import Any
 import pytest
 import yaml
 from array_checkpoints import arrays, save
-from lying_files import ODD, altered, clear, sealed, write_state
+from lying_files import ODD, altered, clear, put_device, put_pipe, sealed, write_state
 
+from ppctl.checkpoint.state import run_state
 from ppctl.cli.main import main
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan.plan import _digest_of
 from ppctl.rank_records import RankFailure
 from ppctl.run_starts import hold
@@ -161,3 +165,132 @@ def test_an_altered_value_of_a_runs_file_is_refused_by_code(
     for what, text in sample(alterations((run.path / name).read_bytes(), name), whole):
         (run.path / name).write_bytes(text)
         ends(f"{name}: {what}")
+
+
+def read_checkpoint(run: RunDir, more: bool = False) -> None:
+    """The commands that read a checkpoint alone."""
+    path = str(run.path / CHECKPOINT)
+    other = str(run.checkpoints / "step-1")
+    commands = [
+        ["verify", path],
+        ["inspect", path, "--tensors"],
+        ["inspect", str(run.checkpoints)],
+        ["diff", path, other],
+    ]
+    commands += [["prune", str(run.checkpoints), "--keep", "1", "--dry-run"]]
+    commands += [["verify", path, "--for", "+recipe=quickstart"]] if more else []
+    for command in commands:
+        assert main(["ckpt", *command]) in (0, 1, 2, 3), command
+
+
+@WHOLE
+def test_an_altered_manifest_is_refused_by_code(run: RunDir, capsys: pytest.CaptureFixture[str], whole: bool) -> None:
+    """Its seal is right: that proves nothing about who wrote it."""
+    file = run.path / CHECKPOINT / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    few = [*list(manifest["tensors"].items())[:2], *((k, v) for k, v in manifest["tensors"].items() if "step" in k)]
+    for what, other in sample(altered(manifest | {"tensors": dict(few)}), whole):
+        with suppress(UnicodeEncodeError):
+            file.write_bytes(sealed(other))
+            read_checkpoint(run)
+            assert (
+                what in ("step=0", "seal left out") or capsys.readouterr().err or what.startswith(("seal", "digest"))
+            ), what
+
+
+@WHOLE
+def test_an_altered_state_is_refused_by_code(run: RunDir, whole: bool) -> None:
+    """Its digest is right."""
+    state = json.loads((run.path / CHECKPOINT / "state.json").read_bytes())
+    for _, other in sample(altered(state), whole):
+        write_state(run.path / CHECKPOINT, other)
+        read_checkpoint(run, more=whole)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank-00000.safetensors"])
+def test_what_is_no_file_of_a_checkpoint_is_damage(run: RunDir, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    file = run.path / CHECKPOINT / name
+    keep = file.read_bytes()
+    for odd in ODD:
+        odd(file)
+        assert main(["ckpt", "verify", str(run.path / CHECKPOINT)]) == 3, odd.__name__
+        assert "PP-E503" in capsys.readouterr().err, odd.__name__
+        read_checkpoint(run)
+        clear(file)
+        file.write_bytes(keep)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 10**15},
+        {"step": 1e18},
+        {"step": 3},
+        {"consumed_samples": -1},
+        {"consumed_samples": "x"},
+        {"sample_order": None, "seed": "x"},
+        {"loss_scale": {"scale": "x", "good_steps": 1, "chances": 1}},
+        {"model": MODEL | {"hidden_size": 10**12}},
+        {"model": MODEL | {"hidden_size": {}}},
+        {"tokenizer_path": "a\0b"},
+    ],
+    ids=str,
+)
+def test_a_state_that_no_run_saves_is_damage(run: RunDir, change: dict[str, Any]) -> None:
+    """A step of 1e18 ended a resumed run at once, with nothing trained and exit code 0."""
+    path = run.path / CHECKPOINT
+    write_state(path, STATE | {"step": 2} | change)
+    with pytest.raises(CheckpointError, match=r"PP-E503: .*state\.json"):
+        run_state(path)
+
+
+def test_a_name_outside_of_the_checkpoint_is_not_opened(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.path / CHECKPOINT
+    os.mkfifo(path.parent / "trap")  # whoever opens it waits for ever
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    manifest["files"]["../trap"] = manifest["files"].pop("rank-00000.safetensors")
+    (path / "manifest.json").write_bytes(sealed(manifest))
+    assert main(["ckpt", "verify", str(path)]) == 3
+    assert "files.../trap takes text as" in capsys.readouterr().err
+
+
+def test_only_the_end_of_the_metrics_is_read(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A terabyte before it, of which the disk has nothing."""
+    last = run.metrics()[-1]
+    with open(run.metrics_path, "r+b") as file:
+        file.truncate(2**40)
+    for step in range(2, 40):
+        run.add_metrics(last | {"step": step})
+    for command in (["status", "one"], ["runs", "show", "one"], ["runs"]):
+        assert main([*command, "--dir", str(run.path.parent.parent)]) == 0
+        assert "39" in capsys.readouterr().out
+
+
+def test_one_that_cannot_be_written_is_not_resumed(run: RunDir) -> None:
+    (run.path / "status.json").unlink()
+    (run.path / "status.json" / "a").mkdir(parents=True)
+    launch = Launch(run.read_config(), run.read_plan(), "ppctl resume one")
+    with pytest.raises(ConfigError, match="PP-E610: the run directory cannot be written") as refused:
+        go_on(run, launch, None)
+    assert refused.value.problems[0].remedy.startswith("mkdir -p ")
+
+
+@pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "command.txt", "logs/rank-0000.log"])
+def test_what_a_start_adds_to_or_copies_has_an_end(run: RunDir, name: str) -> None:
+    """A copy of a link to a device fills the disk, and what opens a pipe waits for ever."""
+    (run.path / "logs").mkdir()
+    launch = Launch(run.read_config(), run.read_plan(), "ppctl resume one")
+    for odd in (put_pipe, put_device):
+        odd(run.path / name)
+        with pytest.raises(ConfigError, match="PP-E559"):
+            go_on(run, launch, None)
+        clear(run.path / name)
+
+
+def test_a_config_has_no_aliases(run: RunDir) -> None:
+    """Ten levels of them are a thousand million values."""
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    for text in ("a0: &a0 [1]\n" + "\n".join(levels), "train: &x {steps: *x}"):
+        (run.path / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match="PP-E611.*aliases"):
+            run.read_config()
