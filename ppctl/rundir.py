@@ -145,10 +145,6 @@ class RunDir:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""
         return self.metrics_file().read()
 
-    def last_metrics(self) -> list[dict[str, Any]]:
-        """The records of its last steps, about a hundred."""
-        return self.metrics_file(tail=True).read()
-
     def metrics_file(self, *, tail: bool = False, at: int = 0) -> MetricsFile:
         """A reader of metrics.jsonl as it grows."""
         return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), tail=tail, at=at)
@@ -356,8 +352,8 @@ class RunDir:
 
 
 def _odd(file: Path, reason: object) -> Problem:
-    remedy = f"mv {pasted(file, f'{file}.damaged')}"
-    return Problem("PP-E559", f"{file} is not what ppctl writes: {reason}", remedy, str(file))
+    message = f"{file} is not what ppctl writes: {reason}"
+    return Problem("PP-E559", message, f"mv {pasted(file, f'{file}.damaged')}", str(file))
 
 
 def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> ConfigError:

@@ -115,7 +115,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def facts(run: RunDir) -> dict[str, Any]:
     """The facts of a run that can be read without its plan."""
-    status, metrics = run.status(), run.last_metrics()
+    status, metrics = run.status(), run.metrics_file(tail=True).read()
     state = _state(run, status)
     last = metrics[-1] if metrics else {}
     checkpoint = checkpoint_of(run)

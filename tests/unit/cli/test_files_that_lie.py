@@ -117,32 +117,24 @@ def test_what_is_no_file_of_a_run_is_refused_by_code(run: RunDir, ends: Callable
         (run.path / name).write_bytes(keep)
 
 
-def alterations(text: bytes, name: str) -> Iterator[tuple[str, bytes]]:
+def altered_text(text: bytes, name: str, whole: bool) -> Iterator[tuple[str, bytes]]:
     """The text of a file with one value changed, a text for each."""
     if name == "config.yaml":
-        tree = yaml.safe_load(text)
-        yield from ((what, yaml.safe_dump(other).encode()) for what, other in altered(tree) if printable(other))
+        for what, tree in sample(altered(yaml.load(text, yaml.CSafeLoader)), whole):
+            with suppress(UnicodeEncodeError, yaml.YAMLError):  # what YAML cannot hold
+                yield what, yaml.dump(tree, Dumper=yaml.CSafeDumper).encode()
         return
     lines = text.splitlines() if name == "metrics.jsonl" else [text]
-    for what, other in altered(json.loads(lines[-1])):
+    for what, other in sample(altered(json.loads(lines[-1])), whole):
         yield what, b"\n".join([*lines[:-1], json.dumps(digested(name, other)).encode(), b""])
 
 
 def digested(name: str, plan: Any) -> Any:
     """A plan with the digest of what it holds now."""
     if name == "plan.json" and isinstance(plan, dict) and isinstance(plan.get("schedule"), dict):
-        with suppress(Exception):  # of what has none
+        with suppress(AttributeError, TypeError):  # one that has none
             return plan | {"digest": _digest_of({key: value for key, value in plan.items() if key != "digest"})}
     return plan
-
-
-def printable(tree: Any) -> bool:
-    """Whether YAML can hold it."""
-    try:
-        yaml.safe_dump(tree).encode()
-    except (UnicodeEncodeError, yaml.YAMLError):
-        return False
-    return True
 
 
 def sample(items: Iterator[Any], whole: bool) -> list[Any]:
@@ -162,7 +154,7 @@ WHOLE = pytest.mark.parametrize(
 def test_an_altered_value_of_a_runs_file_is_refused_by_code(
     run: RunDir, ends: Callable[[str], str], name: str, whole: bool
 ) -> None:
-    for what, text in sample(alterations((run.path / name).read_bytes(), name), whole):
+    for what, text in altered_text((run.path / name).read_bytes(), name, whole):
         (run.path / name).write_bytes(text)
         ends(f"{name}: {what}")
 
@@ -184,18 +176,15 @@ def read_checkpoint(run: RunDir, more: bool = False) -> None:
 
 
 @WHOLE
-def test_an_altered_manifest_is_refused_by_code(run: RunDir, capsys: pytest.CaptureFixture[str], whole: bool) -> None:
+def test_an_altered_manifest_is_refused_by_code(run: RunDir, whole: bool) -> None:
     """Its seal is right: that proves nothing about who wrote it."""
     file = run.path / CHECKPOINT / "manifest.json"
     manifest = json.loads(file.read_bytes())
     few = [*list(manifest["tensors"].items())[:2], *((k, v) for k, v in manifest["tensors"].items() if "step" in k)]
-    for what, other in sample(altered(manifest | {"tensors": dict(few)}), whole):
+    for _, other in sample(altered(manifest | {"tensors": dict(few)}), whole):
         with suppress(UnicodeEncodeError):
             file.write_bytes(sealed(other))
             read_checkpoint(run)
-            assert (
-                what in ("step=0", "seal left out") or capsys.readouterr().err or what.startswith(("seal", "digest"))
-            ), what
 
 
 @WHOLE
@@ -205,6 +194,14 @@ def test_an_altered_state_is_refused_by_code(run: RunDir, whole: bool) -> None:
     for _, other in sample(altered(state), whole):
         write_state(run.path / CHECKPOINT, other)
         read_checkpoint(run, more=whole)
+
+
+@pytest.mark.parametrize("without", ["files", "tensors", "step"])
+@pytest.mark.parametrize("other", [None, [], "x", float("inf")], ids=ascii)
+def test_a_manifest_of_nothing_is_not_good(run: RunDir, without: str, other: object) -> None:
+    file = run.path / CHECKPOINT / "manifest.json"
+    file.write_bytes(sealed(json.loads(file.read_bytes()) | {without: other}))
+    assert main(["ckpt", "verify", str(run.path / CHECKPOINT)]) == 3
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank-00000.safetensors"])
@@ -251,7 +248,7 @@ def test_a_name_outside_of_the_checkpoint_is_not_opened(run: RunDir, capsys: pyt
     manifest["files"]["../trap"] = manifest["files"].pop("rank-00000.safetensors")
     (path / "manifest.json").write_bytes(sealed(manifest))
     assert main(["ckpt", "verify", str(path)]) == 3
-    assert "files.../trap takes text as" in capsys.readouterr().err
+    assert "../trap takes text as" in capsys.readouterr().err
 
 
 def test_only_the_end_of_the_metrics_is_read(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,5 +289,5 @@ def test_a_config_has_no_aliases(run: RunDir) -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     for text in ("a0: &a0 [1]\n" + "\n".join(levels), "train: &x {steps: *x}"):
         (run.path / "config.yaml").write_text(text)
-        with pytest.raises(ConfigError, match="PP-E611.*aliases"):
+        with pytest.raises(ConfigError, match=r"PP-E611.*aliases"):
             run.read_config()
