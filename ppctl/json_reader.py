@@ -8,14 +8,26 @@ out, or kept in a TypedDict: later versions may add some. Must not know files. S
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 T = TypeVar("T")
 _Read = Callable[[Any], Any]
@@ -36,7 +48,7 @@ class Fault(ValueError):
 
     def below(self, key: object) -> Fault:
         """The fault as the object that has the value under `key` sees it."""
-        return Fault(self.rule, self.value, (_clipped(str(key)), *self.place))
+        return Fault(self.rule, self.value, (_clipped(str(key) if str(key).isprintable() else ascii(key)), *self.place))
 
 
 def parse(text: bytes) -> Any:
@@ -60,6 +72,8 @@ def _reader(kind: Any) -> _Read:
         return _PLAIN[kind]
     if origin is Annotated:
         return _ruled(_reader(args[0]), args[1])
+    if origin is NotRequired:
+        return _reader(args[0])
     if origin is Literal:
         return _ruled(_reader(str | int), args)
     if origin in (Union, UnionType):
@@ -142,9 +156,13 @@ def _mapping(key: _Read, inner: _Read) -> _Read:
 def _object(kind: Any) -> _Read:
     """For a class with annotated fields. One that has a default, or may be left out of a TypedDict, may be missing;
     null is missing, too, where it is no value."""
-    optional, keeps = frozenset(_optional(kind)), is_typeddict(kind)
-    hints = get_type_hints(kind, include_extras=True)
-    known = hints if keeps else {name: hints[name] for name in _fields(kind)}
+    keeps, known = is_typeddict(kind), get_type_hints(kind, include_extras=True)
+    if keeps:
+        optional = kind.__optional_keys__ | {name for name, each in known.items() if get_origin(each) is NotRequired}
+    else:
+        parameters = inspect.signature(kind).parameters
+        optional = {name for name, each in parameters.items() if each.default is not each.empty}
+        known = {name: known[name] for name in parameters}
     fields = [(name, _reader(each), name in optional, _takes_null(each)) for name, each in known.items()]
 
     def read(value: Any) -> Any:
@@ -164,20 +182,6 @@ def _object(kind: Any) -> _Read:
 
 def _takes_null(kind: Any) -> bool:
     return kind is Any or NoneType in get_args(kind)
-
-
-def _fields(kind: Any) -> Iterable[str]:
-    return kind._fields if issubclass(kind, tuple) else [each.name for each in dataclasses.fields(kind) if each.init]
-
-
-def _optional(kind: Any) -> Iterable[str]:
-    if is_typeddict(kind):
-        return kind.__optional_keys__  # type: ignore[no-any-return]
-    if issubclass(kind, tuple):
-        return kind._field_defaults  # type: ignore[no-any-return]
-    missing = dataclasses.MISSING
-    given = ((each, (each.default, each.default_factory)) for each in dataclasses.fields(kind))
-    return [each.name for each, defaults in given if defaults != (missing, missing)]
 
 
 def _whole(value: Any) -> Any:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ppctl.errors import Problem
 from ppctl.json_reader import Count, read
@@ -182,7 +182,10 @@ class Plan:
             traffic=found.get("traffic", ()),
             limit=_limit(found),
             smaller=tuple(
-                SmallerBatch(schedule=_schedule(each["schedule"], sizes), **{name: each[name] for name in _OF_SIZE})
+                SmallerBatch(
+                    schedule=_schedule(each["schedule"], sizes),
+                    **{name: each[name] for name in _OF_SIZE},  # type: ignore[literal-required]
+                )
                 for each in found.get("smaller", ())
             ),
         )
@@ -222,22 +225,17 @@ def _rows(schedule: Schedule) -> dict[str, Any]:
     return rows
 
 
-class _Schedule(TypedDict):
+class _Rows(TypedDict):
+    """A schedule."""
+
     name: str
     placement: str
     microbatches: Count
     batched: bool
     actions: list[str]
     capacities: dict[Channel, Count]
-
-
-class _Pairs(TypedDict, total=False):
-    pairs: list[Pair]
-    frozen_stages: Count
-
-
-class _Rows(_Schedule, _Pairs):
-    """A schedule."""
+    pairs: NotRequired[list[Pair]]
+    frozen_stages: NotRequired[Count]
 
 
 class _Run(_Rows):
@@ -266,7 +264,9 @@ class _TieGroup(TypedDict):
     stages: tuple[Count, ...]
 
 
-class _Needed(TypedDict):
+class _PlanFile(TypedDict):
+    """plan.json; older ones lack some entries."""
+
     name: str
     world_size: Count
     parallel: dict[str, int | str]
@@ -285,16 +285,11 @@ class _Needed(TypedDict):
     provenance: dict[str, str]
     problems: tuple[Problem, ...]
     digest: str
-
-
-class _PlanFile(_Needed, total=False):
-    """plan.json. Older ones lack what follows."""
-
-    traffic: tuple[tuple[Exchange, ...], ...]
-    limit_bytes: Count | None
-    reserve_bytes: int | None
-    ranks_per_device: Count
-    smaller: list[_Smaller]
+    traffic: NotRequired[tuple[tuple[Exchange, ...], ...]]
+    limit_bytes: NotRequired[Count | None]
+    reserve_bytes: NotRequired[int | None]
+    ranks_per_device: NotRequired[Count]
+    smaller: NotRequired[list[_Smaller]]
 
 
 def _digest_of(executed: Mapping[str, Any]) -> str:
