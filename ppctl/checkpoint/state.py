@@ -48,7 +48,7 @@ class RunState(TypedDict, total=False):
     sample_order: Count
     seed: int
     seq_length: Count
-    data_path: str | list[str | float] | None
+    data_path: str | list[str | float | list[str | float]] | None
     validation_split: float
     tokenizer: Line
     tokenizer_path: Line | None
@@ -59,8 +59,8 @@ class RunState(TypedDict, total=False):
     data_too_long: Line | None
     data_digest: Line | None
     optimizer: Line
-    layout: Line
-    parallel: dict[Line, Count]
+    layout: str
+    parallel: dict[Line, Count | Line]
     model: Annotated[dict[Line, Any], _check_model]
     loss_scale: _Scale | None
     weights_only: bool

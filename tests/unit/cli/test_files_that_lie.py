@@ -40,7 +40,7 @@ STATE = {
     "tokenizer_path": None,
     "optimizer": "adamw",
     "layout": "Et|tL",
-    "parallel": {"pp": 2, "vpp": 1},
+    "parallel": {"pp": 2, "vpp": 1, "order": "tp-cp-ep-dp-pp"},
     "model": MODEL,
     "loss_scale": {"scale": 1.0, "good_steps": 3, "chances": 2},
     "weights_only": False,
