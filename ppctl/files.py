@@ -73,6 +73,8 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
         if error.errno == errno.ELOOP and not follow:
             raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None
         raise
+    except ValueError:  # a zero byte, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file has such a name", str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -34,7 +34,8 @@ _Read = Callable[[Any], Any]
 
 Count = Annotated[int, range(2**53)]
 """A number of things or bytes, or an index: what every program of JSON can hold."""
-Line = Annotated[str, re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,4096}")]
+_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,4096}")
+Line = Annotated[str, _LINE]
 """Text of one line, without control characters."""
 
 
@@ -90,11 +91,11 @@ def _reader(kind: Any) -> _Read:
 def _ruled(base: _Read, rule: Any) -> _Read:
     holds: Callable[[Any], object]
     if isinstance(rule, re.Pattern):
-        holds, words = rule.fullmatch, f"text as {rule.pattern}"
+        holds, words = rule.fullmatch, "a line of text" if rule is _LINE else f"text as {rule.pattern}"
     elif isinstance(rule, range):
         holds, words = rule.__contains__, f"a whole number from {rule.start} to {rule.stop - 1}"
     elif isinstance(rule, frozenset | tuple):
-        holds, words = frozenset(rule).__contains__, f"one of {', '.join(map(str, sorted(rule)))}"
+        holds, words = frozenset(rule).__contains__, f"one of {', '.join(sorted(map(str, rule)))}"
     else:
         holds, words = (lambda value: rule(value) is None), ""
 

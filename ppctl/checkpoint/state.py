@@ -48,7 +48,7 @@ class RunState(TypedDict, total=False):
     sample_order: Count
     seed: int
     seq_length: Count
-    data_path: str | list[str | float | list[str | float]] | None
+    data_path: str | list[str | float | list[str | float] | dict[str, str | float]] | None
     validation_split: float
     tokenizer: Line
     tokenizer_path: Line | None

@@ -114,7 +114,7 @@ def converted_value(name: str, value: Any) -> Any:
     for member in members(key.type):
         try:
             return _as(member, value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             continue
     raise ValueError(f"takes {type_text(key.type)}, not {value!r}")
 
