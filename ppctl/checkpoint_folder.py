@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppctl.errors import CheckpointError, Problem, pasted
+from ppctl.files import open_regular
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -64,6 +65,11 @@ def step_of(checkpoint: Path | str | None) -> int:
     """The number of completed steps in a checkpoint's name (`step-6` and `step-6.old`: 6); 0 for any other name."""
     match = _KEPT.fullmatch(Path(checkpoint or "").name)
     return int(match[1]) if match else 0
+
+
+def is_step(checkpoint: Path) -> bool:
+    """Whether it has a name that `step_of` knows."""
+    return _KEPT.fullmatch(checkpoint.name) is not None
 
 
 # Reading
@@ -169,7 +175,7 @@ def _named_by_latest(directory: Path) -> tuple[Path | None, str]:
     """The path that `latest` names, and what is wrong with `latest` if nothing is there."""
     pointer = directory / LATEST
     try:
-        with open(pointer, "rb") as file:
+        with open_regular(pointer) as file:
             text = file.read(_LONGEST_NAME).decode(errors="replace").strip()
     except FileNotFoundError:
         return None, f"{pointer} is missing"

@@ -11,14 +11,23 @@ import os
 import stat
 import time
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
+
+from ppctl.json_reader import parse, read
+
+T = TypeVar("T")
 
 MOST_READ = 2**24
 """Bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
 
 MOST_READ_OF_A_MODEL = 2**28
 """The same for a tokenizer, or the index of a model's files: 256 MiB."""
+
+
+ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
+"""What `read_whole` raises for what is there and no file of ours, in place of faults of the disk."""
 
 
 def is_file(path: Path | str) -> bool:
@@ -47,26 +56,43 @@ def _expanded(path: Path | str) -> Path:
         raise OSError(errno.ENOENT, str(error), str(path)) from None
 
 
-def read_whole(path: Path | str, most: int = MOST_READ) -> bytes:
+def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) -> bytes:
     """All bytes of a regular file; `~` is a home directory.
 
-    Raises OSError with the reason in `strerror`, also for a device or a pipe, which may have no end, and for a file of
-    more than `most` bytes.
+    Raises OSError as `open_regular`, and for a file of more than `most` bytes.
     """
-    path = _expanded(path)
-    check_regular(path)
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
-    return data
+    with open_regular(_expanded(path), follow=follow) as file:
+        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+            return data
+    raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
 
 
-def check_regular(path: Path) -> None:
-    """Raise OSError where `path` is a device or a pipe, which may have no end, or is not there."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() reports a directory
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a regular file to read it; without `follow` not through a link in its place.
+
+    Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
+    """
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None
+        raise
+    except ValueError:  # a zero byte, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file has such a name", str(path)) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
+    return open(descriptor, "rb")
+
+
+def read_json(path: Path, kind: type[T], most: int = MOST_READ) -> T:
+    """The value of type `kind` in a file of a run or a checkpoint. Raises OSError, and ValueError as `json_reader`."""
+    return read(kind, parse(read_whole(path, most, follow=False)))
 
 
 def read_text(path: Path | str, most: int = MOST_READ) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from ppctl.json_reader import Count, Line, read
 
 STATES = (
     *("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading"),
@@ -26,12 +28,11 @@ _VERSION = 1
 class RankState:
     """What one rank is doing."""
 
-    rank: int
-    state: str
-    """One of STATES."""
-    step: int
+    rank: Count
+    state: Annotated[str, frozenset(STATES)]
+    step: Count
     """The number of completed steps."""
-    index: int
+    index: Annotated[int, range(-1, 2**31)]
     """Of the current action in the rank's list; the list's length at its end, NO_ACTION outside the list."""
     since: float
     """When this began, in seconds: on the machine's monotonic clock in shared memory, since the epoch in a file."""
@@ -40,9 +41,9 @@ class RankState:
     stopped: bool = False
     """Whether the process is stopped (SIGSTOP, a debugger), or its host does not publish any more."""
     host: str = ""
-    pid: int = 0
+    pid: Count = 0
     """0 until the rank has opened its record."""
-    exchanges: tuple[int, ...] = (0,) * len(EXCHANGING_AXES)
+    exchanges: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
     """How many it has started along each of EXCHANGING_AXES, from its start on."""
 
     def to_json(self) -> dict[str, Any]:
@@ -51,34 +52,31 @@ class RankState:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
-        """Read a row of the file of `host`. Raises TypeError if a field is missing that every version has."""
-        known = _known(cls, row)
-        if "exchanges" in known:
-            known["exchanges"] = tuple(known["exchanges"])
-        return cls(**{**known, "host": host})
+        """Read a row of the file of `host`. Raises ValueError where it is none of any version."""
+        return read(cls, {**row, "host": host})
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
     """Why a rank failed: errors/rank-NNNN.json."""
 
-    rank: int
+    rank: Count
     message: str = ""
     type: str = ""
     """The exception's name; `Hang` for a rank that others have waited for too long."""
-    code: str | None = None
+    code: Line | None = None
     """PP-Exxx; None for an exception that is not ppctl's."""
     time: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     exit_code: int = 1
-    stage: int | None = None
+    stage: Count | None = None
     action: str | None = None
     """The action that failed, as the schedule's text has it; None outside the list."""
     place: str = ""
     remedy: str = ""
     others: tuple[str, ...] = ()
     """Further problems that the rank found, each as a text for a person."""
-    ends: tuple[int, ...] = ()
+    ends: tuple[Count, ...] = ()
     """The global ranks between which a connection broke: sender, receiver."""
     traceback: str = ""
     host: str = ""
@@ -89,13 +87,5 @@ class RankFailure:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankFailure:
-        """Read a record. Raises TypeError if it names no rank; any other field may be missing."""
-        known = {"time": 0.0, **_known(cls, record)}
-        for name in ("others", "ends"):
-            known[name] = tuple(known.get(name, ()))
-        return cls(**known)
-
-
-def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `kind` that have a value in a record, which may be of an older or a newer version."""
-    return {each.name: record[each.name] for each in fields(kind) if record.get(each.name) is not None}
+        """Read a record; all but the rank may be missing. Raises ValueError where it is none of any version."""
+        return read(cls, {"time": 0.0, **record})

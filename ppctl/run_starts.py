@@ -22,6 +22,7 @@ from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.files import TAKEN, lock, release, write_atomically
 from ppctl.processes import identity
+from ppctl.run_records import Holder
 from ppctl.rundir import RunDir
 
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
@@ -77,8 +78,8 @@ def _taken(run: RunDir, *, strictly: bool) -> int | None:
 def _going_on_elsewhere(run: RunDir) -> str:
     """Where, and how long ago it wrote, if the run was begun on another host and is not quiet yet; else empty."""
     # A directory without a status is that of checkpoints alone, or of a run that has not started.
-    machine, state = holder(run).get("machine", "another host"), run.read_object("status.json").get("state")
-    if machine == identity()["machine"] or state not in ("starting", "running"):
+    machine, status = holder(run).get("machine", "another host"), run.status()
+    if machine == identity()["machine"] or "time" not in status or status["state"] not in ("starting", "running"):
         return ""
     silent = quiet_for(run)
     return "" if silent > QUIET else f", on {machine}: it wrote {silent:.0f} s ago, and is over after {QUIET:.0f} s"
@@ -87,12 +88,12 @@ def _going_on_elsewhere(run: RunDir) -> str:
 def quiet_for(run: RunDir) -> float:
     """Seconds since a process of the run has written one of its files."""
     files = [run.path, *run.path.glob("*.json*"), *(run.path / "heartbeats").glob("*.json")]
-    return time.time() - max(file.stat().st_mtime for file in files)
+    return time.time() - max(file.lstat().st_mtime for file in files)
 
 
 def holder(run: RunDir) -> dict[str, Any]:
     """The `processes.identity` of the process that held the run last; empty if none has held it."""
-    return run.read_object("holder.json")
+    return run.read_object("holder.json", Holder)
 
 
 def is_held(run: RunDir) -> bool:
@@ -159,7 +160,9 @@ def start_name(run: RunDir) -> str:
 
 
 def set_aside(run: RunDir) -> None:
-    """Keep plan, config, environment, errors and result of the last start, as plan-1.json and so on."""
+    """Keep plan, config, environment, errors and result of the last start, as plan-1.json and so on. Raises OSError,
+    and ConfigError (PP-E559) where one is no file."""
+    run.check_files()
     number = _free_number(run)
     for name in ("plan.json", "config.yaml", "env.json", "result.json"):
         old = run.path / name

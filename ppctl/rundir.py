@@ -13,26 +13,33 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import secrets
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppctl.errors import CONTROL, ConfigError, Problem
-from ppctl.files import append, write_atomically
+from ppctl.errors import CONTROL, ConfigError, Problem, pasted
+from ppctl.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
+from ppctl.json_reader import parse, read
+from ppctl.metrics_file import MetricsFile
 from ppctl.rank_records import RankFailure
+from ppctl.run_records import STATES, Edges, Environment, Failure, Heartbeat, Job, Result, Status
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
     from ppctl.plan import Plan
 
-STATES = ("queued", "starting", "running", "finished", "failed", "stopped", "interrupted")
-"""The states of status.json. A `queued` run waits for its scheduler; the last four are of a run that has ended."""
+
+T = TypeVar("T")
+_MOST_OF_A_CONFIG, _MOST_OF_A_PLAN = 2**22, 2**27
+_ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
 
 def printable(path: Path) -> Path:
@@ -42,9 +49,6 @@ def printable(path: Path) -> Path:
         message = f"the run directory would have control characters in its path: {path}"
         raise ConfigError(Problem("PP-E610", message, _ELSEWHERE, "log.dir"))
     return path
-
-
-_ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,7 @@ class RunDir:
             fill(cls(draft))
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
-            message = f"the run directory cannot be written: {error.strerror} ({error.filename or home})"
-            raise ConfigError(Problem("PP-E610", message, _ELSEWHERE, "log.dir")) from error
+            raise unwritable(error, home, _ELSEWHERE, "log.dir") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -96,16 +99,13 @@ class RunDir:
 
     def read_config(self) -> RunConfig:
         """Read config.yaml. Raises ConfigError (PP-E611) where it is missing or not a config."""
-        import yaml
-
         from ppctl.config.mapping import from_mapping
+        from ppctl.config.yaml_file import read_yaml
 
-        try:
-            tree = yaml.safe_load(self._read("config.yaml"))
-        except yaml.YAMLError as error:
-            raise self._damaged("config.yaml", error) from None
-        if not isinstance(tree, dict):
-            raise self._damaged("config.yaml", "it holds no mapping of keys")
+        def mapping(data: bytes) -> dict[str, Any]:
+            return read(dict[str, Any], read_yaml(data.decode())[0])
+
+        tree = self._parsed("config.yaml", mapping, _MOST_OF_A_CONFIG)
         return from_mapping(tree, lambda key: f"{self.path / 'config.yaml'}: {key}")
 
     def write_plan(self, plan: Plan) -> None:
@@ -117,11 +117,7 @@ class RunDir:
         """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) where it is missing or no plan."""
         from ppctl.plan import Plan
 
-        text = self._read(name)
-        try:
-            return Plan.from_json(json.loads(text))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise self._damaged(name, error) from error
+        return self._parsed(name, lambda data: Plan.from_json(read(dict[str, Any], parse(data))), _MOST_OF_A_PLAN)
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write env.json."""
@@ -129,7 +125,7 @@ class RunDir:
 
     def environment(self) -> dict[str, Any]:
         """The content of env.json; empty without one."""
-        return self.read_object("env.json")
+        return self.read_object("env.json", Environment)
 
     def add_command(self, line: str) -> None:
         """Append the command line that started (or resumed) the run to command.txt."""
@@ -137,7 +133,7 @@ class RunDir:
 
     def commands(self) -> list[str]:
         """The command lines, oldest first."""
-        return self._read("command.txt").splitlines()
+        return self._parsed("command.txt", lambda data: data.decode().splitlines())
 
     def write_job(self, record: Mapping[str, Any]) -> None:
         """Write job.json: SLURM's number of the submitted run and so on (`job`, `cluster`, `time`)."""
@@ -145,7 +141,7 @@ class RunDir:
 
     def job(self) -> dict[str, Any]:
         """The content of job.json; empty for a run that was not submitted."""
-        return self.read_object("job.json")
+        return self.read_object("job.json", Job)
 
     def write_script(self, text: str) -> None:
         """Write submit.sbatch."""
@@ -159,7 +155,11 @@ class RunDir:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""
-        return list(_records(self.metrics_path))
+        return self.metrics_file().read()
+
+    def metrics_file(self, *, tail: bool = False, at: int = 0) -> MetricsFile:
+        """A reader of metrics.jsonl as it grows."""
+        return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), tail=tail, at=at)
 
     def drop_metrics_from(self, step: int) -> None:
         """Delete the records of `step` and later: a run that continues from a checkpoint repeats these steps."""
@@ -175,7 +175,7 @@ class RunDir:
 
     def status(self) -> dict[str, Any]:
         """The content of status.json; `{"state": "starting"}` without one."""
-        return {"state": "starting"} | self.read_object("status.json")
+        return {"state": "starting"} | self.read_object("status.json", Status)
 
     def write_heartbeats(self, host: str, record: Mapping[str, Any]) -> None:
         """Replace heartbeats/<host>.json. Not synced: it is overwritten in ten seconds."""
@@ -183,7 +183,7 @@ class RunDir:
 
     def heartbeat(self, host: str) -> dict[str, Any]:
         """What one host published last; empty if it has not."""
-        return self.read_object(f"heartbeats/{host}.json")
+        return self.read_object(f"heartbeats/{host}.json", Heartbeat)
 
     def heartbeats(self) -> dict[str, dict[str, Any]]:
         """What each host published last, by host."""
@@ -201,7 +201,7 @@ class RunDir:
 
     def edges(self) -> dict[str, Any]:
         """The content of edges.json; empty before the warm-up."""
-        return self.read_object("edges.json")
+        return self.read_object("edges.json", Edges)
 
     # How it ended
 
@@ -212,9 +212,9 @@ class RunDir:
 
     def errors(self) -> list[RankFailure]:
         """The ranks' failures, earliest first; a damaged record is left out."""
-        records = [self.read_object(f"errors/{file.name}") for file in (self.path / "errors").glob("rank-*.json")]
-        failures = [RankFailure.from_json(record) for record in records if "rank" in record]
-        return sorted(failures, key=lambda failure: failure.time)
+        files = sorted((self.path / "errors").glob("rank-*.json"))
+        records = [self.read_object(f"errors/{file.name}", Failure) for file in files]
+        return sorted((RankFailure.from_json(each) for each in records if each), key=lambda failure: failure.time)
 
     def has_error(self, rank: int) -> bool:
         """Whether there is a failure of the rank."""
@@ -244,7 +244,7 @@ class RunDir:
 
     def result(self) -> dict[str, Any]:
         """The content of result.json; empty while the run goes on."""
-        return self.read_object("result.json")
+        return self.read_object("result.json", Result)
 
     def answer(self, state: str, exit_code: int, error: str = "") -> dict[str, Any]:
         """The one object that `--json` prints at the end of a run."""
@@ -271,7 +271,7 @@ class RunDir:
         as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):
-                if _digest(path.read_bytes()) == digest:
+                if _digest(path) == digest:
                     return self.read_plan(path.name)
         raise LookupError("the plan that it follows is not in the run's directory")
 
@@ -326,48 +326,63 @@ class RunDir:
     def _write_json(self, name: str, record: Any, *, indent: int | None = None, durable: bool = True) -> None:
         self._write(name, json.dumps(record, indent=indent) + "\n", durable=durable)
 
-    def _read(self, name: str) -> str:
+    def _parsed(self, name: str, parse: Callable[[bytes], T], most: int = MOST_READ) -> T:
         try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise self._damaged(name, error) from None
-        except OSError as error:
-            message = f"{self.path} is not a complete run directory: {name}: {error.strerror}"
+            return parse(read_whole(self.path / name, most, follow=False))
+        except (OSError, ValueError, ConfigError) as error:
+            reason = getattr(error, "strerror", None) or f"it is damaged: {next(iter(str(error).splitlines()), '')}"
+            message = f"{self.path} is not a complete run directory: {name}: {reason}"
             raise ConfigError(Problem("PP-E611", message, "ppctl runs")) from error
 
-    def _damaged(self, name: str, reason: object) -> ConfigError:
-        first = next(iter(str(reason).splitlines()), "")
-        message = f"{self.path} is not a complete run directory: {name} is damaged: {first}"
-        return ConfigError(Problem("PP-E611", message, "ppctl runs"))
-
-    def read_object(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file; empty where it is missing or damaged."""
+    def read_object(self, name: str, kind: Any) -> dict[str, Any]:
+        """The object in a JSON file; empty where it is missing or, with a warning, damaged."""
         try:
-            value = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return dict(read_json(self.path / name, kind))
+        except FileNotFoundError:
             return {}
-        return value if isinstance(value, dict) else {}
+        except (OSError, ValueError) as error:
+            self._leave_out(name, getattr(error, "strerror", None) or error)
+            return {}
+
+    def _leave_out(self, name: str, reason: object) -> None:
+        warn(_odd(self.path / name, f"{reason}; it is left out"))
+
+    def check_files(self) -> None:
+        """Raise ConfigError (PP-E559) where what the next start copies or adds to is no file: it may have no end."""
+        names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
+        for file in (*(self.path / name for name in names), *(self.path / "logs").glob("*")):
+            try:
+                if os.path.lexists(file):
+                    open_regular(file, follow=False).close()
+            except OSError as error:
+                raise ConfigError(_odd(file, error.strerror)) from error
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield record
+def _odd(file: Path, reason: object) -> Problem:
+    message = f"{file} is not what ppctl writes: {reason}"
+    return Problem("PP-E559", message, f"mv {pasted(file, f'{file}.damaged')}", str(file))
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> ConfigError:
+    """The error of a run directory that cannot be written."""
+    message = f"the run directory cannot be written: {error.strerror or error} ({error.filename or directory})"
+    return ConfigError(Problem("PP-E610", message, remedy, place))
+
+
+@cache
+def warn(what: Problem | str) -> None:
+    """Print it once in a process: a start may look at a file several times."""
+    print(f"warning: {what}", file=sys.stderr, flush=True)
 
 
 @lru_cache(maxsize=1)
 def _digest_of_file(path: Path, modified: int) -> str:
     """Read once for all traced steps of a run: a plan of thousands of ranks has megabytes. `modified`: its time."""
-    return _digest(path.read_bytes())
+    return _digest(path)
+
+
+def _digest(plan: Path) -> str:
+    return hashlib.sha256(read_whole(plan, _MOST_OF_A_PLAN, follow=False)).hexdigest()
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

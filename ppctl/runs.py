@@ -6,14 +6,12 @@ the rule by which a checkpoint is chosen (`checkpoint_folder`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 from ppctl import checkpoint_folder
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
-from ppctl.rundir import RunDir
+from ppctl.rundir import RunDir, warn
 
 
 def list_runs(root: Path) -> list[RunDir]:
@@ -74,14 +72,8 @@ def last_checkpoint(run: RunDir) -> Path | None:
     if found is None:
         return None
     if found.warning:
-        _warn(found.warning)
+        warn(found.warning)
     return found.path
-
-
-@cache
-def _warn(line: str) -> None:
-    """Print it once in a process: a start may look for its checkpoint several times."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:

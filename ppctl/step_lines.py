@@ -24,21 +24,29 @@ def clock_text(seconds: float) -> str:
 def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
     """One step in fixed columns; in a short form on a screen of less than WIDE columns, as far as it fits."""
     done = f"{record['step']:>{len(str(steps))}}/{steps}"
+    stage = record.get("slowest_stage")
     if columns < WIDE:
-        line = f"{done} loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}"
+        line = f"{done} loss {figure(record, 'loss', '.3f')}  norm {figure(record, 'grad_norm', '5.2f')}"
         for more in (
-            f"  {record['tokens_per_s']:>5,.0f} tok/s",
-            f" bubble {record['bubble_fraction']:3.0%}",
-            f" slow stage {record['slowest_stage']:<2}",
+            f"  {figure(record, 'tokens_per_s', '>5,.0f')} tok/s",
+            f" bubble {figure(record, 'bubble_fraction', '3.0%')}",
+            f" slow stage {stage!s:<2}",
             f" ETA {clock_text(eta_s)}",
         ):
             line += more if len(line) + len(more) <= columns else ""
         return line
+    norm, rate = figure(record, "grad_norm", "6.3f"), figure(record, "lr", ".2e")
     return (
-        f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
-        f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}"
-        f"  slowest stage {record['slowest_stage']:<2}  ETA {clock_text(eta_s)}"
+        f"step {done}  loss {figure(record, 'loss', '.4f')}  grad norm {norm}  lr {rate}"
+        f"  {figure(record, 'tokens_per_s', '>7,.0f')} tokens/s  bubble {figure(record, 'bubble_fraction', '5.1%')}"
+        f"  slowest stage {stage!s:<2}  ETA {clock_text(eta_s)}"
     )
+
+
+def figure(record: Record, key: str, form: str) -> str:
+    """A figure of a step for people; metrics.jsonl has null for one that was not finite."""
+    value = record.get(key)
+    return "nan" if value is None else format(value, form)
 
 
 RECENT = 20
@@ -65,5 +73,6 @@ class StepLines:
         left = (self.steps - record["step"]) * (mean_step_time(self.recent) or 0.0)
         lines = [step_line(record, self.steps, left, self.columns)]
         if "eval_loss" in record:
-            lines.append(f"  held out  loss {record['eval_loss']:.4f}  over {record['eval_samples']:,} samples")
+            loss, samples = figure(record, "eval_loss", ".4f"), figure(record, "eval_samples", ",")
+            lines.append(f"  held out  loss {loss}  over {samples} samples")
         return lines

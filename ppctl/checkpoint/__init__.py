@@ -1,7 +1,8 @@
 """Checkpoints by canonical global name: atomic, verified, and readable in any cut of the model.
 
 boxes, shards      which part of a tensor, and its values; holders: who holds and who writes it
-shard_file         the file of a rank; manifest: what is in all of them; format_1: the old format
+shard_file         the file of a rank; manifest: what is in all of them; format_1: the old format; state: what is beside
+                   tensors; names: lists of tensors for people
 saver              the order of a save; disk: its work on the file system
 background         a save beside training (decision 50), from host_memory, by the node's writer
 local_copy         copies in memory that outlive the process (decision 51); local_copies: on all hosts
@@ -17,10 +18,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppctl.checkpoint.manifest import read_manifest, read_state
+    from ppctl.checkpoint.manifest import read_manifest
     from ppctl.checkpoint.reading import CheckpointReader, load
     from ppctl.checkpoint.saver import Saver, save
     from ppctl.checkpoint.shards import Shard, whole_shards
+    from ppctl.checkpoint.state import read_state
     from ppctl.checkpoint.verification import verify
 
 _HOME_OF = {
@@ -29,7 +31,7 @@ _HOME_OF = {
     "Shard": "shards",
     "load": "reading",
     "read_manifest": "manifest",
-    "read_state": "manifest",
+    "read_state": "state",
     "save": "saver",
     "verify": "verification",
     "whole_shards": "shards",

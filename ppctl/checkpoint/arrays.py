@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from ppctl.checkpoint.boxes import Box, boxes_of_run, common
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.manifest import Manifest, TensorRecord, in_order
-from ppctl.checkpoint.shard_file import DTYPES, text_of
+from ppctl.checkpoint.manifest import DTYPES, Manifest, TensorRecord
+from ppctl.checkpoint.names import in_order
+from ppctl.checkpoint.shard_file import text_of
 
 _BLOCK = 2**22
 """Elements that are compared at once."""

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ppctl.checkpoint.agreement import problems_of
 from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
-from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.saver import Saver
 from ppctl.checkpoint.shards import Shard
+from ppctl.checkpoint.state import state_text
 from ppctl.checkpoint.writer import NO_WRITER, RemoteDisk, WriterAddress
 from ppctl.errors import CheckpointError, Problem
 

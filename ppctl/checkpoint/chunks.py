@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from ppctl.checkpoint.boxes import Box, Shape, boxes_of_run, common
 from ppctl.checkpoint.manifest import CHUNK, ShardRecord, changed, damaged
 from ppctl.errors import CheckpointError
-from ppctl.files import check_regular
+from ppctl.files import open_regular
 
 _Slices = tuple[slice, ...]
 
@@ -44,8 +44,7 @@ class ChunkReader:
         Raises CheckpointError (PP-E503) where the bytes are not those that were saved, and OSError.
         """
         first = shard.bytes[0]
-        check_regular(self.path / shard.file)
-        with open(self.path / shard.file, "rb", buffering=0) as stream:
+        with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
                 run = boxes_of_run(shard.shape, (begin - first) // width, (end - first) // width)
                 boxes = [box.moved(shard.offset) for box in run]
@@ -65,8 +64,7 @@ class ChunkReader:
 
         Raises OSError.
         """
-        check_regular(self.path / shard.file)
-        with open(self.path / shard.file, "rb", buffering=0) as stream:
+        with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
                 same = self._checked(stream.fileno(), begin, end, digest) is not None
                 yield end - begin, "" if same else changed(shard.file, begin, end, name)

@@ -15,6 +15,7 @@ from ppctl import checkpoint_folder, wire
 from ppctl.checkpoint import shard_file
 from ppctl.checkpoint.holders import Writers, check_copies, choose_writers, parts_of
 from ppctl.checkpoint.manifest import (
+    DTYPES,
     FileRecord,
     Manifest,
     ShardRecord,
@@ -23,7 +24,7 @@ from ppctl.checkpoint.manifest import (
     record_whole,
     without_collections,
 )
-from ppctl.checkpoint.shard_file import DTYPES, Part
+from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 

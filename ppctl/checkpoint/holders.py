@@ -12,7 +12,7 @@ from zlib import compress, decompressobj, error
 
 from ppctl import wire
 from ppctl.checkpoint.boxes import Box, tiling_fault
-from ppctl.checkpoint.manifest import ranges
+from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.shard_file import Part, text_of
 from ppctl.errors import CheckpointError, Problem
 

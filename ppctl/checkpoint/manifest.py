@@ -9,20 +9,25 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from io import BufferedReader, BytesIO
+from itertools import groupby, islice
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 from xxhash import xxh3_128
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint_folder import MANIFEST, STATE
+from ppctl.checkpoint.boxes import Box, tiling_fault
+from ppctl.checkpoint_folder import MANIFEST
 from ppctl.errors import CheckpointError, Problem, listed, pasted
-from ppctl.files import check_regular
+from ppctl.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
+from ppctl.json_reader import Count, Line, parse, read
 
 FORMAT = 2
 OLDEST = 1
@@ -33,35 +38,56 @@ CHUNK = 16 * 2**20
 
 DIGEST = "xxh3-128"
 
+DTYPES = {
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "float32": ("F32", 4),
+    "int32": ("I32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+}
+"""torch's name -> safetensors' name, bytes of an element."""
+
+Digest = Annotated[str, re.compile(r"[0-9a-f]{32,64}")]
+FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]
+"""Of a file in the checkpoint's own directory."""
+
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""
+
+_MOST_OF_A_MANIFEST = 2**30
+_MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
 """Tensors that are named of a file that is missing or too short."""
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_DIGITS = re.compile(r"(\d+)")
-_SEAL = b',\n "seal": "'
+_BEGIN, _SEAL = b'{\n "format": 2,\n', b',\n "seal": "'
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """One file: its size, and the digest of its first `header` bytes, which no tensor's chunks cover."""
 
-    bytes: int
-    header: int
-    digest: str
+    bytes: Count
+    header: Annotated[int, range(MOST_READ_OF_A_MODEL)]
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
     """Where one part of a tensor is: `bytes` [begin, end] of `file`, little-endian and row-major."""
 
-    file: str
-    bytes: tuple[int, int]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    digests: tuple[str, ...]
+    file: FileName
+    bytes: tuple[Count, Count]
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    digests: tuple[Digest, ...]
     """One of each chunk."""
 
     @property
@@ -84,10 +110,10 @@ _SHARD = tuple(each.name for each in fields(ShardRecord))
 class TensorRecord:
     """The whole tensor's shape, its dtype by torch's name, and the parts that together are it."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[Count, ...]
+    dtype: Annotated[str, frozenset(DTYPES)]
     shards: tuple[ShardRecord, ...] = ()
-    sha256: str = ""
+    sha256: Line = ""
     """Of all values; in format 1, which has no shards."""
 
 
@@ -115,32 +141,9 @@ class Manifest:
 
     @staticmethod
     def from_text(text: bytes) -> Manifest:
-        """The inverse of `to_text`; also of format 1.
-
-        Raises ValueError, KeyError, TypeError or AttributeError for what is none, `OtherFormat` for a later one.
-        """
+        """The inverse of `to_text`; also of format 1. Raises ValueError for what is none, `OtherFormat` for others."""
         with without_collections():
-            return Manifest._from_text(text)
-
-    @staticmethod
-    def _from_text(text: bytes) -> Manifest:
-        value = json.loads(text)
-        version = value["format"]
-        if version == 1:
-            return _format_1(value)
-        if version != FORMAT:
-            raise OtherFormat(version)
-        body, _, rest = text.rpartition(_SEAL)
-        if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
-            raise ValueError("its seal (the SHA-256 at its end) does not match its content")
-        if (value["digest"], value["chunk"]) != (DIGEST, CHUNK):
-            raise OtherFormat(f"{version} with {value['digest']} of every {value['chunk']} bytes")
-        files = {name: FileRecord(**record) for name, record in value["files"].items()}
-        tensors = {
-            name: TensorRecord(tuple(record["shape"]), record["dtype"], tuple(map(_shard, record["shards"])))
-            for name, record in value["tensors"].items()
-        }
-        return Manifest(int(value["step"]), files, tensors)
+            return _sealed(text) if text.startswith(_BEGIN) else _format_1(text)
 
 
 @contextmanager
@@ -173,19 +176,62 @@ def _plain(shard: ShardRecord) -> dict[str, object]:
     return {each: getattr(shard, each) for each in _SHARD}
 
 
-def _shard(record: Mapping[str, Any]) -> ShardRecord:
-    begin, end = record["bytes"]
-    offset, shape = tuple(record["offset"]), tuple(record["shape"])
-    return ShardRecord(record["file"], (begin, end), offset, shape, tuple(record["digests"]))
+def _sealed(text: bytes) -> Manifest:
+    """Line by line, as it was written: so much of anything else is refused before it is all values in memory."""
+    body, _, rest = text.rpartition(_SEAL)
+    if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
+        raise ValueError("its seal (the SHA-256 at its end) does not match its content")
+    found: dict[str, dict[str, Any]] = {"": {}}
+    kinds: dict[str, Any] = {"": Any, "files": dict[FileName, FileRecord], "tensors": dict[Line, TensorRecord]}
+    section = ""
+    for line in BytesIO(body):
+        entry = line.strip().rstrip(b",")
+        if len(entry) > MOST_READ:
+            raise ValueError(f"it has a line of {len(entry)} bytes")
+        if entry in _SECTIONS:
+            section = _SECTIONS[entry]
+            found.setdefault(section, {})
+        elif entry != b"{":
+            found[section] |= read(kinds[section], parse(b"{%b}" % entry))
+    head = read(_Head, found[""])
+    for section in kinds.keys() - found.keys():  # an empty one is one line
+        found[section] = read(kinds[section], found[""].get(section))
+    if (head["digest"], head["chunk"]) != (DIGEST, CHUNK):
+        raise OtherFormat(f"{FORMAT} with {head['digest']} of every {head['chunk']} bytes")
+    return Manifest(head["step"], found["files"], found["tensors"])
 
 
-def _format_1(value: Mapping[str, Any]) -> Manifest:
-    files = {name: FileRecord(each["bytes"], each["bytes"], each["sha256"]) for name, each in value["files"].items()}
-    tensors = {
-        name: TensorRecord(tuple(each["shape"]), each["dtype"], (), each["sha256"])
-        for name, each in value["tensors"].items()
-    }
-    return Manifest(int(value["step"]), files, tensors, format=1)
+class _Head(TypedDict):
+    """The entries of a manifest for all its files and tensors."""
+
+    step: Count
+    digest: Line
+    chunk: Count
+
+
+_SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors", b"}": ""}
+
+
+class _File1(NamedTuple):
+    bytes: Count
+    sha256: Line
+
+
+class _Manifest1(TypedDict):
+    step: Count
+    files: dict[FileName, _File1]
+    tensors: dict[Line, TensorRecord]
+
+
+def _format_1(text: bytes) -> Manifest:
+    if len(text) > MOST_READ:
+        raise ValueError(f"it has {len(text)} bytes")
+    value = parse(text)
+    if (version := read(dict[str, Any], value).get("format")) != 1:
+        raise OtherFormat(read(Count, version))
+    found = read(_Manifest1, value)
+    files = {name: FileRecord(each.bytes, each.bytes, each.sha256) for name, each in found["files"].items()}
+    return Manifest(found["step"], files, found["tensors"], format=1)
 
 
 def digests_of(data: memoryview) -> tuple[str, ...]:
@@ -201,59 +247,67 @@ def record_whole(data: bytes) -> FileRecord:
 def read_text(path: Path) -> bytes:
     """The bytes of the manifest of the checkpoint at `path`; CheckpointError if there is none."""
     try:
-        check_regular(path / MANIFEST)
-        return (path / MANIFEST).read_bytes()
+        return read_whole(path / MANIFEST, _MOST_OF_A_MANIFEST, follow=False)
     except (FileNotFoundError, NotADirectoryError):
         message = f"there is no checkpoint at {path}" if not path.exists() else f"{path} is not a checkpoint"
         place = f"{path / MANIFEST} is missing"
         raise CheckpointError(Problem("PP-E501", message, _another(path), place)) from None
+    except OSError as error:
+        if error.errno not in ODD:
+            raise
+        raise CheckpointError(damaged(path, f"{MANIFEST}: {error.strerror}")) from None
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`; CheckpointError if it is missing, damaged or of a later format."""
-    text = read_text(path)
+    return checked_manifest(path, read_text(path))
+
+
+def checked_manifest(path: Path, text: bytes) -> Manifest:
+    """The same where its text has been read."""
     try:
-        return Manifest.from_text(text)
+        manifest = Manifest.from_text(text)
     except OtherFormat as other:
         message = f"the checkpoint at {path} has format {other}, this ppctl reads formats {OLDEST} to {FORMAT}"
         raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it")) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fault = f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        raise CheckpointError(damaged(path, fault)) from None
+    except ValueError as error:
+        raise CheckpointError(damaged(path, f"{MANIFEST} cannot be read ({error})")) from None
+    if untold := list(islice(_untold(manifest), _LISTED)):
+        raise CheckpointError([damaged(path, f"{MANIFEST}: {name}: {fault}") for name, fault in untold])
+    return manifest
 
 
-def state_text(state: Mapping[str, Any]) -> bytes:
-    """The content of `state.json`."""
-    return (json.dumps(dict(state), indent=1) + "\n").encode()
+def in_file_order(manifest: Manifest) -> Iterator[tuple[str, ShardRecord]]:
+    """Every shard with its tensor, file by file, as they lie on the disk."""
+    shards = [(name, shard) for name, record in manifest.tensors.items() for shard in record.shards]
+    yield from sorted(shards, key=lambda each: (each[1].file, each[1].bytes))
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The `state` that was saved with the checkpoint at `path`, after checking its digest."""
-    return checked_state(path, read_manifest(path))
+def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Tensors that the manifest does not describe whole, each with why: nobody could read them."""
+    for name, record in manifest.tensors.items():
+        if len(record.shape) > _MOST_DIMS or prod(extent or 1 for extent in record.shape) >= _MOST_ELEMENTS:
+            yield name, "there is no tensor of this shape"
+        elif manifest.format != 1 and (fault := tiling_fault(record.shape, (shard.box for shard in record.shards))):
+            yield name, fault
+        for shard in record.shards:
+            if fault := _shard_fault(shard, DTYPES[record.dtype][1], manifest.files.get(shard.file)):
+                yield name, fault
+    for file, found in groupby(in_file_order(manifest), key=lambda each: each[1].file):
+        end = 0
+        for name, shard in found:
+            if shard.bytes[0] < end:
+                yield name, f"bytes {shard.bytes[0]} to {end} of {file} are another tensor's, too"
+            end = shard.bytes[1]
 
 
-def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """The same where the manifest has been read."""
-    check_files(path, manifest, [STATE])
-    state: dict[str, Any] = json.loads((path / STATE).read_bytes())
-    return state
-
-
-def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
-    """Where the weights of a checkpoint's `state` began, and where those did: checkpoints, and at the end a directory.
-
-    It ends where a checkpoint of the way is not there any more, or cannot be read.
-    """
-    seen: set[str] = set()
-    while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
-        seen.add(named)
-        yield Path(named)
-        if not (Path(named) / STATE).is_file():
-            return
-        try:
-            state = read_state(Path(named))
-        except CheckpointError:
-            return
+def _shard_fault(shard: ShardRecord, width: int, file: FileRecord | None) -> str:
+    begin, end = shard.bytes
+    if file is None:
+        return f"{shard.file} is not among its files"
+    if end - begin != width * prod(shard.shape) or len(shard.digests) != -(-(end - begin) // CHUNK):
+        return f"bytes {begin} to {end} of {shard.file} are not its part"
+    return "" if file.header <= begin <= end <= file.bytes else f"bytes {begin} to {end} are not in {shard.file}"
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -265,28 +319,39 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
-    expected, file = manifest.files.get(name), path / name
+    expected = manifest.files.get(name)
     if expected is None:
         return damaged(path, f"{name} is not in its {MANIFEST}")
-    if not file.is_file():
+    try:
+        with open_regular(path / name, follow=False) as stream:
+            return _difference(path, name, manifest, expected, stream)
+    except (FileNotFoundError, NotADirectoryError):
         return damaged(path, f"{name} is missing", _lost(manifest, name, 0))
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        if manifest.format == 1 and size == expected.bytes:
-            same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
-            return None if same else damaged(path, f"{name} has changed since it was written (its SHA-256 differs)")
-        header = stream.read(expected.header)
-        same = xxh3_128(header).hexdigest() == expected.digest
-        if not same and (other := _written_as(manifest, header[:8], stream)):
-            fault = f"{name} holds what was written as {other}: bytes 0 to {expected.header}, its header, are others"
-            return damaged(path, fault, _lost(manifest, name, 0))
+    except OSError as error:
+        if error.errno not in ODD:
+            raise
+        return damaged(path, f"{name}: {error.strerror}", _lost(manifest, name, 0))
+
+
+def _difference(
+    path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
+) -> Problem | None:
+    size = os.fstat(stream.fileno()).st_size
+    if manifest.format == 1 and size == expected.bytes:
+        same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
+        return None if same else damaged(path, f"{name} has changed since it was written (its SHA-256 differs)")
+    header = stream.read(min(expected.header, size))
+    same = xxh3_128(header).hexdigest() == expected.digest
+    if not same and (other := _written_as(manifest, header[:8], stream)):
+        fault = f"{name} holds what was written as {other}: bytes 0 to {expected.header}, its header, are others"
+        return damaged(path, fault, _lost(manifest, name, 0))
     if size != expected.bytes:
         return damaged(path, f"{name} has {size} bytes instead of {expected.bytes}", _lost(manifest, name, size))
     what = "" if expected.header == expected.bytes else f": bytes 0 to {expected.header}, its header"
     return None if same else damaged(path, f"{name} has changed since it was written{what} (their {DIGEST} differs)")
 
 
-def _written_as(manifest: Manifest, begin: bytes, stream: BinaryIO) -> str:
+def _written_as(manifest: Manifest, begin: bytes, stream: BufferedReader) -> str:
     """The file of values that this one was, by its header; empty if it is none of this checkpoint."""
     length = 8 + int.from_bytes(begin, "little")
     same_length = {record.digest: name for name, record in manifest.files.items() if record.header == length}
@@ -323,35 +388,3 @@ def _another(path: Path) -> str:
         return f"ls {pasted(str(path.parent))}"
     resume = pasted(f"checkpoint.resume={others[-1]}")
     return f"ppctl resume {pasted(str(path.parent.parent))} {pasted(resume)}"
-
-
-def in_order(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within names by their value."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
-
-
-def ranges(names: Iterable[str]) -> list[str]:
-    """Names, one line for all that differ in their first number only: `model.layers.{4-7,9}.attention.wq.weight`."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    plain: list[str] = []
-    for name in names:
-        match = _NUMBER.search(name)
-        if match is None:
-            plain.append(name)
-        else:
-            groups.setdefault((name[: match.start()], name[match.end() :]), []).append(int(match[0]))
-    return sorted(plain) + [
-        f"{head}{_spans(sorted(set(found)))}{tail}" for (head, tail), found in sorted(groups.items())
-    ]
-
-
-def _spans(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"

@@ -18,16 +18,10 @@ from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, common
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.holders import check_tensors, packed_parts, parts_of
-from ppctl.checkpoint.manifest import (
-    Manifest,
-    ShardRecord,
-    check_files,
-    checked_state,
-    read_manifest,
-    read_text,
-)
+from ppctl.checkpoint.manifest import Manifest, ShardRecord, check_files, checked_manifest, read_text
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard
+from ppctl.checkpoint.state import checked_state
 from ppctl.checkpoint.verification import Kind, misfits
 from ppctl.errors import CheckpointError
 
@@ -38,6 +32,7 @@ class CheckpointReader:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._chunks = ChunkReader(path)
+        self._there: set[str] = set()
         if manifest.format == 1:
             from ppctl.checkpoint.format_1 import Reader  # it loads torch's checkpoint library
 
@@ -48,6 +43,9 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
         record = self.manifest.tensors[name]
+        files = {shard.file for shard in record.shards} - self._there
+        check_files(self.path, self.manifest, files)  # before memory is taken for what a manifest says
+        self._there |= files
         tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         self.fill(name, (0,) * len(record.shape), tensor)
         return tensor
@@ -86,7 +84,7 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
 
     def fit(wanted: list[bytes]) -> tuple[bytes, dict[str, Any]]:
         text = read_text(path)
-        manifest = read_manifest(path)
+        manifest = checked_manifest(path, text)
         _check_fit(path, manifest, {part for each in wanted for part in parts_of(each)})
         return text, checked_state(path, manifest)
 

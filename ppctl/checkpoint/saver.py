@@ -15,9 +15,9 @@ from ppctl import checkpoint_folder
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.disk import Disk, Values
 from ppctl.checkpoint.holders import packed_parts
-from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard, values_of
+from ppctl.checkpoint.state import state_text
 from ppctl.errors import CheckpointError
 
 

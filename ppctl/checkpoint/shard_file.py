@@ -16,23 +16,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.manifest import CHUNK, FORMAT, FileRecord, ShardRecord
-
-DTYPES = {
-    "float64": ("F64", 8),
-    "int64": ("I64", 8),
-    "float32": ("F32", 4),
-    "int32": ("I32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-}
-"""torch's name -> safetensors' name, bytes of an element."""
+from ppctl.checkpoint.manifest import CHUNK, DTYPES, FORMAT, FileRecord, ShardRecord
 
 
 class Part(NamedTuple):

@@ -14,8 +14,9 @@ from torch import Tensor
 from ppctl import checkpoint_folder
 from ppctl.checkpoint import shard_file
 from ppctl.checkpoint.disk import seal
-from ppctl.checkpoint.manifest import Manifest, TensorRecord, state_text
+from ppctl.checkpoint.manifest import Manifest, TensorRecord
 from ppctl.checkpoint.shards import values_of, whole_shards
+from ppctl.checkpoint.state import state_text
 
 Read = Callable[[str], Tensor]
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.checkpoint.boxes import tiling_fault
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, check_files, damaged, ranges, read_manifest
-from ppctl.checkpoint.shard_file import DTYPES, text_of
+from ppctl.checkpoint.manifest import Manifest, check_files, damaged, in_file_order, read_manifest
+from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.shard_file import text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed
@@ -55,7 +53,7 @@ def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] 
     cannot be read, OSError if the disk cannot.
     """
     manifest = read_manifest(path)
-    problems = [damaged(path, f"{name}: {fault}") for name, fault in _untold(manifest)]
+    problems: list[Problem] = []
     bad: set[str] = set()
     for name in sorted(manifest.files):
         try:
@@ -63,10 +61,8 @@ def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] 
         except CheckpointError as error:
             problems += error.problems
             bad.add(name)
-    if problems and not bad:
-        return Verified(manifest, problems, 0)  # what the manifest says means nothing
     read, reader = 0, ChunkReader(path)
-    for name, shard in _in_order(manifest) if values else ():
+    for name, shard in in_file_order(manifest) if values else ():
         if shard.file in bad:
             continue
         for size, fault in reader.faults(name, shard):
@@ -80,38 +76,6 @@ def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] 
 def bytes_of_values(manifest: Manifest) -> int:
     """What `examine` reads if every file is there."""
     return sum(shard.bytes[1] - shard.bytes[0] for record in manifest.tensors.values() for shard in record.shards)
-
-
-def _in_order(manifest: Manifest) -> Iterator[tuple[str, ShardRecord]]:
-    """Every shard with its tensor, file by file, as they lie on the disk."""
-    shards = [(name, shard) for name, record in manifest.tensors.items() for shard in record.shards]
-    yield from sorted(shards, key=lambda each: (each[1].file, each[1].bytes))
-
-
-def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Tensors that the manifest does not describe whole, each with why: nobody could read them."""
-    if manifest.format == 1:
-        return
-    for name, record in manifest.tensors.items():
-        if fault := tiling_fault(record.shape, (shard.box for shard in record.shards)):
-            yield name, fault
-        width = DTYPES.get(record.dtype, ("", -1))[1]
-        for shard in record.shards:
-            size = shard.bytes[1] - shard.bytes[0]
-            if size != width * prod(shard.shape) or len(shard.digests) != -(-size // CHUNK):
-                yield name, f"bytes {shard.bytes[0]} to {shard.bytes[1]} of {shard.file} are not its part"
-            elif shard.file not in manifest.files:
-                yield name, f"{shard.file} is not among its files"
-    yield from _overlaps(manifest)
-
-
-def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    for file, found in groupby(_in_order(manifest), key=lambda each: each[1].file):
-        end = 0
-        for name, shard in found:
-            if shard.bytes[0] < end:
-                yield name, f"bytes {shard.bytes[0]} to {end} of {file} are another tensor's, too"
-            end = shard.bytes[1]
 
 
 def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind]]) -> list[Problem]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
+from ppctl.checkpoint.manifest import Manifest, read_manifest
+from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
 from ppctl.cli import ckpt_convert, ckpt_text
 from ppctl.cli.ckpt_convert import planned_config, start_pretrained
@@ -174,7 +175,7 @@ def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Prob
     from ppctl.launch.weights import checkpoint_tensors
 
     try:
-        state = read_state(path)
+        state = run_state(path, manifest)
     except CheckpointError:
         return [], None  # it is among what is wrong with the files
     only = bool(state.get("weights_only"))

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import check_files, in_order, lineage, ranges, read_manifest, read_state
-from ppctl.checkpoint.shard_file import DTYPES, text_of
+from ppctl.checkpoint.manifest import DTYPES, check_files, read_manifest
+from ppctl.checkpoint.names import in_order, ranges
+from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.state import lineage, run_state
 from ppctl.checkpoint_folder import STATE
 from ppctl.cli.table import aligned
 from ppctl.errors import CheckpointError
@@ -44,7 +46,8 @@ def _sizes(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def contents(path: Path) -> dict[str, Any]:
     """What is in a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
-    manifest, state = read_manifest(path), read_state(path)
+    manifest = read_manifest(path)
+    state = run_state(path, manifest)
     groups: dict[str, dict[str, Any]] = {}
     for name, record in manifest.tensors.items():
         group = "optimizer" if name.startswith("optim.") else "weights"

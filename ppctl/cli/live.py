@@ -6,9 +6,7 @@ know how ranks are started.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ from ppctl.cli.runs import checkpoint_of
 from ppctl.cli.table import prose
 from ppctl.errors import visible
 from ppctl.rundir import RunDir
-from ppctl.step_lines import RECENT, clock_text, mean_step_time
+from ppctl.step_lines import RECENT, clock_text, figure, mean_step_time
 
 _CURVE = 24
 """Columns of the curve."""
@@ -71,7 +69,7 @@ class Block:
         self._ranks = range(world_size)
         self._steps = steps
         self._began = time.monotonic()
-        self._read_to = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
+        self._metrics = run.metrics_file(at=run.metrics_path.stat().st_size if run.metrics_path.exists() else 0)
         self._recent: list[dict[str, Any]] = []
         self._losses: list[float] = []
 
@@ -81,18 +79,9 @@ class Block:
         return self._training() if self._recent else self._starting()
 
     def _read(self) -> None:
-        try:
-            with open(self._run.metrics_path, "rb") as file:
-                # A resumed run drops the steps that it repeats.
-                self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
-                file.seek(self._read_to)
-                whole, _, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return
-        self._read_to += len(whole) + bool(whole)
-        for record in map(json.loads, whole.splitlines()):
+        for record in self._metrics.read():
             self._recent = [*self._recent, record][-RECENT:]
-            self._losses.append(record["loss"] or math.nan)
+            self._losses.append(record.get("loss") or math.nan)
 
     def _starting(self) -> Text:
         states = heartbeat.read_all(self._directory, self._ranks)
@@ -115,9 +104,12 @@ class Block:
             f"ETA {clock_text(left)}",
         )
         mfu = [] if last.get("mfu") is None else [f"MFU {last['mfu']:.1%}"]
-        speed = [f"{last['tokens_per_s']:,.0f} tokens/s", *mfu, f"bubble {last['bubble_fraction']:.0%}"]
-        facts = [*speed, f"slowest stage {last['slowest_stage']}", self._saved(step)]
-        return Group(bar, Text(f"loss {last['loss']:.4f}  {curve(self._losses, _CURVE)}"), Text("  ".join(facts)))
+        speed = [f"{figure(last, 'tokens_per_s', ',.0f')} tokens/s", *mfu]
+        speed.append(f"bubble {figure(last, 'bubble_fraction', '.0%')}")
+        facts = [*speed, f"slowest stage {last.get('slowest_stage')}", self._saved(step)]
+        return Group(
+            bar, Text(f"loss {figure(last, 'loss', '.4f')}  {curve(self._losses, _CURVE)}"), Text("  ".join(facts))
+        )
 
     def _saved(self, step: int) -> str:
         """The newest checkpoint, and what would be lost now."""

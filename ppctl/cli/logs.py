@@ -68,14 +68,14 @@ class _Steps:
     """The steps of a run that was not submitted, as it printed them on its terminal."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._run = run_dir
+        self._metrics = run_dir.metrics_file()
         self._lines = StepLines(run_dir.read_config().train.steps, width(WIDE))
         self.last = 0
         """The last step that was read; 0 before the first."""
 
     def read(self) -> str:
         """The lines of the steps that have been added since the last read."""
-        records = [record for record in self._run.metrics() if record["step"] > self.last]
+        records = [record for record in self._metrics.read() if record["step"] > self.last]
         self.last = records[-1]["step"] if records else self.last
         return "".join(f"{line}\n" for record in records for line in self._lines.lines(record))
 

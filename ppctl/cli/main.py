@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO, cast
 from ppctl import __version__
 from ppctl.cli.console import Screen, note, print_problems, width
 from ppctl.cli.table import aligned, folded, prose
-from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.errors import ConfigError, PpctlError, Problem, pasted
 from ppctl.files import silence
 
 USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
@@ -83,7 +83,11 @@ def _main(tokens: list[str]) -> int:
         silence(sys.stdout)  # the reader (`| head`) has ended
         return BROKEN_PIPE
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITABLE:
+        if error.filename is not None and error.strerror:
+            message = f"{error.filename} cannot be used: {error.strerror}"
+            print_problems([Problem("PP-E505", message, f"ls -ld {pasted(error.filename)}", str(error.filename))])
+            return 1
+        if error.errno not in _UNWRITABLE:
             raise
         silence(sys.stdout)
         print_problems([Problem("PP-E127", f"the output cannot be written: {error.strerror}", "df -h", "stdout")])

@@ -10,20 +10,22 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ppctl import checkpoint_folder
 from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.table import aligned, fits, folded
-from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
+from ppctl.errors import ConfigError, PpctlError, Problem, pasted
 from ppctl.processes import is_gone
 from ppctl.run_starts import QUIET, holder, is_held, quiet_for
-from ppctl.rundir import RunDir
+from ppctl.rundir import RunDir, warn
 from ppctl.runs import find_run, list_runs
 
 RUNS = Path("runs")
 """The directory of all runs, where no other is named."""
+T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
 _TIMES = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%m-%d %H:%M")
@@ -98,7 +100,8 @@ def _shown(one: dict[str, Any]) -> str:
     name = max(map(len, one))
     columns = width(UNFOLDED)
     lines = {key: folded([(f"{key:<{name}}", value)], columns, " ") for key, value in rows.items()}
-    lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
+    if "command" in rows:
+        lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
     return "\n".join(map(aligned, lines.values()))
 
 
@@ -113,7 +116,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def facts(run: RunDir) -> dict[str, Any]:
     """The facts of a run that can be read without its plan."""
-    status, metrics = run.status(), run.metrics()
+    status, metrics = run.status(), run.metrics_file(tail=True).read()
     state = _state(run, status)
     last = metrics[-1] if metrics else {}
     checkpoint = checkpoint_of(run)
@@ -128,17 +131,23 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or _why_lost(run, state),
         "checkpoint": str(checkpoint) if checkpoint else None,
-        "command": run.commands()[-1],
+        "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
     }
 
 
+def readable(read: Callable[[], T]) -> T | None:
+    """What `read` returns; None where it cannot be read, with a warning."""
+    try:
+        return read()
+    except PpctlError as error:
+        warn(error.problems[0])
+        return None
+
+
 def checkpoint_of(run: RunDir) -> Path | None:
     """The checkpoint that a start would go on from; None also if the directory cannot be read."""
-    try:
-        found = checkpoint_folder.find(run.checkpoints)
-    except CheckpointError:
-        return None
+    found = readable(lambda: checkpoint_folder.find(run.checkpoints))
     return None if found is None else found.path
 
 

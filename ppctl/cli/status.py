@@ -14,7 +14,7 @@ from typing import Any
 from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.jobs import RunJob, combined_state, job_of
 from ppctl.cli.longer import longer
-from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program
+from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import PpctlError, pasted
 from ppctl.hang.waits import published_states, root, waits
@@ -44,7 +44,7 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
     report["errors"] = [
         {key: getattr(error, key) for key in ("rank", "type", "message", "place")} for error in run.errors()
     ]
-    hosts = [host for host in run.heartbeats().values() if "host" in host]
+    hosts = [host for host in run.heartbeats().values() if host]
     report["ranks"] = sorted(
         ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),
         key=lambda row: int(row["rank"]),
@@ -64,10 +64,9 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
 
 def _progress(run: RunDir) -> dict[str, Any]:
     """The steps in all, the speed over the last twenty, and the seconds that the rest takes at it; None if unknown."""
-    records = run.metrics()
-    total = None
-    with suppress(PpctlError, OSError):
-        total = run.read_config().train.steps
+    records = run.metrics_file(tail=True).read()
+    config = readable(run.read_config)
+    total = None if config is None else config.train.steps
     step = mean_step_time(records)
     tokens = records[-1].get("tokens") if records else None
     left = None if total is None or not records else max(total - records[-1]["step"], 0)
@@ -103,17 +102,19 @@ def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
 
 def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
     """Add to each rank's row its last and current action, the rank that it waits for, and whether all wait for it."""
-    with suppress(PpctlError, OSError):  # without a readable plan the rows stay as they are
-        found = waits(run.read_plan(), published_states(run.heartbeats(), time.time(), _SILENT))
-        culprit = root(found) if any(wait.on is not None for wait in found) else None
-        for row, wait in zip(rows, found, strict=True):
-            row["done"] = None if wait.done is None else str(wait.done)
-            row["current"] = None if wait.current is None else str(wait.current)
-            row["waits_for"] = wait.on
-            row["needs"] = None if wait.needs is None else str(wait.needs)
-            row["sent"] = wait.sent
-            row["gone"] = wait.state.stopped
-            row["root"] = wait is culprit
+    if (plan := readable(run.read_plan)) is None:
+        return
+    found = waits(plan, published_states(run.heartbeats(), time.time(), _SILENT))
+    culprit = root(found) if any(wait.on is not None for wait in found) else None
+    of_rank = {wait.state.rank: wait for wait in found}
+    for row, wait in ((row, of_rank[row["rank"]]) for row in rows if row["rank"] in of_rank):
+        row["done"] = None if wait.done is None else str(wait.done)
+        row["current"] = None if wait.current is None else str(wait.current)
+        row["waits_for"] = wait.on
+        row["needs"] = None if wait.needs is None else str(wait.needs)
+        row["sent"] = wait.sent
+        row["gone"] = wait.state.stopped
+        row["root"] = wait is culprit
 
 
 def _text(report: dict[str, Any], columns: int) -> str:

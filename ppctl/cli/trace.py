@@ -9,6 +9,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ppctl.cli import trace_text
 from ppctl.cli.console import UNFOLDED, note, width
@@ -19,13 +20,17 @@ from ppctl.cli.trace_text import SeenStep
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.quantities import steps_of
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import MOST_READ_OF_A_MODEL, read_text
+from ppctl.files import read_json
+from ppctl.json_reader import read
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run
 from ppctl.schedule.measured_step import MeasuredStep, ledgers
 from ppctl.topology import RankGrid
+
+_MOST_OF_A_STEP = 2**27
+"""Bytes of its file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,10 +99,11 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
             )
         )
     try:
-        record = json.loads(read_text(found[step], MOST_READ_OF_A_MODEL))
-        measured, plan = MeasuredStep.from_json(record), run.plan_of(record["plan"]).at_step(step - 1)
+        record = read_json(found[step], dict[str, Any], _MOST_OF_A_STEP)
+        measured = MeasuredStep.from_json(record)
+        plan = run.plan_of(read(str, record.get("plan"))).at_step(step - 1)
         _check(measured, step, plan)
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+    except (OSError, ValueError, LookupError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         message = f"the file of step {step} cannot be used: {type(error).__name__}: {why}"
         others = [number for number in found if number != step]

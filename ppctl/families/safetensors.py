@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import CheckpointError, Problem, listed, pasted
-from ppctl.files import MOST_READ_OF_A_MODEL, check_regular, nearest_there, read_whole
+from ppctl.files import MOST_READ_OF_A_MODEL, nearest_there, open_regular, read_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -51,8 +51,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     other sizes than their bytes, or do not lie one behind the other: what the library itself would not open.
     """
     try:
-        check_regular(file)
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             size = file.stat().st_size
             if length > size - 8:

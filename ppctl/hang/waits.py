@@ -57,7 +57,7 @@ class Wait:
 
 def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
     """For every rank which rank it waits for, in the order of ranks."""
-    by_rank = {state.rank: state for state in states}
+    by_rank = {state.rank: state for state in states if state.rank < plan.sizes.world}
     return tuple(_wait(plan, by_rank, state) for _, state in sorted(by_rank.items()))
 
 

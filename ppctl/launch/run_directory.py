@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,12 +22,13 @@ from typing import Any
 import ppctl
 from ppctl.checkpoint_folder import AUTO
 from ppctl.config.schema import RunConfig
+from ppctl.errors import pasted
 from ppctl.heartbeat import host_name
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import count_gpus
 from ppctl.plan import Plan
 from ppctl.run_starts import set_aside, write_secret
-from ppctl.rundir import RunDir
+from ppctl.rundir import RunDir, unwritable
 from ppctl.runs import last_checkpoint
 
 _RECORDED = re.compile(r"(TORCH_)?NCCL_.*|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|SLURM_JOB_ID")
@@ -62,12 +64,20 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
-    """Set `run` to go on from `checkpoint` as `launch` says; its earlier files are kept under numbered names."""
+    """Set `run` to go on from `checkpoint` as `launch` says; its earlier files are kept under numbered names.
+
+    Raises ConfigError (PP-E610) where the directory cannot be written.
+    """
     resume = launch.config.checkpoint.resume
     if checkpoint is not None and resume != AUTO:
         resume = str(checkpoint)
-    set_aside(run)
-    _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
+    try:
+        set_aside(run)
+        _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
+    except OSError as error:
+        to = Path(tempfile.gettempdir()) / "ppctl-runs" / run.name
+        copy = f"mkdir -p {pasted(to)} && cp -r --no-preserve=mode {pasted(run.path, to)}"
+        raise unwritable(error, run.path, f"{copy} && ppctl resume {pasted(to / run.id)}", str(run.path)) from error
     return run
 
 

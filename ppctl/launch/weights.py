@@ -8,7 +8,6 @@ manifests, not weights.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -16,10 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.checkpoint_folder import MANIFEST, STATE
+from ppctl.checkpoint.manifest import damaged, read_manifest
+from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint_folder import STATE
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
+from ppctl.errors import CheckpointError, ConfigError, Problem, listed
 from ppctl.families.config_json import TRAINING, known_families, read_config
 from ppctl.families.directory import (
     CONFIG,
@@ -31,7 +32,6 @@ from ppctl.families.directory import (
     told_quantised,
 )
 from ppctl.families.safetensors import read_directory
-from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.geometry.adapters import WrongAdapters, read_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.geometry.foreign_model import Adapters, ForeignModel, foreign_of
@@ -75,8 +75,7 @@ def model_values(
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known = {field.name for field in fields(ModelConfig)} - {"from_"}
-        saved = _saved(path, STATE, "model")
-        return {name: value for name, value in saved.items() if name in known}
+        return {name: value for name, value in _saved_model(path).items() if name in known}
     config = read_config_file(path)
     if implementation == "transformers" or (
         implementation == "auto" and config.get("model_type") not in known_families()
@@ -130,16 +129,16 @@ def check_weights(path: Path, model: ModelConfig) -> list[str]:
             read_directory(path)  # its names are known to transformers, which ranks import: they compare them
         told = told_quantised(path)
         return [f"{path}: {told}"] if told else []
+    manifest = read_manifest(path)
     cut = [
-        f"{path / name}: {_size(path / name):,} bytes instead of {entry['bytes']:,}"
-        for name, entry in _saved(path, MANIFEST, "files").items()
-        if _size(path / name) != entry["bytes"]
+        f"{path / name}: {_size(path / name):,} bytes instead of {record.bytes:,}"
+        for name, record in manifest.files.items()
+        if _size(path / name) != record.bytes
     ]
     if cut:
-        raise CheckpointError(_damaged(path, "files are missing or cut short", "\n".join(cut)))
-    saved = _saved(path, MANIFEST, "tensors")
+        raise CheckpointError(damaged(path, "files are missing or cut short", "\n".join(cut)))
     shapes = model_tensors(model)
-    stored = {name.removeprefix("model."): tuple(entry["shape"]) for name, entry in saved.items()}
+    stored = {name.removeprefix("model."): record.shape for name, record in manifest.tensors.items()}
     wrong = [
         f"{name}: {list(stored[name]) if name in stored else 'not'} stored, {list(shape)} needed"
         for name, shape in shapes.items()
@@ -174,30 +173,18 @@ def _tokenizer(path: Path) -> str | None:
     """The `data.tokenizer` of the weights at `path`; None if it is not known."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
-    state = _read(path, STATE)
+    state = run_state(path)
     named: str | None = state.get("tokenizer_path")
     return named or ("byte" if state.get("tokenizer") == "byte" else None)
 
 
-def _saved(path: Path, file: str, key: str) -> Any:
-    """The value under `key` in a checkpoint's file. Raises CheckpointError (PP-E503) without one."""
-    saved = _read(path, file)
-    if key not in saved:
-        raise CheckpointError(_damaged(path, f"{file} has no {key}"))
-    return saved[key]
-
-
-def _read(path: Path, file: str) -> dict[str, Any]:
-    """A checkpoint's file. Raises CheckpointError (PP-E503) if it cannot be read."""
-    try:
-        return dict(json.loads(read_whole(path / file, MOST_READ_OF_A_MODEL)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(_damaged(path, f"{file} cannot be read ({type(error).__name__})")) from None
+def _saved_model(path: Path) -> Mapping[str, Any]:
+    """The model of a checkpoint. Raises CheckpointError (PP-E503) where it has none."""
+    model: Mapping[str, Any] | None = run_state(path).get("model")
+    if model is None:
+        raise CheckpointError(damaged(path, f"{STATE} has no model"))
+    return model
 
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
-
-
-def _damaged(path: Path, fault: str, place: str = "") -> Problem:
-    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", f"ls -l {pasted(path)}", place)

@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from ppctl.errors import Problem
+from ppctl.json_reader import Count, read
 from ppctl.plan.types import Derived, DeviceLimit, Exchange, RankCost, SmallerBatch, StageSpec, Timing, fields_of
 from ppctl.schedule.action import Action, Channel, Pair, Placement, Schedule
 from ppctl.schedule.passes import lower
@@ -25,6 +26,7 @@ LIMIT_KEYS = ("limit_bytes", "reserve_bytes", "ranks_per_device", "tight")
 _NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing", "traffic", *LIMIT_KEYS)
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
+_AS_THEY_ARE = (*_NUMBERS, "name", "layout", "stages", "pp_ranks", "derived", "provenance", "problems")
 _CALLS = "gradient_accumulation_steps"
 _OF_SIZE = tuple(name for name in SmallerBatch._fields if name != "schedule")
 
@@ -117,12 +119,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """sha256 of what the run executes: sizes, stages, schedule, costs; not of sources, texts, predicted times."""
-        data = {key: value for key, value in self._executed().items() if key not in _NOT_DIGESTED}
-        data["schedule"] = {key: value for key, value in data["schedule"].items() if key not in _TIMES}
-        if self.smaller:
-            data["smaller"] = [{k: v for k, v in each.items() if k not in _TIMES} for each in data["smaller"]]
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _digest_of(self._executed())
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one global rank has to know. Raises IndexError for a rank outside the world."""
@@ -173,31 +170,29 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`."""
-        schedule = data["schedule"]
-        sizes = ParallelSizes(data["world_size"], **data["parallel"])
+        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
+        found = read(_PlanFile, data)
+        if found["digest"] != _digest_of({key: value for key, value in data.items() if key != "digest"}):
+            raise ValueError("its digest does not match its content")
+        schedule = found["schedule"]
+        sizes = read(ParallelSizes, {"world": found["world_size"], **found["parallel"]})
         return cls(
-            name=data["name"],
+            **{name: found[name] for name in _AS_THEY_ARE},  # type: ignore[literal-required]
             sizes=sizes,
-            layout=data["layout"],
-            stages=tuple(map(StageSpec.from_json, data["stages"])),
-            pp_ranks=tuple(RankCost(**cost) for cost in data["pp_ranks"]),
             schedule=_schedule(schedule, sizes),
             num_microbatches=schedule["microbatches"],
-            gradient_accumulation_steps=schedule[_CALLS],
-            **{name: schedule[name] for name in _TIMES},
-            **{name: data[name] for name in _NUMBERS},
-            tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),
-            timing=Timing.from_json(data["timing"]),
-            traffic=tuple(tuple(Exchange(**each) for each in rank) for rank in data.get("traffic", ())),
-            limit=_limit(data),
+            **{name: schedule[name] for name in (*_TIMES, _CALLS)},  # type: ignore[literal-required]
+            tie_groups=tuple((group["name"], group["stages"]) for group in found["tie_groups"]),
+            timing=Timing.from_json(found["timing"]),
+            traffic=found.get("traffic", ()),
+            limit=_limit(found),
             smaller=tuple(
-                SmallerBatch(**{name: each[name] for name in _OF_SIZE}, schedule=_schedule(each["schedule"], sizes))
-                for each in data.get("smaller", ())
+                SmallerBatch(
+                    schedule=_schedule(each["schedule"], sizes),
+                    **{name: each[name] for name in _OF_SIZE},  # type: ignore[literal-required]
+                )
+                for each in found.get("smaller", ())
             ),
-            derived=tuple(Derived(**derived) for derived in data["derived"]),
-            provenance=dict(data["provenance"]),
-            problems=tuple(Problem(**problem) for problem in data["problems"]),
         )
 
     def _executed(self) -> dict[str, Any]:
@@ -235,24 +230,98 @@ def _rows(schedule: Schedule) -> dict[str, Any]:
     return rows
 
 
-def _schedule(data: Mapping[str, Any], sizes: ParallelSizes) -> Schedule:
+class _Rows(TypedDict):
+    """A schedule."""
+
+    name: str
+    placement: str
+    microbatches: Count
+    batched: bool
+    actions: list[str]
+    capacities: dict[Channel, Count]
+    pairs: NotRequired[list[Pair]]
+    frozen_stages: NotRequired[Count]
+
+
+class _Run(_Rows):
+    """The schedule of a plan's global batch, and its times."""
+
+    gradient_accumulation_steps: Count
+    bubble_fraction: float
+    step_time_s: float
+    time_calibrated: bool
+
+
+class _Smaller(TypedDict):
+    step: Count
+    steps: Count
+    sample: Count
+    size: Count
+    num_microbatches: Count
+    gradient_accumulation_steps: Count
+    bubble_fraction: float
+    step_time_s: float
+    schedule: _Rows
+
+
+class _TieGroup(TypedDict):
+    name: str
+    stages: tuple[Count, ...]
+
+
+class _PlanFile(TypedDict):
+    """plan.json; older ones lack some entries."""
+
+    name: str
+    world_size: Count
+    parallel: dict[str, int | str]
+    layout: str
+    stages: tuple[StageSpec, ...]
+    pp_ranks: tuple[RankCost, ...]
+    schedule: _Run
+    params_total: int
+    params_mtp: int
+    params_active: int
+    params_hf: int
+    p2p_capacity: Count | None
+    tie_groups: list[_TieGroup]
+    timing: dict[str, Any]
+    derived: tuple[Derived, ...]
+    provenance: dict[str, str]
+    problems: tuple[Problem, ...]
+    digest: str
+    traffic: NotRequired[tuple[tuple[Exchange, ...], ...]]
+    limit_bytes: NotRequired[Count | None]
+    reserve_bytes: NotRequired[int | None]
+    ranks_per_device: NotRequired[Count]
+    smaller: NotRequired[list[_Smaller]]
+
+
+def _digest_of(executed: Mapping[str, Any]) -> str:
+    data = {key: value for key, value in executed.items() if key not in _NOT_DIGESTED}
+    data["schedule"] = {key: value for key, value in data["schedule"].items() if key not in _TIMES}
+    if data.get("smaller"):
+        data["smaller"] = [{k: v for k, v in each.items() if k not in _TIMES} for each in data["smaller"]]
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _schedule(data: _Rows, sizes: ParallelSizes) -> Schedule:
     return Schedule(
         data["name"],
         Placement(data["placement"], sizes.pp, sizes.num_stages),
         data["microbatches"],
         tuple(tuple(map(Action.parse, text.split())) for text in data["actions"]),
-        {Channel.parse(text): size for text, size in data["capacities"].items()},
+        data["capacities"],
         data["batched"],
-        frozenset(map(Pair.parse, data.get("pairs", ()))),
+        frozenset(data.get("pairs", ())),
         data.get("frozen_stages", 0),
     )
 
 
-def _limit(data: Mapping[str, Any]) -> DeviceLimit | None:
+def _limit(data: _PlanFile) -> DeviceLimit | None:
     """The limit of a plan as JSON; None as well of one that was written before limits were."""
-    if data.get("limit_bytes") is None:
-        return None
-    return DeviceLimit(data["limit_bytes"], data["reserve_bytes"], data["ranks_per_device"])
+    limit, reserve = data.get("limit_bytes"), data.get("reserve_bytes")
+    return None if limit is None or reserve is None else DeviceLimit(limit, reserve, data["ranks_per_device"])
 
 
 @dataclass(frozen=True, slots=True)

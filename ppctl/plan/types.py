@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ppctl.geometry.layers import Layer, parse_layers
+from ppctl.geometry.layers import Layer
+from ppctl.json_reader import read
 from ppctl.schedule.action import Schedule
 
 
@@ -24,11 +25,6 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
-        """From `{"shape": [1, 4096, 4096], "dtype": "bfloat16"}`."""
-        return cls(tuple(data["shape"]), data["dtype"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +58,6 @@ class StageSpec:
         edges = {edge: [fields_of(spec) for spec in getattr(self, edge)] for edge in ("receives", "sends")}
         found = {**fields_of(self), "layers": list(map(str, self.layers)), **edges}
         return {key: value for key, value in found.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StageSpec:
-        """The inverse of `to_json`."""
-        edges = {edge: tuple(map(TensorSpec.from_json, data[edge])) for edge in ("receives", "sends")}
-        return cls(**{**data, "layers": parse_layers(data["layers"]), **edges})
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +176,8 @@ class Timing:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Timing:
-        """The inverse of `to_json`."""
-        stages = tuple(StageCost(**cost) for cost in data["stages"])
-        critical = tuple(data["critical"].items())
-        return cls(**{**data, "stages": stages, "critical": critical, "bubbles": tuple(data["bubbles"])})
+        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
+        return read(cls, {**data, "critical": list(read(dict[str, float], data.get("critical")).items())})
 
 
 class SmallerBatch(NamedTuple):

@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
+from ppctl.checkpoint.manifest import Manifest, read_manifest
+from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.errors import CheckpointError, Problem, pasted
@@ -43,7 +45,7 @@ def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
         progress(name, next(counter), len(names))
         return _mean(name, readers)
 
-    first = read_state(sources[0])
+    first = run_state(sources[0])
     state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": first.get("model", {})}
     state["averaged"] = [str(path.absolute()) for path in sources]
     state |= {key: first[key] for key in ("source", "tokenizer", "tokenizer_path") if key in first}

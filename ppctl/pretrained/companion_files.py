@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.checkpoint.manifest import lineage
+from ppctl.checkpoint.state import lineage
 from ppctl.checkpoint_folder import STATE
 from ppctl.errors import PpctlError
 from ppctl.families.config_json import foreign_keys

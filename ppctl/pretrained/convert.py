@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
+from ppctl.checkpoint.manifest import Manifest, read_manifest
+from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
@@ -143,7 +145,8 @@ def export_checkpoint(
     The files of the tokenizer that it was trained with go beside them, if there are any, and settings of the directory
     that training began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
     """
-    manifest, state = read_manifest(checkpoint), read_state(checkpoint)
+    manifest = read_manifest(checkpoint)
+    state = run_state(checkpoint, manifest)
     model = saved_model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
     shapes, foreign = model_tensors(model), foreign_of(model)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.manifest import ranges
+from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig

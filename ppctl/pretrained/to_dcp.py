@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ppctl.checkpoint.manifest import read_manifest, read_state
+from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.state import run_state
 from ppctl.config.schema import ModelConfig
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import STACKED, STACKED_EXPERT, Rows, is_stacked, written
@@ -67,7 +68,8 @@ def export_dcp(
 
     Raises ConfigError (PP-E525 where `out` is taken) and CheckpointError (PP-E502, PP-E503).
     """
-    manifest, state = read_manifest(checkpoint), read_state(checkpoint)
+    manifest = read_manifest(checkpoint)
+    state = run_state(checkpoint, manifest)
     model = saved_model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
     dtypes = saved_dtypes(checkpoint, manifest, model, dtype)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
+from ppctl.json_reader import Count, read
 from ppctl.schedule.action import COMPUTE, PASSED_ON, Op, Placement, Schedule
 from ppctl.schedule.trace import Span, Trace
 
@@ -52,10 +53,9 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
-        """The inverse of `to_json`. Raises ValueError, TypeError or LookupError where it is none of its results."""
-        if data["version"] != _VERSION:
-            raise ValueError(f"version {data['version']!r} of its format is not known")
-        return cls(data["step"], tuple(_rank_of(*rank) for rank in data["ranks"]))
+        """The inverse of `to_json`. Raises ValueError where it is none of its results."""
+        found = read(_File, data)
+        return cls(found["step"], tuple(_rank_of(*rank) for rank in found["ranks"]))
 
     def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
         """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError where the step
@@ -68,12 +68,17 @@ class MeasuredStep:
         return Trace(len(pipeline), tuple(sorted(spans, key=lambda span: span.start)), schedule.pairs)
 
 
-def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, actions: Sequence[Sequence[int]]) -> RankStamps:
-    """From microseconds; raises as `MeasuredStep.from_json`."""
-    stamps = [(index, start, over) for index, start, over in actions]
-    numbers = [begin, pipeline_end, agreed, end, *(number for stamp in stamps for number in stamp)]
-    if any(type(number) is not int for number in numbers) or any(index < 0 for index, _, _ in stamps):
-        raise ValueError("its stamps are not whole microseconds")
+_Stamp = tuple[Count, int, int]
+
+
+class _File(TypedDict):
+    version: Literal[1]
+    step: Count
+    ranks: list[tuple[int, int, int, int, list[_Stamp]]]
+
+
+def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Sequence[_Stamp]) -> RankStamps:
+    """From microseconds."""
     timed = [(index, 1e-6 * start, 1e-6 * over) for index, start, over in stamps]
     return RankStamps(1e-6 * begin, 1e-6 * pipeline_end, 1e-6 * agreed, 1e-6 * end, timed)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from ppctl import checkpoint
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, boxes_of_run
-from ppctl.checkpoint.manifest import read_manifest, read_state
+from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.schema import ModelConfig
@@ -245,7 +246,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     The state's `sample_order` is 1 where the checkpoint is older than that entry. Raises CheckpointError where the
     data, or the order of its samples, is not what the checkpoint was trained on: its position would mean nothing.
     """
-    saved_by = read_state(path)
+    saved_by = run_state(path)
     if saved_by.get("weights_only"):
         start_from(session, path)
         return {"step": 0, "consumed_samples": 0, "sample_order": SAMPLE_ORDER}
@@ -254,7 +255,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         state = checkpoint.load(path, session_shards(session))
     except CheckpointError as error:
         misfit = any(problem.code == "PP-E502" for problem in error.problems)
-        saved = read_state(path)["model"] if misfit else {}
+        saved = run_state(path)["model"] if misfit else {}
         raise CheckpointError(with_sizes(error.problems, saved, asdict(session.config.model))) from error
     return continued(session, state, path)
 

@@ -52,5 +52,5 @@ def test_a_failure_of_another_version_is_read_with_what_it_has(unknown: dict) ->
     [(RankFailure.from_json, {"message": "boom"}), (lambda row: RankState.from_json(row, "a"), {"rank": 0})],
 )
 def test_what_is_no_such_record_is_an_error(read, record: dict) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError):
         read(record)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from evaluated_runs import config_of, text
 from ranks import RanksFailed, run_ranks
 
-from ppctl.checkpoint.manifest import MANIFEST, STATE, read_manifest, read_state, record_whole
-from ppctl.checkpoint_folder import candidates
+from ppctl.checkpoint.manifest import read_manifest, record_whole
+from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.loop import train

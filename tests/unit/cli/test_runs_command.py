@@ -135,7 +135,7 @@ def test_heartbeats_that_are_older_than_the_last_step_of_a_lost_run_are_not_told
     runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], beat: int, told: bool
 ) -> None:
     row = {"version": 1, "rank": 0, "state": "starting", "step": beat, "index": -1, "since": 2000.0, "working": False}
-    row |= {"stopped": False, "pid": 1, "exchanges": []}
+    row |= {"stopped": False, "pid": 1, "exchanges": [0, 0, 0, 0]}
     runs["dead"].write_heartbeats("node", {"host": "node", "time": 2000.0, "ranks": [row]})
     os.utime(runs["dead"].path / "heartbeats" / "node.json", (2000.0, 2000.0))
     assert main(["status", "dead"]) == 0

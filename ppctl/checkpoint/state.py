@@ -1,0 +1,122 @@
+"""state.json: what a checkpoint has beside tensors.
+
+Knows which entries a run writes, and their types. Must not know torch, nor what a run does with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from ppctl import checkpoint_folder
+from ppctl.checkpoint.manifest import Manifest, check_files, damaged, read_manifest
+from ppctl.checkpoint_folder import STATE
+from ppctl.config.keys import keys
+from ppctl.config.mapping import converted_value
+from ppctl.errors import CheckpointError
+from ppctl.files import MOST_READ, read_whole
+from ppctl.json_reader import Count, Line, parse, read
+
+
+class _Model(TypedDict):
+    from_: Line | None
+
+
+def _check_model(values: Mapping[str, Any]) -> None:
+    """Raise ValueError unless these are values of ModelConfig; of a later version's fields nothing is known."""
+    read(_Model, {"from_": None, **values})
+    for key in keys().values():
+        if key.name.startswith("model.") and key.attribute in values and not key.is_callable:
+            value = converted_value(key.name, values[key.attribute])
+            if key.limit and not key.allows(value):
+                raise ValueError(f"{key.name} takes {key.limit.words}, not {value!a:.60}")
+
+
+class _Scale(TypedDict):
+    scale: float
+    good_steps: Count
+    chances: Count
+
+
+class RunState(TypedDict, total=False):
+    """What a run, or a command that makes weights, saves; older versions saved less."""
+
+    step: Count
+    consumed_samples: Count
+    sample_order: Count
+    seed: int
+    seq_length: Count
+    data_path: str | list[str | float | list[str | float] | dict[str, str | float]] | None
+    validation_split: float
+    tokenizer: Line
+    tokenizer_path: Line | None
+    data_format: Line | None
+    data_text_key: str | None
+    data_chat_template: str | None
+    data_pack: bool | None
+    data_too_long: Line | None
+    data_digest: Line | None
+    optimizer: Line
+    layout: str
+    parallel: dict[Line, Count | Line]
+    model: Annotated[dict[Line, Any], _check_model]
+    loss_scale: _Scale | None
+    weights_only: bool
+    source: Line
+    averaged: list[Line]
+
+
+def state_text(state: Mapping[str, Any]) -> bytes:
+    """The content of `state.json`."""
+    return (json.dumps(dict(state), indent=1) + "\n").encode()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The `state` that was saved with the checkpoint at `path`, whoever saved it, after checking its digest."""
+    return checked_state(path, read_manifest(path))
+
+
+def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The same where the manifest has been read."""
+    state: dict[str, Any] = _checked(path, manifest, dict[str, Any])
+    return state
+
+
+def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
+    """The same of what ppctl itself saved. Raises CheckpointError (PP-E503) where it cannot have saved it."""
+    manifest = manifest or read_manifest(path)
+    state: dict[str, Any] = _checked(path, manifest, RunState)
+    steps = {manifest.step, state.get("step", manifest.step)}
+    if checkpoint_folder.is_step(path):
+        steps.add(checkpoint_folder.step_of(path))
+    if len(steps) > 1:
+        told = ", ".join(map(str, sorted(steps)))
+        raise CheckpointError(damaged(path, f"its name, its manifest and {STATE} name different steps ({told})"))
+    return state
+
+
+def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
+    check_files(path, manifest, [STATE])
+    try:
+        return read(kind, parse(read_whole(path / STATE, MOST_READ, follow=False)))
+    except ValueError as error:
+        raise CheckpointError(damaged(path, f"{STATE}: {error}")) from None
+
+
+def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
+    """Where the weights of a checkpoint's `state` began, and where those did: checkpoints, and at the end a directory.
+
+    It ends where a checkpoint of the way is not there any more, or cannot be read.
+    """
+    seen: set[str] = set()
+    while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
+        seen.add(named)
+        yield Path(named)
+        if not (Path(named) / STATE).is_file():
+            return
+        try:
+            state = dict(run_state(Path(named)))
+        except CheckpointError:
+            return
