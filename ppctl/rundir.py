@@ -36,15 +36,14 @@ if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
     from ppctl.plan import Plan
 
-
 T = TypeVar("T")
+_Tree = dict[str, Any]
 _MOST_OF_A_CONFIG, _MOST_OF_A_PLAN = 2**22, 2**27
 _ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
 
 def printable(path: Path) -> Path:
-    """`path`; raises ConfigError (PP-E610) if it has control characters, from the working directory's name perhaps:
-    scripts, logs and other programs could not hold it as one line."""
+    """`path`; raises ConfigError (PP-E610) if it has control characters: scripts and logs hold it as one line."""
     if CONTROL.search(str(path)):
         message = f"the run directory would have control characters in its path: {path}"
         raise ConfigError(Problem("PP-E610", message, _ELSEWHERE, "log.dir"))
@@ -102,10 +101,7 @@ class RunDir:
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml
 
-        def mapping(data: bytes) -> dict[str, Any]:
-            return read(dict[str, Any], read_yaml(data.decode())[0])
-
-        tree = self._parsed("config.yaml", mapping, _MOST_OF_A_CONFIG)
+        tree = self._parsed("config.yaml", lambda data: read(_Tree, read_yaml(data.decode())[0]), _MOST_OF_A_CONFIG)
         return from_mapping(tree, lambda key: f"{self.path / 'config.yaml'}: {key}")
 
     def write_plan(self, plan: Plan) -> None:
@@ -117,7 +113,7 @@ class RunDir:
         """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) where it is missing or no plan."""
         from ppctl.plan import Plan
 
-        return self._parsed(name, lambda data: Plan.from_json(read(dict[str, Any], parse(data))), _MOST_OF_A_PLAN)
+        return self._parsed(name, lambda data: Plan.from_json(parse(data)), _MOST_OF_A_PLAN)
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write env.json."""
