@@ -134,7 +134,7 @@ class _Sorter:
         known = foreign(flag, value, batch)
         if known is not None:
             self.foreign.append((known, self.found.problems[-1]))
-            self.line += [known.override] * bool(known.override)
+            self.line += map(pasted, shlex.split(known.override))
 
     def _global_batch(self) -> str:
         """The global batch size wherever it stands on the line; empty where it does not, or where it is grown to."""

@@ -86,7 +86,7 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
 
     typed = pasted(*filter(None, (flag, value)))
     if flag in FIXED:
-        return Foreign(typed, pasted(*FIXED[flag].split()))
+        return Foreign(typed, FIXED[flag])
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
         return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:

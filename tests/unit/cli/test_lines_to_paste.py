@@ -43,13 +43,12 @@ TYPED = """
     submit +recipe=quickstart launch.device=cpu log.dir={}
     submit launch.device=cpu launch.after={}
     data show {}
-    data tokenize {}.txt --out {}-out
+    data tokenize {}.txt {}-out
     data show {}-out --document 9
     ckpt inspect {}
     ckpt verify {r}
-    ckpt prune {r}
+    ckpt prune {r} --keep 1 --dry-run
     runs show {}
-    runs {}
     status {r}
     logs {r}
     trace {r}
@@ -77,6 +76,7 @@ def lines(words: list[str]) -> list[str]:
     with redirect_stdout(out), redirect_stderr(out):
         main(words)
     text = out.getvalue()
+    assert "usage:" not in text, words
     found = []
     for tried in re.findall(r"^  try: .*(?:\n {7}\S.*)*", text, re.MULTILINE):
         found += [line.strip().removeprefix("try: ") for line in tried.splitlines()]
