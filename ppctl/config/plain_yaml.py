@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_DEEPEST = 32
+_DEEPEST, _MOST = 32, 2**16
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -18,12 +18,12 @@ def parse(text: str) -> dict[str, Any]:
     depth = 0
     try:
         # Before anything is built: what builds it calls itself for every level, in C.
-        for event in yaml.parse(text, _LOADER):
+        for number, event in enumerate(yaml.parse(text, _LOADER)):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"*{event.anchor}: ppctl writes no aliases")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise ValueError("it is nested too deeply")
+            if depth > _DEEPEST or number > _MOST:
+                raise ValueError("it is nested too deeply, or has too many values")
         tree = yaml.load(text, _LOADER)
     except (yaml.YAMLError, TypeError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split())) from None
