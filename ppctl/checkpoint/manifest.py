@@ -61,7 +61,7 @@ FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""
 
-_MOST_OF_A_MANIFEST = 2**30
+_MOST_OF_A_MANIFEST, _MOST_OF_A_HEAD = 2**30, 64
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
@@ -183,16 +183,21 @@ def _sealed(text: bytes) -> Manifest:
         raise ValueError("its seal (the SHA-256 at its end) does not match its content")
     found: dict[str, dict[str, Any]] = {"": {}}
     kinds: dict[str, Any] = {"": Any, "files": dict[FileName, FileRecord], "tensors": dict[Line, TensorRecord]}
-    section = ""
-    for line in BytesIO(body):
+    section, lines = "", BytesIO(body)
+    next(lines)
+    for line in lines:
         entry = line.strip().rstrip(b",")
         if len(entry) > MOST_READ:
             raise ValueError(f"it has a line of {len(entry)} bytes")
-        if entry in _SECTIONS:
-            section = _SECTIONS[entry]
-            found.setdefault(section, {})
-        elif entry != b"{":
-            found[section] |= read(kinds[section], parse(b"{%b}" % entry))
+        if section and entry == b"}":
+            section = ""
+        elif not section and (begun := _SECTIONS.get(entry, "")) and begun not in found:
+            section, found[begun] = begun, {}
+        else:
+            added = read(kinds[section], parse(b"{%b}" % entry))
+            if not added or added.keys() & found[section].keys() or len(found[""]) > _MOST_OF_A_HEAD:
+                raise ValueError("it has a line that is no entry, or one that it has already")
+            found[section] |= added
     head = read(_Head, found[""])
     for section in kinds.keys() - found.keys():  # an empty one is one line
         found[section] = read(kinds[section], found[""].get(section))
@@ -209,7 +214,7 @@ class _Head(TypedDict):
     chunk: Count
 
 
-_SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors", b"}": ""}
+_SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors"}
 
 
 class _File1(NamedTuple):
