@@ -106,7 +106,8 @@ class Result(TypedDict, total=False):
     state: Annotated[str, frozenset(STATES)]
     step: Step
     loss: Figure
-    sample: dict[str, str] | None
+    sample: dict[str, Any] | None
+    """Texts of any characters: the model may write each."""
     start_up: dict[Line, float] | None
 
 

@@ -391,5 +391,4 @@ def _another(path: Path) -> str:
     others = [other for other in checkpoint_folder.complete(path.parent) if other != path]
     if not others:
         return f"ls {pasted(str(path.parent))}"
-    resume = pasted(f"checkpoint.resume={others[-1]}")
-    return f"ppctl resume {pasted(str(path.parent.parent))} {pasted(resume)}"
+    return pasted("ppctl", "resume", path.parent.parent, f"checkpoint.resume={others[-1]}")

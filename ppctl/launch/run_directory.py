@@ -10,7 +10,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -75,9 +74,8 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
         set_aside(run)
         _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     except OSError as error:
-        to = Path(tempfile.gettempdir()) / "ppctl-runs" / run.name
-        copy = f"mkdir -p {pasted(to)} && cp -r --no-preserve=mode {pasted(run.path, to)}"
-        raise unwritable(error, run.path, f"{copy} && ppctl resume {pasted(to / run.id)}", str(run.path)) from error
+        copy = f'to="$(mktemp -d)" && cp -r --no-preserve=mode {pasted(run.path)} "$to"'
+        raise unwritable(error, run.path, f'{copy} && ppctl resume "$to"/{pasted(run.id)}', str(run.path)) from error
     return run
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ class RankStages:
         A rank that loads its stages alone, or through torch's checkpoints, does not see the other uses. Raises
         CheckpointError (PP-E504) on all ranks, with the names.
         """
-        if not self._source.ties or agreed(self._ranks, "see who loaded", lambda: self._compared, joined=all):
+        loaded = partial(agreed, self._ranks, "see who loaded", lambda: self._compared, of=bool, to=bool, joined=all)
+        if not self._source.ties or loaded():
             return
 
         def conclude(ranks: list[dict[str, str]]) -> None:
@@ -118,7 +120,7 @@ class RankStages:
             if unequal:
                 raise CheckpointError(_unequal(unequal, "PP-E504"))
 
-        agreed(self._ranks, "compare shared parameters", self._digests, joined=conclude)
+        agreed(self._ranks, "compare shared parameters", self._digests, of=dict[str, str], joined=conclude)
         self._compared = True
 
     def _digests(self) -> dict[str, str]:

@@ -301,7 +301,7 @@ def test_fields_that_do_not_fit_each_other_are_said_with_their_values(tmp_path: 
     ("kind", "remedy"),
     [
         ("Roberta", "model.hf_overrides.is_decoder=true"),
-        ("Llama4", 'save_pretrained(argv[2])" {0} {0}-text'),
+        ("Llama4", "save_pretrained(argv[2])' {0} {0}-text"),
         ("Phi4Multimodal", "a directory with"),
     ],
 )

@@ -15,7 +15,7 @@ from ppctl.rank.rendezvous import OwnRank
 
 def device(config: RunConfig, rank: int, ranks: int) -> torch.device:
     """Of one of `ranks` of a machine, in a pipeline of all of them."""
-    plan = SimpleNamespace(sizes=SimpleNamespace(pp=ranks), params_active=1, params_total=1)
+    plan = SimpleNamespace(sizes=SimpleNamespace(pp=ranks), routed=False)
     shared = SimpleNamespace(config=config, plan=plan)
     return worker._device(shared, OwnRank(rank, rank, ranks, ranks))
 

@@ -269,7 +269,7 @@ def test_one_that_cannot_be_written_is_not_resumed(run: RunDir) -> None:
     launch = Launch(run.read_config(), run.read_plan(), "ppctl resume one")
     with pytest.raises(ConfigError, match="PP-E610: the run directory cannot be written") as refused:
         go_on(run, launch, None)
-    assert refused.value.problems[0].remedy.startswith("mkdir -p ")
+    assert refused.value.problems[0].remedy.startswith('to="$(mktemp -d)" && cp -r ')
 
 
 @pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "command.txt", "logs/rank-0000.log"])
