@@ -161,7 +161,8 @@ def _scale_down(draft: Draft, scale: str, typed: Collection[str]) -> None:
     table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]
     lines = [f"scale={scale} keeps {KEEPS[scale]}, and makes small:", *table]
     if "train.steps" not in typed:
-        lines.append(steps_in_words(convert(draft.tree, draft.place)[0]))
+        config = convert(draft.tree, draft.place)[0]
+        lines.append(steps_in_words(within_limits(config, list(beyond_limits(config)))))
     draft.notes.append("\n".join(lines))
 
 
