@@ -37,7 +37,7 @@ def _check_model(values: Mapping[str, Any]) -> None:
 class _Scale(TypedDict):
     scale: float
     good_steps: Count
-    chances: Count
+    chances: int
 
 
 class RunState(TypedDict, total=False):
