@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -352,6 +353,16 @@ class RunDir:
                     open_regular(file, follow=False).close()
             except OSError as error:
                 raise ConfigError(_odd(file, error.strerror)) from error
+
+
+def open_log(path: Path) -> BufferedReader:
+    """Open a log to read it. Raises FileNotFoundError, and ConfigError (PP-E559) where it is no file."""
+    try:
+        return open_regular(path, follow=False)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(_odd(path, error.strerror)) from error
 
 
 def _odd(file: Path, reason: object) -> Problem:

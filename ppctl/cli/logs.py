@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from ppctl.cli.console import note, width
 from ppctl.cli.runs import STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.rundir import RunDir
+from ppctl.rundir import RunDir, open_log
 from ppctl.step_lines import WIDE, StepLines
 
 
@@ -58,7 +59,7 @@ class _LogFile:
     def read(self) -> str:
         """What has been added since the last read."""
         text = ""
-        with suppress(FileNotFoundError), open(self._path, encoding="utf-8", errors="replace") as file:
+        with suppress(FileNotFoundError), TextIOWrapper(open_log(self._path), "utf-8", "replace") as file:
             file.seek(self._at)
             text, self._at = file.read(), file.tell()
         return text
