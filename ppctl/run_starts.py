@@ -20,7 +20,7 @@ from typing import Any
 
 from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import TAKEN, lock, release, write_atomically
+from ppctl.files import TAKEN, lock, read_text, release, write_atomically
 from ppctl.processes import identity
 from ppctl.run_records import Holder
 from ppctl.rundir import RunDir
@@ -131,12 +131,13 @@ def secret_of(run: RunDir) -> bytes | None:
 
 
 def _own_text(path: Path) -> str:
-    """The first bytes of a file of this user's; empty where it is another's, no file, or not there."""
+    """The first bytes of a file of this user's alone; empty where others read or have named it, or there is no file."""
     with suppress(OSError, ValueError):  # ValueError: a path with a NUL in it
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if own and not found.st_mode & 0o077 and found.st_nlink == 1:  # a link may be another's, to a known text
                 return file.read(65).decode("latin-1")
     return ""
 
@@ -154,8 +155,8 @@ def begin_start(run: RunDir, name: str) -> None:
 def start_name(run: RunDir) -> str:
     """The name of the newest start; empty for a run that was not submitted."""
     try:
-        return (run.path / "life").read_text(encoding="utf-8")
-    except OSError:
+        return read_text(run.path / "life")
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

@@ -341,22 +341,22 @@ class RunDir:
             return {}
 
     def _leave_out(self, name: str, reason: object) -> None:
-        warn(_odd(self.path / name, f"{reason}; it is left out"))
+        warn(odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
         """Raise ConfigError (PP-E559) where what the next start copies or adds to is no file: it may have no end."""
         names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
-        for file in (*(self.path / name for name in names), *(self.path / "logs").glob("*")):
+        for file in filter(os.path.lexists, (*(self.path / name for name in names), *(self.path / "logs").glob("*"))):
             try:
-                if os.path.lexists(file):
-                    open_regular(file, follow=False).close()
+                open_regular(file, follow=False).close()
             except OSError as error:
-                raise ConfigError(_odd(file, error.strerror)) from error
+                raise ConfigError(odd(file, error.strerror)) from error
 
 
-def _odd(file: Path, reason: object) -> Problem:
-    message = f"{file} is not what ppctl writes: {reason}"
-    return Problem("PP-E559", message, f"mv {pasted(file, f'{file}.damaged')}", str(file))
+def odd(file: Path, why: object) -> Problem:
+    """The problem of a file of a run that ppctl has not written."""
+    remedy = f"mv {pasted(file, f'{file}.damaged')}"
+    return Problem("PP-E559", f"{file} is not what ppctl writes: {why}", remedy, str(file))
 
 
 def unwritable(error: OSError, directory: Path, remedy: str, place: str) -> ConfigError:

@@ -9,13 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from ppctl.cli.console import note, width
 from ppctl.cli.runs import STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.rundir import RunDir
+from ppctl.files import open_regular
+from ppctl.rundir import RunDir, odd
 from ppctl.step_lines import WIDE, StepLines
 
 
@@ -57,8 +58,13 @@ class _LogFile:
 
     def read(self) -> str:
         """What has been added since the last read."""
-        text = ""
-        with suppress(FileNotFoundError), open(self._path, encoding="utf-8", errors="replace") as file:
+        try:
+            opened = open_regular(self._path, follow=False)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise ConfigError(odd(self._path, error.strerror)) from error
+        with TextIOWrapper(opened, "utf-8", "replace") as file:
             file.seek(self._at)
             text, self._at = file.read(), file.tell()
         return text

@@ -293,6 +293,8 @@ def _environment(variables: Iterable[str], usual: Mapping[str, Any]) -> Iterator
     for name in variables:
         if name in RANK_VARIABLES:
             message = f"launch.env cannot set {name}: it differs between ranks, and the launcher sets it for each"
+        elif name == "PPCTL_SECRET":
+            message = "launch.env cannot set PPCTL_SECRET: others can read config.yaml and the job script; use export"
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             message = f"launch.env cannot set {name!r}: letters, digits and _ make the name of a variable"
         else:

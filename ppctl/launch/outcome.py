@@ -6,12 +6,14 @@ rank that loses its connection because another rank died raises an error too; su
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ppctl.files import open_regular
 from ppctl.hang.waits import schedule_of
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.rundir import RunDir
@@ -170,7 +172,9 @@ def _other_ranks(later: Sequence[RankFailure], world_size: int) -> str:
 
 def _last_lines(run: RunDir, rank: int) -> list[str]:
     try:
-        text = run.log(rank).read_bytes()[-4096:].decode(errors="replace")
+        with open_regular(run.log(rank), follow=False) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            text = file.read().decode(errors="replace")
     except OSError:
         return []
     return [line for line in text.splitlines() if line.strip()][-3:]

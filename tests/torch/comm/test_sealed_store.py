@@ -108,6 +108,19 @@ def put_link(file: Path) -> None:
     file.symlink_to("elsewhere")
 
 
+def put_readable(file: Path) -> None:
+    file.write_text("0" * 64)
+    file.chmod(0o640)
+
+
+def put_hard_link(file: Path) -> None:
+    """A file of this user's, to which a stranger may have made the link: one of whose text the stranger knows."""
+    other = file.with_name("elsewhere")
+    other.write_text("0" * 64)
+    other.chmod(0o600)
+    file.hardlink_to(other)
+
+
 def put_others(file: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to make a file of another user's")
@@ -126,6 +139,8 @@ def put_others(file: Path) -> None:
         lambda file: file.write_bytes(b"\xff" * 64),
         put_fifo,
         put_link,
+        put_readable,
+        put_hard_link,
         put_others,
     ],
 )

@@ -284,6 +284,16 @@ def test_what_a_start_adds_to_or_copies_has_an_end(run: RunDir, name: str) -> No
         clear(run.path / name)
 
 
+def test_a_log_has_an_end(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """What opens a pipe waits for ever, and a device's text fills the memory."""
+    (run.path / "logs").mkdir()
+    for odd in (put_pipe, put_device):
+        odd(run.log(0))
+        assert main(["logs", str(run.path), "--rank", "0"]) == 2
+        assert "PP-E559" in capsys.readouterr().err
+        clear(run.log(0))
+
+
 def test_a_config_has_no_aliases(run: RunDir) -> None:
     """Ten levels of them are a thousand million values."""
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]

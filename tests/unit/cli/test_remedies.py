@@ -34,7 +34,7 @@ WRONG = [
         "launch.target=k8s", "launch.time=soon", "launch.time=1", "launch.container_mounts=[a:b]",
         "train.exit_after=soon", "launch.srun_args=[-n4]", "launch.python=", "launch.max_requeues=-1",
         "launch.health_check=", "launch.setup=3", "launch.signal_lead=0", "launch.code=mine",
-        "launch.env=3", "launch.env={A: [1]}", "launch.env.RANK=7",
+        "launch.env=3", "launch.env={A: [1]}", "launch.env.RANK=7", "launch.env.PPCTL_SECRET=x",
         "launch.env.A-B=1", "launch.env={A b: 1}", "launch.device_memory=-1", "launch.device_memory=1KiB",
         "train.eval_interval=-1", "train.eval_interval=3", "train.nonfinite=skip",
         "train.seed=-1", "parallel.cpu_offloading=true",
