@@ -73,14 +73,9 @@ def state_text(state: Mapping[str, Any]) -> bytes:
     return (json.dumps(dict(state), indent=1) + "\n").encode()
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """The `state` that was saved with the checkpoint at `path`, whoever saved it, after checking its digest."""
-    return checked_state(path, read_manifest(path))
-
-
-def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """The same where the manifest has been read."""
-    state: dict[str, Any] = _checked(path, manifest, dict[str, Any])
+    state: dict[str, Any] = _checked(path, manifest or read_manifest(path), dict[str, Any])
     return state
 
 
