@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from typing import Any
 
 from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import TAKEN, lock, release, write_atomically
+from ppctl.files import TAKEN, lock, open_regular, release, write_atomically
 from ppctl.processes import identity
 from ppctl.run_records import Holder
 from ppctl.rundir import RunDir
@@ -132,12 +131,9 @@ def secret_of(run: RunDir) -> bytes | None:
 
 def _own_text(path: Path) -> str:
     """The first bytes of a file of this user's; empty where it is another's, no file, or not there."""
-    with suppress(OSError, ValueError):  # ValueError: a path with a NUL in it
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                return file.read(65).decode("latin-1")
+    with suppress(OSError), open_regular(path, follow=False) as file:
+        if os.fstat(file.fileno()).st_uid == os.geteuid():
+            return file.read(65).decode("latin-1")
     return ""
 
 

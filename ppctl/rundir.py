@@ -76,9 +76,8 @@ class RunDir:
         home = printable(Path(root).absolute() / name)
         draft = home / f".{secrets.token_hex(8)}.new"
         try:
-            draft.mkdir(parents=True)
             for folder in ("logs", "heartbeats", "checkpoints", "errors"):
-                (draft / folder).mkdir()
+                (draft / folder).mkdir(parents=True)
             fill(cls(draft))
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
@@ -335,10 +334,10 @@ class RunDir:
         try:
             return dict(read_json(self.path / name, kind))
         except FileNotFoundError:
-            return {}
+            pass
         except (OSError, ValueError) as error:
             self._leave_out(name, getattr(error, "strerror", None) or error)
-            return {}
+        return {}
 
     def _leave_out(self, name: str, reason: object) -> None:
         warn(_odd(self.path / name, f"{reason}; it is left out"))
