@@ -25,8 +25,6 @@ from ppctl.run_records import Holder
 from ppctl.rundir import RunDir
 
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
-
-
 SECRET = "PPCTL_SECRET"
 """The variable with the secret of ranks that do not share a disk."""
 QUIET = 60.0

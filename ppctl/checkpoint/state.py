@@ -41,7 +41,7 @@ class _Scale(TypedDict):
 
 
 class RunState(TypedDict, total=False):
-    """What a run, or a command that makes weights, saves; older versions saved less."""
+    """The entries that a run, or a command that makes weights, saves; older versions saved less."""
 
     step: Count
     consumed_samples: Count
@@ -80,7 +80,7 @@ def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
 
 
 def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """The same of what ppctl itself saved. Raises CheckpointError (PP-E503) where it cannot have saved it."""
+    """`read_state` of what ppctl itself saved. Raises CheckpointError (PP-E503) where it cannot have saved it."""
     manifest = manifest or read_manifest(path)
     state: dict[str, Any] = _checked(path, manifest, RunState)
     steps = {manifest.step, state.get("step", manifest.step)}
