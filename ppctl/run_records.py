@@ -57,7 +57,7 @@ class Job(TypedDict, total=False):
     """job.json. Number and cluster become arguments of SLURM's commands."""
 
     job: Annotated[str, re.compile(r"[0-9]{1,20}")]
-    cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}")]
+    cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}", re.ASCII)]
 
 
 def _is_a_row(row: Mapping[str, Any]) -> None:
