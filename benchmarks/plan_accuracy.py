@@ -60,7 +60,7 @@ def bubbles() -> bool:
             times = {"tf": row["TF"], "tb": row["TB"], "tw": row["TW"], "tcomm": row["Tcomm"]}
             args = Namespace(**words, **times)
             made = make_schedule(schedule, pp=row["p"], vpp=vpp, num_microbatches=row["m"])
-            rate = figured(args, made, simulate(made, costs(args, row["p"] * vpp, vpp)))["bubble_rate"]
+            rate = figured(made, simulate(made, costs(args, row["p"] * vpp, vpp)))["bubble_rate"]
             worst[schedule] = max(worst[schedule], abs(rate - row["bubble"][column]))
     for schedule, (column, floor) in BUBBLES.items():
         print(f"zero-bubble tables, {column}: {len(rows)} rows, worst difference {worst[schedule]:.5f} (<= {floor})")

@@ -24,8 +24,6 @@ MOST_READ = 2**24
 
 MOST_READ_OF_A_MODEL = 2**28
 """The same for a tokenizer, or the index of a model's files: 256 MiB."""
-
-
 ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
 """What `read_whole` raises for what is there and no file of ours, in place of faults of the disk."""
 
@@ -72,7 +70,6 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
 
     Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
     """
-
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:

@@ -110,12 +110,6 @@ def read_all(directory: Path, ranks: Iterable[int]) -> list[RankState]:
     return [state for state in (read(directory, rank) for rank in ranks) if state is not None]
 
 
-def remove(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove the files of `ranks`."""
-    for rank in ranks:
-        private_files.remove(_path(directory, rank))
-
-
 def leave_failure(directory: Path, failure: RankFailure) -> None:
     """Leave a failure for the launcher that could not be written to the run directory: its disk may be full."""
     private_files.write(_path(directory, failure.rank, "failure"), json.dumps(failure.to_json()).encode())

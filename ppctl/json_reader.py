@@ -40,7 +40,7 @@ Line = Annotated[str, _LINE]
 
 
 class Fault(ValueError):
-    """What is wrong, and at which place of the value."""
+    """A rule that a value breaks, and the place of the value."""
 
     def __init__(self, rule: str, value: Any, place: tuple[str, ...] = ()) -> None:
         self.rule, self.value, self.place = rule, value, place

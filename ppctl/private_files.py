@@ -39,7 +39,7 @@ def is_own_name(name: str) -> bool:
 
 
 def _prefix() -> str:
-    """What begins the names: machines may share a temporary directory and not its locks."""
+    """The beginning of the names: machines may share a temporary directory and not its locks."""
     return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
 
 

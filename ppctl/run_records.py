@@ -57,14 +57,14 @@ class Job(TypedDict, total=False):
     """job.json. Number and cluster become arguments of SLURM's commands."""
 
     job: Annotated[str, re.compile(r"[0-9]{1,20}")]
-    cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}")]
+    cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}", re.ASCII)]
 
 
 def _is_a_row(row: Mapping[str, Any]) -> None:
     read(RankState, row)
 
 
-class Heartbeat(TypedDict):
+class HostStates(TypedDict):
     """heartbeats/<host>.json."""
 
     host: Line
@@ -86,17 +86,17 @@ class _Contact(TypedDict):
     best_s: float
 
 
-class _Edges(TypedDict):
+class _EdgeTimes(TypedDict):
     hosts: list[Line]
     contacts: list[_Contact]
 
 
-def _have_hosts(edges: _Edges) -> None:
+def _have_hosts(edges: _EdgeTimes) -> None:
     if any(rank >= len(edges["hosts"]) for contact in edges["contacts"] for rank in contact["ranks"]):
         raise ValueError("contacts take ranks that hosts have")
 
 
-Edges = Annotated[_Edges, _have_hosts]
+EdgeTimes = Annotated[_EdgeTimes, _have_hosts]
 """edges.json."""
 
 

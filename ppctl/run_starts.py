@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,14 +19,12 @@ from typing import Any
 
 from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import TAKEN, lock, read_text, release, write_atomically
+from ppctl.files import TAKEN, lock, open_regular, read_text, release, write_atomically
 from ppctl.processes import identity
 from ppctl.run_records import Holder
 from ppctl.rundir import RunDir
 
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
-
-
 SECRET = "PPCTL_SECRET"
 """The variable with the secret of ranks that do not share a disk."""
 QUIET = 60.0
@@ -132,13 +129,10 @@ def secret_of(run: RunDir) -> bytes | None:
 
 def _own_text(path: Path) -> str:
     """The first bytes of a file of this user's alone; empty where others read or have named it, or there is no file."""
-    with suppress(OSError, ValueError):  # ValueError: a path with a NUL in it
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-            if own and not found.st_mode & 0o077 and found.st_nlink == 1:  # a link may be another's, to a known text
-                return file.read(65).decode("latin-1")
+    with suppress(OSError, ValueError), open_regular(path, follow=False) as file:  # ValueError: a NUL in the path
+        found = os.fstat(file.fileno())
+        if found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink == 1:  # no link of another's
+            return file.read(65).decode("latin-1")
     return ""
 
 

@@ -30,7 +30,7 @@ from ppctl.files import MOST_READ, append, open_regular, read_json, read_whole, 
 from ppctl.json_reader import parse, read
 from ppctl.metrics_file import MetricsFile
 from ppctl.rank_records import RankFailure
-from ppctl.run_records import STATES, Edges, Environment, Failure, Heartbeat, Job, Result, Status
+from ppctl.run_records import STATES, EdgeTimes, Environment, Failure, HostStates, Job, Result, Status
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
@@ -76,9 +76,8 @@ class RunDir:
         home = printable(Path(root).absolute() / name)
         draft = home / f".{secrets.token_hex(8)}.new"
         try:
-            draft.mkdir(parents=True)
             for folder in ("logs", "heartbeats", "checkpoints", "errors"):
-                (draft / folder).mkdir()
+                (draft / folder).mkdir(parents=True)
             fill(cls(draft))
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
@@ -179,7 +178,7 @@ class RunDir:
 
     def heartbeat(self, host: str) -> dict[str, Any]:
         """What one host published last; empty if it has not."""
-        return self.read_object(f"heartbeats/{host}.json", Heartbeat)
+        return self.read_object(f"heartbeats/{host}.json", HostStates)
 
     def heartbeats(self) -> dict[str, dict[str, Any]]:
         """What each host published last, by host."""
@@ -197,7 +196,7 @@ class RunDir:
 
     def edges(self) -> dict[str, Any]:
         """The content of edges.json; empty before the warm-up."""
-        return self.read_object("edges.json", Edges)
+        return self.read_object("edges.json", EdgeTimes)
 
     # How it ended
 
@@ -335,10 +334,10 @@ class RunDir:
         try:
             return dict(read_json(self.path / name, kind))
         except FileNotFoundError:
-            return {}
+            pass
         except (OSError, ValueError) as error:
             self._leave_out(name, getattr(error, "strerror", None) or error)
-            return {}
+        return {}
 
     def _leave_out(self, name: str, reason: object) -> None:
         warn(odd(self.path / name, f"{reason}; it is left out"))

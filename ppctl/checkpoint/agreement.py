@@ -47,12 +47,14 @@ class AgreeingRanks:
         messages, as an infinitive.
         """
         sent, cause = self._attempt(what, each, work)
-        found = [self._read(what, each, share) for share in self._gather(sent)]
+        found = [
+            self._read(what, each, share) for share in ([sent] if self.size == 1 else gather_bytes(sent, self.group))
+        ]
         if problems := tuple(dict.fromkeys(problem for some, _ in found for problem in some)):
             sent = wire.packed(_outcome(result), (problems, None))
         elif self.rank == 0:
             sent, cause = self._attempt(what, result, lambda: conclude([value for _, value in found]))
-        problems, verdict = self._read(what, result, self._broadcast(sent))
+        problems, verdict = self._read(what, result, sent if self.size == 1 else broadcast_bytes(sent, self.group))
         if problems:
             raise CheckpointError(problems) from cause
         return cast(R, verdict)
@@ -69,12 +71,6 @@ class AgreeingRanks:
             return cast(tuple[tuple[Problem, ...], Any], wire.unpacked(_outcome(kind), sent))
         except wire.Malformed as error:
             return problems_of(error, what, self.rank), None
-
-    def _gather(self, sent: bytes) -> list[bytes]:
-        return [sent] if self.size == 1 else gather_bytes(sent, self.group)
-
-    def _broadcast(self, sent: bytes) -> bytes:
-        return sent if self.size == 1 else broadcast_bytes(sent, self.group)
 
 
 def _outcome(kind: Any) -> Any:

@@ -40,7 +40,7 @@ class Written(NamedTuple):
     begins: list[int]
     """Where in the file each of its own parts begins, in the order of its shards."""
     digests: list[str]
-    """Of all shards that it holds: each chunk's, with blanks between."""
+    """The chunks' digests of all shards that it holds, with blanks between."""
 
 
 class Disk:

@@ -22,6 +22,7 @@ from ppctl import private_files
 from ppctl.checkpoint.manifest import digests_of
 from ppctl.checkpoint.shard_file import Part
 from ppctl.errors import CheckpointError, Problem, pasted
+from ppctl.json_reader import parse, read
 from ppctl.processes import identity
 
 _OWN = re.compile(r"rank-([0-9]{5,})(\.kept)?\.(values|json|tmp)")
@@ -48,11 +49,8 @@ class LocalRecord:
 
     @staticmethod
     def of(text: bytes) -> LocalRecord:
-        """Raises ValueError or TypeError for anything else."""
-        record, other = LocalRecord(**json.loads(text)), {"step": int, "world": int, "digests": list}
-        if any(type(value) is not other.get(name, str) for name, value in asdict(record).items()):
-            raise TypeError("a field of a record is of another type")
-        return record
+        """The record in a text. Raises ValueError."""
+        return read(LocalRecord, parse(text))
 
 
 class LocalCopy:
@@ -76,7 +74,7 @@ class LocalCopy:
 
     def is_intact(self) -> bool:
         """Whether there is a record, and the values are those that it was made for; reads all of them."""
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError):
             return is_of(LocalRecord.of(self.text()), memoryview(self.mapped()))
         return False
 
@@ -132,7 +130,7 @@ def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
         match = _OWN.fullmatch(name)
         if match is not None and match[3] == "json":
             copy = LocalCopy(directory, int(match[1]), kept=bool(match[2]))
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, ValueError):
                 yield copy, LocalRecord.of(copy.text())
 
 

@@ -269,7 +269,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def checked_manifest(path: Path, text: bytes) -> Manifest:
-    """The same where its text has been read."""
+    """`read_manifest` where the text has been read."""
     try:
         manifest = Manifest.from_text(text)
     except OtherFormat as other:

@@ -21,7 +21,7 @@ from ppctl.checkpoint.holders import check_tensors, packed_parts, parts_of
 from ppctl.checkpoint.manifest import Manifest, ShardRecord, check_files, checked_manifest, read_text
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard
-from ppctl.checkpoint.state import checked_state
+from ppctl.checkpoint.state import read_state
 from ppctl.checkpoint.verification import Kind, misfits
 from ppctl.errors import CheckpointError
 
@@ -86,7 +86,7 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
         text = read_text(path)
         manifest = checked_manifest(path, text)
         _check_fit(path, manifest, {part for each in wanted for part in parts_of(each)})
-        return text, checked_state(path, manifest)
+        return text, read_state(path, manifest)
 
     text, state = ranks.agree(
         what,

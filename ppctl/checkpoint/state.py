@@ -41,7 +41,7 @@ class _Scale(TypedDict):
 
 
 class RunState(TypedDict, total=False):
-    """What a run, or a command that makes weights, saves; older versions saved less."""
+    """The entries that a run, or a command that makes weights, saves; older versions saved less."""
 
     step: Count
     consumed_samples: Count
@@ -73,19 +73,14 @@ def state_text(state: Mapping[str, Any]) -> bytes:
     return (json.dumps(dict(state), indent=1) + "\n").encode()
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """The `state` that was saved with the checkpoint at `path`, whoever saved it, after checking its digest."""
-    return checked_state(path, read_manifest(path))
-
-
-def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """The same where the manifest has been read."""
-    state: dict[str, Any] = _checked(path, manifest, dict[str, Any])
+    state: dict[str, Any] = _checked(path, manifest or read_manifest(path), dict[str, Any])
     return state
 
 
 def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """The same of what ppctl itself saved. Raises CheckpointError (PP-E503) where it cannot have saved it."""
+    """`read_state` of what ppctl itself saved. Raises CheckpointError (PP-E503) where it cannot have saved it."""
     manifest = manifest or read_manifest(path)
     state: dict[str, Any] = _checked(path, manifest, RunState)
     steps = {manifest.step, state.get("step", manifest.step)}

@@ -193,9 +193,10 @@ class _Stranger(PermissionError):
 
 
 def _refuse_strangers(connected: socket.socket) -> None:
-    """Raise _Stranger unless a process of this user is at the other end: an abstract address has no permissions."""
+    """Close, and raise _Stranger, unless this user's process is at the other end: the address has no permissions."""
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.geteuid():
+        connected.close()
         raise _Stranger(user)
 
 
@@ -269,14 +270,9 @@ def main() -> NoReturn:
     listening, connections = socket.socket(fileno=descriptor), _Connections()
     listening.settimeout(_LOOK)
     while os.getppid() == parent:
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, _Stranger):
             connected, _ = listening.accept()
-            connected.setblocking(True)
-            try:
-                _refuse_strangers(connected)
-            except _Stranger:
-                connected.close()
-                continue
+            _refuse_strangers(connected)
             Thread(target=_serve, args=(connected, connections, key), daemon=True).start()
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """Where text goes: results to stdout, everything else to stderr; colour and live drawing only on a terminal.
 
-Control characters of what is printed are shown as escapes, by the streams themselves (`Screen`). Only drawings pass
-below them: rich's, and a line that overwrites itself.
+Control characters of what is printed are shown as escapes, by the streams themselves (`VisibleText`). Only drawings
+pass below them: rich's, and a line that overwrites itself.
 
 Knows streams, widths and rich, which it imports only to draw. Must not know what is printed.
 """
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 _PLACE_INDENT = 2
 PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
-
-
 _WIDEST = 1000
 """Columns of any drawing."""
 UNFOLDED = sys.maxsize
 """Columns of lines of words that go into a pipe: what reads them takes them line by line."""
 
 
-class Screen:
+class VisibleText:
     """A stream that shows control characters as escapes: what a command prints may be text of anybody's file."""
 
     def __init__(self, below: TextIO) -> None:
@@ -51,7 +49,7 @@ class Screen:
 
 
 def _below(stream: TextIO) -> TextIO:
-    return stream.below if isinstance(stream, Screen) else stream
+    return stream.below if isinstance(stream, VisibleText) else stream
 
 
 def overwrite(text: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import time
 from dataclasses import dataclass
 
@@ -20,10 +19,6 @@ from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint
 
 add_arguments = add_run_arguments
-
-
-_JOB = re.compile(r"[0-9]+;[\w.-]*", re.ASCII)
-"""A job and its cluster, as sbatch prints them: they become words of scancel's, and a line of a job script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +35,9 @@ class RunJob:
 def job_of(run: RunDir) -> RunJob | None:
     """The job of a run; None if the run was not submitted, or its job.json names something else than a job."""
     record = run.job()
-    number, cluster = str(record.get("job") or ""), str(record.get("cluster") or "")
-    if not _JOB.fullmatch(f"{number};{cluster}"):
+    if "job" not in record:
         return None
+    number, cluster = record["job"], record.get("cluster", "")
     return RunJob(run, number, cluster, slurm.state(number, cluster))
 
 

@@ -78,7 +78,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """What keeps the end of the decay where it is, so that the rate stays what it is there; nothing where it is set."""
+    """Values that keep the end of the decay, and the rate that it has there; none where it is set."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
     return {"lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO, cast
 
 from ppctl import __version__
-from ppctl.cli.console import Screen, note, print_problems, width
+from ppctl.cli.console import VisibleText, note, print_problems, width
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import ConfigError, PpctlError, Problem, pasted
 from ppctl.files import silence
@@ -65,7 +65,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code. A user's error is printed."""
     _open_closed_streams()
-    with redirect_stdout(cast(TextIO, Screen(sys.stdout))), redirect_stderr(cast(TextIO, Screen(sys.stderr))):
+    with redirect_stdout(cast(TextIO, VisibleText(sys.stdout))), redirect_stderr(cast(TextIO, VisibleText(sys.stderr))):
         return _main(list(sys.argv[1:] if argv is None else argv))
 
 

@@ -30,7 +30,7 @@ def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
     sent = [traffic(plan)] if any(plan.traffic) else []
     grows = [batch_sizes(plan, config)] if plan.smaller else []
-    return [head, drawn, *sent, *grows, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
+    return [head, drawn, *sent, *grows, "\n".join([prose(times(plan), width), *timeline(plan, width)])]
 
 
 def title(plan: Plan) -> str:
@@ -202,7 +202,7 @@ def schedule_line(plan: Plan) -> str:
     )
 
 
-def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
+def timeline(plan: Plan, width: int) -> list[str]:
     """The step as a drawing, if a column or more for every forward fit into `width`."""
     spans = plan.num_microbatches * plan.sizes.vpp * 3 + 3 * plan.sizes.pp
     if plan.sizes.num_stages > _LONGEST_TIMELINE or spans > width - 20:

@@ -137,7 +137,7 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def readable(read: Callable[[], T]) -> T | None:
-    """What `read` returns; None where it cannot be read, with a warning."""
+    """The result of `read`; None where it cannot be read, with a warning."""
     try:
         return read()
     except PpctlError as error:

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     trace = simulate(schedule, costs(args, stages, stages // args.pp))
     if args.timeline is not None:
         write_timeline(_picture(args, schedule, trace), Path(args.timeline))
-    figures = figured(args, schedule, trace)
+    figures = figured(schedule, trace)
     if found is not None:
         figures["search"] = _search_figures(args, found)
     print(json.dumps(figures, indent=2) if args.json else _text(figures, schedule, trace))
@@ -130,7 +130,7 @@ def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
     )
 
 
-def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[str, Any]:
+def figured(schedule: Schedule, trace: Trace) -> dict[str, Any]:
     """The fields of `--json`."""
     return {
         "schedule": schedule.name,

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ppctl import wire
+from ppctl.processes import boot
 
 _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11
@@ -120,7 +120,7 @@ def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, eve
 
 
 def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[bytes]:
-    """As `gather_values`, of any bytes. Raises ValueError on all members where one has more than 1 GiB.
+    """Like `gather_values`, of any bytes. Raises ValueError on all members where one has more than 1 GiB.
 
     In place of torch's collectives of objects, which run what arrives as a pickle; the messages are as long as theirs.
     """
@@ -177,7 +177,8 @@ def clock_offset() -> float:
     Processes of one booted host share the monotonic clock: their offset is exactly 0. Between hosts it is the median of
     several readings taken right after a barrier, good to about the time that a barrier takes.
     """
-    boots = _gather(float(_boot()))
+    # A number that processes of the same booted machine agree on.
+    boots = _gather(float(zlib.crc32((boot() or str(round(time.time() - time.monotonic()))).encode())))
     readings = []
     if len(set(boots)) > 1:
         for _ in range(_ROUNDS):
@@ -186,14 +187,6 @@ def clock_offset() -> float:
             readings.append(times[0] - times[dist.get_rank()])
     same = boots[0] == boots[dist.get_rank()]
     return 0.0 if same else statistics.median(readings)
-
-
-def _boot() -> int:
-    """A number that processes of the same booted machine agree on."""
-    try:
-        return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
-    except OSError:
-        return zlib.crc32(str(round(time.time() - time.monotonic())).encode())
 
 
 def _gather(value: float) -> list[float]:

@@ -15,15 +15,11 @@ from ppctl.errors import ConfigError, Problem
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE = (":4096:8", ":16:8")
 """The settings under which cuBLAS gives the same bits again. Source: its documentation on reproducibility."""
-
-
 LOADING = "CUDA_MODULE_LOADING"
 _EAGER = "EAGER"
 """CUDA loads a kernel at its first launch, for which the device has to drain: with receives posted, two ranks that
 load at once may wait for each other. Before the first step every stage runs once; but experts and packed documents have
 sizes that change from step to step, and libraries choose other kernels for other sizes."""
-
-
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names that torch reads."""
 EXPANDABLE = "expandable_segments:True"
@@ -31,8 +27,6 @@ EXPANDABLE = "expandable_segments:True"
 memory; and where it has to, it waits for its own stream and not for the whole device."""
 REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 """Lets NCCL register every block of the allocator, which torch does not do for expandable segments."""
-
-
 _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
 
 

@@ -215,7 +215,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return made
 
     def _printed(self, value: Any) -> int:
-        """As `_size`, of what becomes text. Raises TemplateError where the text would name a place in memory."""
+        """`_size` of what becomes text. Raises TemplateError where the text would name a place in memory."""
         return self._size(value, _PLAIN)
 
     def _size(self, value: Any, plain: tuple[type, ...] = (object,)) -> int:

@@ -153,7 +153,6 @@ class Watch:
                 output.finish()
             self.states = {state.rank: state for state in heartbeat.read_all(self.job.directory, everyone)}
             self.unwritten_errors += heartbeat.take_failures(self.job.directory, everyone)
-            heartbeat.remove(self.job.directory, everyone)
             if not self._alive():
                 sweep(run)
 

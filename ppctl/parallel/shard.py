@@ -104,11 +104,6 @@ def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.Proces
     return GatheredWholes(work, own, flat, [part.numel() for part in parts])
 
 
-def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Fill tensors of one dtype from the parts that the ranks hold."""
-    start_gather(parts, wholes[0].dtype, group).into(wholes)
-
-
 def _cut(tensor: Tensor, rows: Tensor) -> None:
     """Write the parts of all ranks into `rows` [size, width], padded with zeros."""
     flat, wide = tensor.reshape(-1), rows.shape[1]

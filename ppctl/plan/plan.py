@@ -134,7 +134,7 @@ class Plan:
         """What `ppctl plan --json` prints: everything but the schedule's rows, the provenance and the digest."""
         sizes = asdict(self.sizes)
         world = sizes.pop("world")
-        schedule = self.schedule
+        times = {name: getattr(self, name) for name in _TIMES}
         return {
             "name": self.name,
             "world_size": world,
@@ -146,16 +146,7 @@ class Plan:
             **{name: getattr(self, name) for name in _NUMBERS},
             "replicated_params": [stage.replicated_params for stage in self.stages],
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
-            "schedule": {
-                "name": schedule.name,
-                "microbatches": self.num_microbatches,
-                _CALLS: self.gradient_accumulation_steps,
-                "actions_per_rank": [len(row) for row in schedule.actions],
-                **{name: getattr(self, name) for name in _TIMES},
-                "placement": schedule.placement.kind,
-                "batched": schedule.batched,
-                "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
-            },
+            "schedule": _without_rows(self.schedule, {_CALLS: self.gradient_accumulation_steps}, times),
             # A plan of before has no such key, and most have one size.
             **({"smaller": [_of_size(each) for each in self.smaller]} if self.smaller else {}),
             "timing": self.timing.to_json(),
@@ -205,18 +196,20 @@ class Plan:
 
 
 def _of_size(smaller: SmallerBatch) -> dict[str, Any]:
-    """Without the schedule's rows."""
-    schedule = smaller.schedule
+    return {**{name: getattr(smaller, name) for name in _OF_SIZE}, "schedule": _without_rows(smaller.schedule, {}, {})}
+
+
+def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[str, float]) -> dict[str, Any]:
+    """The entries of a schedule; `calls` and `times` are those that a plan's global batch has beside them."""
     return {
-        **{name: getattr(smaller, name) for name in _OF_SIZE},
-        "schedule": {
-            "name": schedule.name,
-            "microbatches": schedule.num_microbatches,
-            "actions_per_rank": [len(row) for row in schedule.actions],
-            "placement": schedule.placement.kind,
-            "batched": schedule.batched,
-            "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
-        },
+        "name": schedule.name,
+        "microbatches": schedule.num_microbatches,
+        **calls,
+        "actions_per_rank": [len(row) for row in schedule.actions],
+        **times,
+        "placement": schedule.placement.kind,
+        "batched": schedule.batched,
+        "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
     }
 
 

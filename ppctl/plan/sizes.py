@@ -87,7 +87,7 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     if not product:
         equation += "; neither launch.nodes nor launch.gpus_per_node was given"
     if world > MOST_RANKS:
-        violations.append(_too_many_ranks(values, world, equation))
+        violations.append(_too_many_ranks(values, equation))
         return None
     derived = [Derived("world_size", world, equation), Derived("data_parallel_size", dp, equation)]
     expert = _experts(values, values["tp"] * values["cp"] * dp, violations)
@@ -107,7 +107,7 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     return World(world, dp, ep, etp, edp, tuple(derived))
 
 
-def _too_many_ranks(values: ConfigValues, world: int, equation: str) -> Violation:
+def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:
     replica = prod(values[axis] for axis in AXES)
     unset: Overrides = {"nodes": None, "gpus_per_node": None}
     one = {axis: 1 for axis in ("tp", "cp", "ep") if values[axis] > 1}

@@ -86,11 +86,6 @@ class RankCost:
         """Weights, gradients and optimizer."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
-    @property
-    def steady_bytes(self) -> int:
-        """What is allocated between two steps, where none of it is gathered for a step."""
-        return self.state_bytes + self.buffer_bytes
-
 
 class Exchange(NamedTuple):
     """What a rank does of one kind along one axis in a step."""

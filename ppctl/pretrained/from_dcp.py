@@ -82,7 +82,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
     names = places(model) if megatron else {name: Place(_titan_keys(name)) for name in shapes}
     found, missing, wrong = dict[str, _Stored](), [], []
     for name, place in names.items():
-        match = next((each for each in _candidates(place, model) if each[0] in reader.tensors), None)
+        match = next((each for each in _candidates(place) if each[0] in reader.tensors), None)
         if match is None:
             missing.append(f"{name}: {place.keys[0]}")
             continue
@@ -95,7 +95,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
             missing.append(f"{name}: {key} at {list(front)}")
         found[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
     used = {each.key for each in found.values()}
-    aliases = {key for place in names.values() for key, _, _ in _candidates(place, model)}
+    aliases = {key for place in names.values() for key, _, _ in _candidates(place)}
     skipped = SKIPPED if megatron else _TITAN_SKIPPED
     unknown = [
         key
@@ -115,7 +115,7 @@ def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
     return Problem("PP-E533", f"{reader.path} {fault}", remedy, listed(lines))
 
 
-def _candidates(place: Place, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], Rows | None]]:
+def _candidates(place: Place) -> Iterator[tuple[str, tuple[int, ...], Rows | None]]:
     """(key, indexes in front of the matrix, its rows): layers and experts stacked or not, halves alone or not."""
     for key in place.keys:
         for stacked, front in _stacked(key):

@@ -81,7 +81,7 @@ def export_dcp(
         return value if megatron else in_titans_order(name, value, model)
 
     parts = _megatron_parts(model, dtypes, tensor) if megatron else _titan_parts(model, dtypes, tensor)
-    objects = _extra_states(parts, model) if megatron else []
+    objects = _extra_states(parts) if megatron else []
     with new_directory(out) as temporary:
         writer = FileSystemWriter(temporary, single_file_per_rank=True)
         with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def _joined(tensor: Callable[[str], Tensor], names: Mapping[str, Rows | None], s
     return torch.cat(values, 1).reshape(shape)
 
 
-def _extra_states(parts: list[_Part], model: ModelConfig) -> list[str]:
+def _extra_states(parts: list[_Part]) -> list[str]:
     """Keys of the empty entries that Megatron-core's layers ask for: `..._extra_state/shard_1.0_2.4`."""
     keys = []
     for part in parts:

@@ -116,7 +116,7 @@ class StepFigures:
 
 
 def retries_problem(reports: Reports, step: int) -> Problem | None:
-    """What to tell of a step in which some rank's allocator freed memory."""
+    """The problem of a step in which some rank's allocator freed memory."""
     retries = reports.column("alloc_retries")
     if not retries.any():
         return None

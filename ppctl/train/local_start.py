@@ -51,7 +51,7 @@ def load_local(
     choice = ranks.agree(
         "choose between memory and disk", lambda: None, lambda _: _choose(local, directory, candidates), result=_Choice
     )
-    said = say if ranks.rank == 0 else _nothing
+    said = say if ranks.rank == 0 else lambda line: None
     loaded, memory = None, None
     if choice.takes:
         local.clear(but_chosen=True)
@@ -103,7 +103,3 @@ def _only_others(local: LocalCopies) -> Problem:
     )
     remedy = "start the run once more as it was, which goes on from them\ncheckpoint.local=null"
     return Problem("PP-E775", message, remedy, place=str(local.directory))
-
-
-def _nothing(line: str) -> None:
-    pass

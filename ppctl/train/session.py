@@ -268,7 +268,7 @@ def build_session(
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
     own_parts = WhichParts.at(grid.coordinates(rank) | grid.coordinates(rank, "expert"), plan.sizes)
-    stages = _build_stages(config, plan, own_parts, own.stages, device, kernels, groups, parts)
+    stages = _build_stages(config, own_parts, own.stages, device, kernels, groups, parts)
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     weights, reducer = weights_and_sums(config, plan, stages, rows, groups)
     sp = config.parallel.sequence_parallel
@@ -313,7 +313,6 @@ def build_session(
 
 def _build_stages(
     config: RunConfig,
-    plan: Plan,
     own_parts: WhichParts,
     specs: Sequence[StageSpec],
     device: torch.device,

@@ -217,7 +217,7 @@ def load_first(
     """
     ranks = AgreeingRanks(None)
     found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[Found])
-    said = say if ranks.rank == 0 else _nothing
+    said = say if ranks.rank == 0 else lambda line: None
     if not found and session.config.checkpoint.resume == AUTO:
         said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
     for one, following in zip_longest(found, found[1:]):
@@ -234,10 +234,6 @@ def load_first(
 
 _DAMAGE = ("PP-E501", "PP-E503")
 """Problems of a checkpoint alone; those of the disk or of the model are none that an earlier checkpoint would solve."""
-
-
-def _nothing(line: str) -> None:
-    pass
 
 
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def megatron_rows() -> tuple[list[Row], list[Row]]:
     for record in megatron_records():
         cost = megatron_plan(record).pp_ranks[-1]
         known = not record["world_size_source"].startswith("inferred")
-        steady.append(Row(record["test"], cost.steady_bytes, record["allocated_bytes"], known))
+        steady.append(Row(record["test"], cost.state_bytes + cost.buffer_bytes, record["allocated_bytes"], known))
         if record["max_usable"]:
             peak.append(Row(record["test"], cost.peak_bytes, record["max_allocated_bytes"], known))
     return steady, peak

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from whole_tensors import whole_of
 
 from ppctl.config.mapping import to_mapping
-from ppctl.parallel.shard import gather_into, part_of, scatter_sums
+from ppctl.parallel.shard import part_of, scatter_sums, start_gather
 from ppctl.train.generate import write_sample
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint
 
@@ -237,7 +237,7 @@ def sum_and_gather() -> None:
     widths = [part_of(tensor, group).numel() for tensor in wholes]
     parts = scatter_sums([tensor * (rank + 1) for tensor in wholes], widths, group).wait()
     back = [torch.empty_like(tensor) for tensor in wholes]
-    gather_into(back, parts, group)
+    start_gather(parts, back[0].dtype, group).into(back)
     for tensor, part, made in zip(wholes, parts, back, strict=True):
         assert torch.equal(made, tensor * 6)
         assert torch.equal(part, part_of(tensor * 6, group))

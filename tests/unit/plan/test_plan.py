@@ -273,8 +273,9 @@ def test_bytes_per_device_follow_from_precision_and_parallel_sizes() -> None:
         assert (half.weight_bytes, half.gradient_bytes, half.optimizer_bytes) == tuple(
             cost.params * n for n in (2, 4, 12)
         )
-        assert cost.steady_bytes == 16 * cost.params + cost.buffer_bytes
-        assert cost.peak_bytes == cost.steady_bytes + cost.activation_bytes + cost.message_bytes
+        steady = cost.state_bytes + cost.buffer_bytes
+        assert steady == 16 * cost.params + cost.buffer_bytes
+        assert cost.peak_bytes == steady + cost.activation_bytes + cost.message_bytes
     assert plan(pp=2, tp=2).pp_ranks[0].weight_bytes < fp32.pp_ranks[0].weight_bytes
     experts = dict(pp=2, model__num_moe_experts=4, dp=2)
     assert plan(**experts, ep=2).pp_ranks[0].weight_bytes < plan(**experts).pp_ranks[0].weight_bytes
