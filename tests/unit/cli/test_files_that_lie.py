@@ -25,7 +25,7 @@ from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan.plan import _digest_of
 from ppctl.rank_records import RankFailure
-from ppctl.run_starts import hold
+from ppctl.run_starts import hold, start_name
 from ppctl.rundir import RunDir, warn
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run"
@@ -292,6 +292,12 @@ def test_a_log_has_an_end(run: RunDir, capsys: pytest.CaptureFixture[str]) -> No
         assert main(["logs", str(run.path), "--rank", "0"]) == 2
         assert "PP-E559" in capsys.readouterr().err
         clear(run.log(0))
+
+
+@pytest.mark.parametrize("put", [put_pipe, put_device, lambda file: file.write_bytes(b"\xff")])
+def test_a_start_has_no_name_where_its_file_is_none(run: RunDir, put: Callable[[Path], None]) -> None:
+    put(run.path / "life")
+    assert start_name(run) == ""
 
 
 def test_a_config_has_no_aliases(run: RunDir) -> None:
