@@ -111,27 +111,28 @@ def write_secret(run: RunDir) -> None:
     write_atomically(run.path / "secret", secrets.token_hex(32), private=True)
 
 
-def secret_of(run: RunDir) -> bytes | None:
+def secret_of(run: RunDir, *, told: bool = False) -> bytes | None:
     """The secret of the newest start; None where PPCTL_SECRET=none says that there shall be none.
 
-    The file counts only if it is this user's own: the path may come from somebody else. Raises ConfigError (PP-E777).
+    Where the directory was `told`, perhaps by a stranger, the file counts only if no other user reads it or has given
+    it its name. Raises ConfigError (PP-E777).
     """
     text, place = os.environ.get(SECRET), "environment"
     if text == "none":
         return None
     if text is None:
-        text, place = _own_text(run.path / "secret"), str(run.path / "secret")
+        text, place = _text(run.path / "secret", told=told), str(run.path / "secret")
     if re.fullmatch("[0-9a-f]{64}", text) is None:
         message = "the ranks of this start have no secret in common: 64 hexadecimal digits that this user alone reads"
         raise ConfigError(Problem("PP-E777", message, f"export {SECRET}=$(openssl rand -hex 32)", place))
     return bytes.fromhex(text)
 
 
-def _own_text(path: Path) -> str:
-    """The first bytes of a file of this user's alone; empty where others read or have named it, or there is no file."""
-    with suppress(OSError, ValueError), open_regular(path, follow=False) as file:  # ValueError: a NUL in the path
+def _text(path: Path, *, told: bool) -> str:
+    with suppress(OSError), open_regular(path, follow=False) as file:
         found = os.fstat(file.fileno())
-        if found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink == 1:  # no link of another's
+        private = found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink == 1
+        if private or not told:  # file systems without modes have no private files
             return file.read(65).decode("latin-1")
     return ""
 

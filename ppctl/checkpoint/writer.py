@@ -241,19 +241,21 @@ def _exactly(of: BufferedRWPair, length: int) -> bytes:
 
 
 class _Connections:
-    """How many ranks are connected: the process ends with the last one."""
+    """How many are connected: the process ends when the last one leaves after a rank has come."""
 
     def __init__(self) -> None:
-        self._lock, self._count = Lock(), 0
+        self._lock, self._count, self.has_served = Lock(), 0, False
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """One more."""
         with self._lock:
             self._count += 1
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """One less."""
         with self._lock:
             self._count -= 1
-            if self._count == 0:
+            if self._count == 0 and self.has_served:
                 os._exit(0)
 
 
@@ -273,15 +275,17 @@ def main() -> NoReturn:
         with suppress(TimeoutError, _Stranger):
             connected, _ = listening.accept()
             _refuse_strangers(connected)
+            connections.begin()
             Thread(target=_serve, args=(connected, connections, key), daemon=True).start()
     os._exit(1)
 
 
 def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> None:
     """Do what a rank asks for until it has gone, or sends what is no call."""
-    with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
-        prove(connected, key, b"writer", b"rank")
-        with connections:
+    try:
+        with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
+            prove(connected, key, b"writer", b"rank")
+            connections.has_served = True
             hello, descriptors, *_ = socket.recv_fds(connected, _HELLO.size, 1)
             try:
                 rank, size = _HELLO.unpack(hello)
@@ -291,6 +295,8 @@ def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> N
                     os.close(each)
             with connected.makefile("rwb") as asking:
                 _answer(asking, Disk(rank), memoryview(memory))
+    finally:
+        connections.end()
 
 
 def _answer(asking: BufferedRWPair, disk: Disk, memory: memoryview) -> NoReturn:

@@ -93,9 +93,9 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
     return PrefixStore(f"ppctl/start/{number}/", store)
 
 
-def sealed(store: Store, run: RunDir) -> SealedStore:
-    """The store with the secret of the run's newest start. Raises ConfigError (PP-E777)."""
-    return SealedStore(store, secret_of(run), os.environ[_START])
+def sealed(store: Store, run: RunDir, *, told: bool = False) -> SealedStore:
+    """The store with the secret of the run's newest start; `told` and what is raised as `secret_of` has them."""
+    return SealedStore(store, secret_of(run, told=told), os.environ[_START])
 
 
 def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
@@ -208,7 +208,7 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
         run = RunDir(Path(parts["directory"]))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TrainingError(unproved(_RUN)) from error
-    own = sealed(store, run)
+    own = sealed(store, run, told=True)
     parts = own.get(_RUN)
     return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own
 

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_secret_of_this_users_is_refused_at_once(tmp_path, mon
     monkeypatch.delenv(SECRET, raising=False)
     put(tmp_path / "secret")
     with pytest.raises(ConfigError, match="PP-E777"):
-        secret_of(RunDir(tmp_path))
+        secret_of(RunDir(tmp_path), told=True)
 
 
 def test_ranks_without_a_common_disk_take_the_users_variable_and_none_says_that_there_is_none(tmp_path, monkeypatch):
