@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from ppctl.comm.sealed_store import SealedStore
 from ppctl.errors import ConfigError, TrainingError
-from ppctl.rank.rendezvous import receive_run, refuse_run
+from ppctl.rank.rendezvous import receive_run, refuse_run, sealed
 from ppctl.reach.store import connect
 from ppctl.run_starts import SECRET, secret_of, write_secret
 from ppctl.rundir import RunDir
@@ -73,6 +73,20 @@ def test_a_run_of_another_directory_whose_secret_the_stranger_does_not_know_is_r
     plain.set("ppctl/run", "0" * 64 + json.dumps({"directory": str(tmp_path), "config": {}, "plan": {}}))
     with pytest.raises(TrainingError, match="PP-E776"):
         receive_run(plain)
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "MASTER_PORT", "PPCTL_START"])
+def test_what_was_recorded_of_another_start_of_the_same_run_is_refused(name, tmp_path, monkeypatch):
+    for each in (SECRET, "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("PPCTL_START", "1")
+    run, plain = RunDir(tmp_path), HashStore()
+    write_secret(run)
+    sealed(plain, run).set("key", "recorded")
+    assert sealed(plain, run, told=True).get("key") == "recorded"
+    monkeypatch.setenv(name, "7")
+    with pytest.raises(TrainingError, match="PP-E776"):
+        sealed(plain, run).get("key")
 
 
 @pytest.mark.parametrize("code", ["true", '"2"', "1e3", "null", "[]", "-1", "300", "0"])
