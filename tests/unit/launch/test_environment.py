@@ -139,6 +139,7 @@ def test_the_first_host_of_slurms_node_list(nodelist: str, host: str) -> None:
 def test_a_ranks_environment_is_what_is_usual_then_ours_then_launch_env(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setenv("RANK", "77")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # inductor sets it in a process that has compiled
     monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # of a cluster's profile, for runs on several hosts
     found = rank_environment(2, 4, {"NCCL_DEBUG": "INFO", "WORLD_SIZE": "9"})
