@@ -17,7 +17,7 @@ from ppctl.cli.console import note
 from ppctl.cli.longer import jump_problem, jumps, longer, same_rates, sets_rate, told_rates
 from ppctl.cli.plan import plan_of
 from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program, short_path
-from ppctl.config.checks import WATCHED
+from ppctl.config.checks import WATCHED, beyond_limits, within_limits
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.keys import keys_with, value_of
 from ppctl.config.mapping import to_mapping
@@ -62,7 +62,8 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     changes = differences(_values(before), _values(composed.config))
     same = not problems and same_rates(before, composed.config)
     computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
-    train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(computed, before, args))])
+    sound = within_limits(before, list(beyond_limits(before)))  # somebody may have altered the file
+    train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(computed, sound, args))])
     assert plan is not None  # there were no problems
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path

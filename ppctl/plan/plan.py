@@ -299,6 +299,8 @@ def _digest_of(executed: Mapping[str, Any]) -> str:
 
 
 def _schedule(data: _Rows, sizes: ParallelSizes) -> Schedule:
+    if len(data["actions"]) != sizes.pp:
+        raise ValueError(f"it has actions of {len(data['actions'])} pp_ranks, and {sizes.pp} pp_ranks")
     return Schedule(
         data["name"],
         Placement(data["placement"], sizes.pp, sizes.num_stages),

@@ -89,7 +89,7 @@ def ends(run: RunDir, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str
             *(["resume", "one"], ["ckpt", "inspect", str(run.checkpoints)], ["cancel", "one"]),
         ):
             arguments = command if command[0] == "ckpt" else [*command, "--dir", root]
-            assert main(arguments) in (0, 1, 2, 3), f"{what}: ppctl {' '.join(arguments)}"
+            assert main(arguments) in range(5), f"{what}: ppctl {' '.join(arguments)}"
         said = capsys.readouterr()
         assert "two" in said.out, "one run of this kind does not hide the others"
         return said.err
