@@ -104,4 +104,5 @@ def test_a_browser_shows_a_page_no_wider_than_its_window(site: Path, tmp_path: P
         page.as_uri(),
     ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    assert "<title>seen true 0 2</title>" in dom, re.findall(r"<title>.*?</title>", dom)
+    pictures = README.count("![")
+    assert f"<title>seen true 0 {pictures}</title>" in dom, re.findall(r"<title>.*?</title>", dom)
