@@ -46,7 +46,7 @@ def pasted(*words: object) -> str:
 
 def _quoted(word: str) -> str:
     if word.isprintable():
-        return shlex.quote(word)  # noqa: TID251
+        return shlex.quote(word)  # noqa: TID251  here alone: all else calls `pasted`
     body = "".join(f"\\{each}" if each in "\\'" else each if each.isprintable() else _octal(each) for each in word)
     return f"$'{body}'"
 
