@@ -7,12 +7,15 @@ that nobody sends.
 from __future__ import annotations
 
 import hashlib
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, pasted
@@ -120,6 +123,8 @@ class SameCall:
             members = dist.get_process_group_ranks(group)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.group, self._rank = group, ranks.rank
+        self._ends = torch.zeros(3, dtype=torch.int64)
+        weakref.finalize(self, _wait_until_released, self._ends)  # also where the program ends without close()
 
     def __call__(self, text: str | None, broken: str = "") -> bool:
         """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing.
@@ -148,7 +153,18 @@ class SameCall:
 
     def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
         """For all ranks: the number, its negative, and 1 + a rank that failed. The same form on every rank."""
-        ends = torch.tensor([number, -number, self._rank + 1 if failed else 0])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
-        largest, smallest, who = ends.tolist()
+        self._ends.copy_(torch.tensor([number, -number, self._rank + 1 if failed else 0]))
+        dist.all_reduce(self._ends, dist.ReduceOp.MAX, group=self.group)
+        largest, smallest, who = self._ends.tolist()
         return largest, smallest, who
+
+
+def _wait_until_released(tensor: Tensor) -> None:
+    """Wait until gloo's threads hold this tensor no longer, at most a second.
+
+    A thread releases it some time after the collective has been waited for, and takes the interpreter's lock for that. Once
+    the interpreter has begun to end, Python 3.11 ends such a thread inside a C++ destructor: the process aborts.
+    """
+    deadline = time.monotonic() + 1.0
+    while tensor._use_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
