@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, pasted
@@ -159,11 +158,11 @@ class SameCall:
         return largest, smallest, who
 
 
-def _wait_until_released(tensor: Tensor) -> None:
+def _wait_until_released(tensor: Any) -> None:
     """Wait until gloo's threads hold this tensor no longer, at most a second.
 
-    A thread releases it some time after the collective has been waited for, and takes the interpreter's lock for that. Once
-    the interpreter has begun to end, Python 3.11 ends such a thread inside a C++ destructor: the process aborts.
+    A thread releases it some time after the collective has been waited for, and takes the interpreter's lock for that.
+    Once the interpreter has begun to end, Python 3.11 ends such a thread inside a C++ destructor: the process aborts.
     """
     deadline = time.monotonic() + 1.0
     while tensor._use_count() > 1 and time.monotonic() < deadline:
