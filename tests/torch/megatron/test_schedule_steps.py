@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ppctl
-from ppctl import schedules
+from ppctl import megatron
 from ppctl.errors import ConfigError, TrainingError
 from ppctl.megatron import (
     backward_step,
@@ -348,8 +348,8 @@ MORE = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_documented_parameters_have_their_names_order_and_defaults(name):
-    assert getattr(schedules, name).__doc__
-    parameters = inspect.signature(getattr(schedules, name)).parameters
+    assert getattr(megatron, name).__doc__
+    parameters = inspect.signature(getattr(megatron, name)).parameters
     told = dict(part.partition("=")[::2] for part in SIGNATURES[name].split())
     assert [p for p in parameters if p not in MORE.get(name, ())] == list(told)
     if name != "backward_step":  # the newer form leaves model_type out, so that both of its last two may be missing
