@@ -118,7 +118,6 @@ def _key(facts: Mapping[str, Any]) -> Iterator[str]:
         "alias": f"`{facts['alias']}`" if facts["alias"] else "",
         "Megatron's flag": " ".join(f"`{flag}`" for flag in facts["flags"]),
         "state": ". ".join([facts["meaning"], *facts["notes"]]),
-        "test": f"`{facts['test']}`" if facts["test"] else "",
     }
     yield from (f"* {name}: {text}" for name, text in rows.items() if text)
     yield ""

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppctl.cli import reference
+from ppctl.cli.console import aligned
 from ppctl.cli.reference import code_facts, code_of, default, key_facts, keys_called, keys_of, pages, section_facts
-from ppctl.cli.table import aligned
 from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, value_text
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON
-from ppctl.config.support import MEANING
+from ppctl.config.metadata import IGNORED, LATER, MEANING, NEEDS, PYTHON
 from ppctl.errors import ConfigError, Problem
 
 READABLE = 100
@@ -40,29 +39,29 @@ def run(args: argparse.Namespace) -> int:
 
 def explain(topic: str | None) -> str:
     """The text for a topic. Raises ConfigError if there is no such topic."""
-    found = _found(topic)
-    if found is None:
+    meant = _found(topic)
+    if meant is None:
         return _contents()
-    if isinstance(found, list):
-        return _key(key_facts(found[0])) if len(found) == 1 else _choice(str(topic), found)
-    if found in sections():
-        return _section(found)
-    title, text = pages()[found]
-    return f"{found} {title}\n\n{_wrapped(text)}"
+    if isinstance(meant, list):
+        return _key(key_facts(meant[0])) if len(meant) == 1 else _choice(str(topic), meant)
+    if meant in sections():
+        return _section(meant)
+    title, text = pages()[meant]
+    return f"{meant} {title}\n\n{_wrapped(text)}"
 
 
 def as_data(topic: str | None) -> dict[str, Any]:
-    """The same as data: of a code, a key, several keys of one name, a section, or all codes and sections."""
-    found = _found(topic)
-    if found is None:
+    """The data of a topic: a code, a key, several keys of one name, a section, or all codes and sections."""
+    meant = _found(topic)
+    if meant is None:
         return reference.contents()
-    if isinstance(found, list):
-        return key_facts(found[0]) if len(found) == 1 else {"keys": [key_facts(key) for key in found]}
-    return section_facts(found) if found in sections() else code_facts(found)
+    if isinstance(meant, list):
+        return key_facts(meant[0]) if len(meant) == 1 else {"keys": [key_facts(key) for key in meant]}
+    return section_facts(meant) if meant in sections() else code_facts(meant)
 
 
 def _found(topic: str | None) -> str | list[Key] | None:
-    """What a topic means: a code, a section, a key or several; None means everything. Raises ConfigError (PP-E125)."""
+    """The code, section or keys that a topic names; None means everything. Raises ConfigError (PP-E125)."""
     if topic is None:
         return None
     if code_of(topic) in pages():
@@ -79,10 +78,10 @@ def _found(topic: str | None) -> str | list[Key] | None:
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
 
 
-def _choice(topic: str, found: Sequence[Key]) -> str:
+def _choice(topic: str, same_name: Sequence[Key]) -> str:
     """The keys of one name, to choose from."""
-    lines = (_filled(docstring(key).partition("\n\n")[0], f"  {key.name}  ") for key in found)
-    return "\n".join([_filled(f"{topic} is the name of {len(found)} keys; ppctl explain SECTION.{topic}:"), *lines])
+    lines = (_filled(docstring(key).partition("\n\n")[0], f"  {key.name}  ") for key in same_name)
+    return "\n".join([_filled(f"{topic} is the name of {len(same_name)} keys; ppctl explain SECTION.{topic}:"), *lines])
 
 
 def _wrapped(text: str) -> str:
@@ -111,18 +110,18 @@ def _contents() -> str:
 
 
 def _section(name: str) -> str:
-    found = keys_of(name)
-    rows = aligned((key.field, value_text(default(key)), _SHORT.get(key.facts.support.state, "")) for key in found)
-    states = dict.fromkeys(key.facts.support.state for key in found)
+    listed = keys_of(name)
+    rows = aligned((key.field, value_text(default(key)), _SHORT.get(key.facts.support.state, "")) for key in listed)
+    states = dict.fromkeys(key.facts.support.state for key in listed)
     legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
     head = _filled(f"keys {name}.*: {reference.summary(name)}")
-    return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(found)])
+    return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(listed)])
 
 
-def _limits(found: Sequence[Key]) -> list[str]:
+def _limits(listed: Sequence[Key]) -> list[str]:
     """The limits of a section's keys, each with all its keys."""
     alike: dict[str, list[str]] = {}
-    for key in found:
+    for key in listed:
         if key.limit is not None:
             alike.setdefault(key.limit.words, []).append(key.field)
     return ["", *(_filled(f"{words}: {', '.join(fields)}", "limit  ") for words, fields in alike.items())] * bool(alike)
@@ -142,8 +141,6 @@ def _key(facts: Mapping[str, Any]) -> str:
     lines += [_filled(line, " " * 9) for line in facts["notes"]]
     if facts["takes"]:
         lines.append(f"takes    {', '.join(facts['takes'])}")
-    if facts["test"]:
-        lines.append(f"test     {facts['test']}")
     if "use" in facts:
         lines += ["", *_schedules(facts["use"])]
     return "\n".join(lines)

@@ -12,9 +12,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ppctl.cli.console import width
-from ppctl.cli.pipeline import Chunk, rows_of, with_header
-from ppctl.cli.table import aligned
+from ppctl.cli.console import aligned, width
+from ppctl.cli.pipeline_drawing import Chunk, rows_of, with_header
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.letters import LETTERS
@@ -68,16 +67,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _suggest(args: argparse.Namespace) -> int:
     """Print the layout that `layout=auto` would take, and those that it was compared with."""
-    from ppctl.cli.plan import planned  # Hydra and the planner; without them a layout is drawn in a third of the time
     from ppctl.config.argv import normalise
-    from ppctl.config.unknown_words import not_an_override
+    from ppctl.launch.planning import (
+        planned,
+    )  # Hydra and the planner; without them a layout is drawn in a third of the time
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]
-    found = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
-    if found.problems or found.rest:
-        raise ConfigError([*found.problems, *map(not_an_override, found.rest)])
-    _, plan, problems = planned(found.overrides)
+    line = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
+    _, plan, problems = planned(line)
+    if line.problems or line.rest:
+        raise ConfigError(problems)
     if plan is None:
         return _report(problems, "")
     layout = PipelineParallelLayerLayout(plan.layout, plan.sizes.pp, key=_KEY)

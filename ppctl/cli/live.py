@@ -23,9 +23,8 @@ from rich.text import Text
 
 from ppctl import heartbeat
 from ppctl.checkpoint_folder import step_of
-from ppctl.cli.console import console
+from ppctl.cli.console import console, prose
 from ppctl.cli.runs import checkpoint_of
-from ppctl.cli.table import prose
 from ppctl.errors import visible
 from ppctl.rundir import RunDir
 from ppctl.step_lines import RECENT, clock_text, figure, mean_step_time
@@ -38,7 +37,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class _Lines:
-    """What the launcher writes rank 0's lines to: they are printed above the block."""
+    """A stream for rank 0's lines, which are printed above the block."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen

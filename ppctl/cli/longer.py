@@ -30,7 +30,7 @@ def same_rates(before: RunConfig, after: RunConfig) -> bool:
     return _rates(before) == _rates(after)
 
 
-def told_rates(before: RunConfig, after: RunConfig, done: int) -> str:
+def rates_text(before: RunConfig, after: RunConfig, done: int) -> str:
     """`2.06e-06 in step 60, 0.000439 in step 61, 0 in step 80`: the last rate, the next one, the highest, the end's."""
     end, (_, warmup, pieces) = after.train.steps, _rates(after)
     turns = (done + 1, end, warmup, *(piece.until + 1 for piece in pieces))
@@ -57,9 +57,9 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, ()))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
-    told = f"the next step's learning rate would be {jump}: {told_rates(before, after, done)}"
+    jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
     commands = [pasted("ppctl", "resume", *typed, *_words(optim=optim), *allow) for _, optim, allow in choices]
-    message = f"{told}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
+    message = f"{jumped}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
     return Problem("PP-E617", message, "\n".join(commands), "train.steps (command line)")
 
 

@@ -1,8 +1,8 @@
-"""What there is to say of error codes, keys and sections, as data: the one source of `ppctl explain`, its `--json`, the
-completion of shells and the site that `make docs` builds.
+"""Error codes, keys and sections as data: the one source of `ppctl explain`, its `--json`, completion, and the site
+that `make docs` builds.
 
-Knows the pages of `ppctl/pages/` and the table of keys. Must not know how it is shown. Imports no torch, no Hydra and
-no rich.
+Knows the pages of `ppctl/pages/` and the table of keys. Must not know how they are shown. Imports no torch, no Hydra
+and no rich.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, docstring, keys, mapping_with, sections, text_keys, type_text
-from ppctl.config.metadata import PYTHON
+from ppctl.config.metadata import MEANING, PYTHON
 from ppctl.config.model_parallel_config import DTYPES
-from ppctl.config.support import MEANING, SHOWN_BY
 from ppctl.schedule.policies import POLICIES
 
 PAGES = Path(__file__).resolve().parent.parent / "pages"
@@ -30,12 +29,12 @@ _HEADING = re.compile(r"^## (PP-E[0-9]{3}) (.+)$", re.MULTILINE)
 @cache
 def pages() -> dict[str, tuple[str, str]]:
     """Error code -> (title, text), from all pages, sorted by code."""
-    found = {}
+    sections_by_code = {}
     for path in PAGES.glob("E*.md"):
         _, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
         for code, title, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            found[code] = (title, text.strip())
-    return dict(sorted(found.items()))
+            sections_by_code[code] = (title, text.strip())
+    return dict(sorted(sections_by_code.items()))
 
 
 def code_of(topic: str) -> str:
@@ -57,13 +56,13 @@ def keys_called(topic: str) -> list[Key]:
 
 
 def code_facts(code: str) -> dict[str, Any]:
-    """What is said of an error code."""
+    """An error code with its title and page."""
     title, text = pages()[code]
     return {"code": code, "title": title, "text": text}
 
 
 def key_facts(key: Key) -> dict[str, Any]:
-    """What is said of a key; `type`, `default` and `limit` are null where no text can set it."""
+    """A key with its text and facts; `type`, `default` and `limit` are null where no text can set it."""
     support, names = key.facts.support, key.facts.names.split()
     settable = support.state != PYTHON
     facts: dict[str, Any] = {
@@ -78,7 +77,6 @@ def key_facts(key: Key) -> dict[str, Any]:
         "meaning": MEANING[support.state],
         "notes": [line for line in (support.note, support.aside) if line],
         "takes": ["null", *DTYPES] if key.is_dtype else [],
-        "test": SHOWN_BY.get(key.name),
     }
     if key.name == SCHEDULE:
         facts["use"] = {policy.name: policy.use for policy in POLICIES.values() if policy.trains}
@@ -86,12 +84,12 @@ def key_facts(key: Key) -> dict[str, Any]:
 
 
 def summary(name: str) -> str:
-    """What is said of a section, in a line."""
+    """The line about a section."""
     return (sections()[name].__doc__ or "").splitlines()[0]
 
 
 def section_facts(name: str) -> dict[str, Any]:
-    """What is said of a section and of each key that text can set."""
+    """A section with each of its keys that text can set."""
     return {"section": name, "text": summary(name), "keys": [key_facts(key) for key in keys_of(name)]}
 
 
@@ -107,7 +105,7 @@ def contents() -> dict[str, Any]:
 
 
 def default(key: Key) -> Any:
-    """What a run gets where nobody sets the key."""
+    """The value of a key that nobody sets."""
     configured = _configured() if key.name.startswith("parallel.") else {}
     return configured.get(key.name, key.default)
 

@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
                 Problem("PP-E129", message, f"ppctl trace {pasted(args.run)} --timeline step.html", "command line")
             )
         other = _seen(find_run(args.other, args.dir), args)
-        found = trace_text.both(shown, other)
-        print(json.dumps(found) if args.json else trace_text.compared(found))
+        compared = trace_text.both(shown, other)
+        print(json.dumps(compared) if args.json else trace_text.compared(compared))
         return 0
     print(json.dumps(trace_text.report(shown)) if args.json else trace_text.text(shown, width(UNFOLDED)))
     if args.timeline is not None:
@@ -87,28 +87,28 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
     """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) where the run has none,
     or not this one, or a damaged one."""
-    found = run.measured_steps()
-    if not found:
+    files = run.measured_steps()
+    if not files:
         raise ConfigError(_none_traced(run))
-    step = max(found) if asked is None else asked
-    if step not in found:
-        there = ", ".join(map(str, found))
+    step = max(files) if asked is None else asked
+    if step not in files:
+        there = ", ".join(map(str, files))
         raise ConfigError(
             Problem(
-                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(found)}", str(run.path)
+                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(files)}", str(run.path)
             )
         )
     try:
-        record = read_json(found[step], dict[str, Any], _MOST_OF_A_STEP)
+        record = read_json(files[step], dict[str, Any], _MOST_OF_A_STEP)
         measured = MeasuredStep.from_json(record)
         plan = run.plan_of(read(str, record.get("plan"))).at_step(step - 1)
         _check(measured, step, plan)
     except (OSError, ValueError, LookupError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         message = f"the file of step {step} cannot be used: {type(error).__name__}: {why}"
-        others = [number for number in found if number != step]
-        remedy = f"--step {max(others)}" if others else f"rm -r {pasted(found[step])}"
-        raise ConfigError(Problem("PP-E643", message, remedy, str(found[step]))) from None
+        others = [number for number in files if number != step]
+        remedy = f"--step {max(others)}" if others else f"rm -r {pasted(files[step])}"
+        raise ConfigError(Problem("PP-E643", message, remedy, str(files[step]))) from None
     return measured, plan
 
 

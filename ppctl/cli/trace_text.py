@@ -1,4 +1,4 @@
-"""What `ppctl trace` says of a measured step: where each rank's time went, what its length hangs on; of two, both.
+"""The text of `ppctl trace`: where each rank's time went in a measured step, and what decides its length; or two steps.
 
 Knows ledgers, traces and the simulator. Must not know files of a run.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ppctl.cli.table import aligned, in_blocks, prose
+from ppctl.cli.console import aligned, in_blocks, prose
 from ppctl.plan import Plan
 from ppctl.schedule.measured_step import Ledger
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
@@ -66,8 +66,8 @@ def report(seen: SeenStep) -> dict[str, Any]:
 
 def text(seen: SeenStep, columns: int) -> str:
     """The ledger, the critical path, and the stages with what each would change, in at most so many columns."""
-    found, pipeline_s = report(seen), step_time(seen.trace)
-    path = found["critical_path"]
+    figures, pipeline_s = report(seen), step_time(seen.trace)
+    path = figures["critical_path"]
     kinds = ", ".join(
         f"{'between them' if kind == 'messages' else kind} {_ms(seconds)}"
         for kind, seconds in path["seconds"].items()
@@ -83,10 +83,10 @@ def text(seen: SeenStep, columns: int) -> str:
         head.append(f"the pipeline of {seen.named_ranks}; {more} the same stages: --pipeline RANK shows it")
     said = [
         f"critical path: {len(path['actions'])} actions, {path['messages']} messages between ranks: {kinds}",
-        f"simulated from what was measured: {_ms(found['simulated_s'])} of {_ms(pipeline_s)}",
+        f"simulated from what was measured: {_ms(figures['simulated_s'])} of {_ms(pipeline_s)}",
     ]
     ledger = in_blocks(_ledger_table(seen.ledgers, seen.pipeline), columns)
-    stages = aligned(_stage_table([StageChange(**stage) for stage in found["stages"]]))
+    stages = aligned(_stage_table([StageChange(**stage) for stage in figures["stages"]]))
     return "\n\n".join([prose(head, columns), ledger, prose(said, columns), stages])
 
 
@@ -95,7 +95,7 @@ def _ms(seconds: float) -> str:
 
 
 def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
-    """What each stage took, and what the step would change with it."""
+    """The times of each stage, and the change of the step if it were faster or slower."""
     rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
     for stage, forward, backward, faster, slower in changes:
         rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
@@ -106,9 +106,9 @@ def _change(seconds: float) -> str:
     return f"{1e3 * seconds:+.2f} ms"
 
 
-def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
+def _ledger_table(ledgers: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
     """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
-    shown = [_by_rank(ledger, pipeline) for ledger in found]
+    shown = [_by_rank(ledger, pipeline) for ledger in ledgers]
     names = list(dict.fromkeys(name for rows in shown for name in rows))
     waits = [name for name in (f"waiting for rank {rank}" for rank in pipeline) if name in names]
     ordered = [
@@ -126,11 +126,11 @@ def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[li
                     name,
                     *(
                         f"{1e3 * each:.1f} {each / ledger.total:4.0%}"
-                        for each, ledger in zip(seconds, found, strict=True)
+                        for each, ledger in zip(seconds, ledgers, strict=True)
                     ),
                 ]
             )
-    return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in found)]]
+    return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in ledgers)]]
 
 
 def _by_rank(ledger: Ledger, pipeline: tuple[int, ...]) -> dict[str, float]:
@@ -164,30 +164,30 @@ def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
     }
 
 
-def _means(found: Sequence[Ledger]) -> dict[str, float]:
+def _means(ledgers: Sequence[Ledger]) -> dict[str, float]:
     """The rows of a ledger, averaged over ranks; whom they wait for is left out."""
     sums: dict[str, float] = {}
-    for ledger in found:
+    for ledger in ledgers:
         for name, seconds in ledger.rows().items():
             key = "waiting" if name.startswith("waiting") else name
-            sums[key] = sums.get(key, 0.0) + seconds / len(found)
+            sums[key] = sums.get(key, 0.0) + seconds / len(ledgers)
     return sums
 
 
-def compared(found: Mapping[str, Any]) -> str:
+def compared(both_steps: Mapping[str, Any]) -> str:
     """Two steps in tables, whose columns are called A and B."""
-    sides = zip("AB", found["runs"], found["steps"], strict=True)
+    sides = zip("AB", both_steps["runs"], both_steps["steps"], strict=True)
     heads = list("AB")
     rows = [["ms, mean of the ranks", *heads, "difference"]]
-    rows += [_pair(name, pair) for name, pair in found["ledger"].items() if any(pair)]
-    rows.append(_pair("step", found["step_time_s"]))
-    bubbles = found["bubble_fraction"]
+    rows += [_pair(name, pair) for name, pair in both_steps["ledger"].items() if any(pair)]
+    rows.append(_pair("step", both_steps["step_time_s"]))
+    bubbles = both_steps["bubble_fraction"]
     rows.append(["bubble", *(f"{each:.1%}" for each in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points"])
     lines = [*(f"{name}  run {run}, step {step}" for name, run, step in sides), "", aligned(rows), ""]
-    if found["stages"] is None:
+    if both_steps["stages"] is None:
         return "\n".join([*lines, "the runs have different stages, which are not compared"])
     table = [["ms, mean", *heads, "difference"]]
-    for stage in found["stages"]:
+    for stage in both_steps["stages"]:
         table += [_pair(f"stage {stage['stage']} {part}", stage[part], 2) for part in ("forward", "backward")]
     return "\n".join([*lines, aligned(table)])
 

@@ -43,7 +43,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def _conversations(data: DataConfig) -> Iterator[Finding]:
-    """What only text or only conversations have, and what rows of several need."""
+    """Keys that apply to text alone or to conversations alone, and those that packed rows need."""
     if data.format == TEXT:
         for key, usual in (("pack", False), ("chat_template", None), ("too_long", REFUSE)):
             if getattr(data, key) != usual:
@@ -148,24 +148,24 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     if length <= LONGEST_CYCLE:
         return tuple(int(share * length) for share in shares)
     exact = [share * LONGEST_CYCLE for share in shares]
-    found = [math.floor(number) for number in exact]
-    by_rest = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
-    for i in by_rest[: LONGEST_CYCLE - sum(found)]:
-        found[i] += 1
-    if 0 in found:
+    counts = [math.floor(number) for number in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_rest[: LONGEST_CYCLE - sum(counts)]:
+        counts[i] += 1
+    if 0 in counts:
         least = float(min(weights))
         raise ValueError(f"a weight of {least:g} is less than one sample in {LONGEST_CYCLE}: leave that path out")
-    return tuple(found)
+    return tuple(counts)
 
 
 def _rows(text: str) -> list[Any]:
     from ppctl.config.yaml_file import read_yaml
 
     try:
-        found: list[Any] = read_yaml(text)[0]
+        rows: list[Any] = read_yaml(text)[0]
     except ValueError as error:
         raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {error}") from None
-    return found
+    return rows
 
 
 def _row(item: Any) -> Source:

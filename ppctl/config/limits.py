@@ -1,4 +1,4 @@
-"""What one value may be on its own: bounds of a number, a choice of words, a form of text.
+"""Limits of one value: bounds of a number, a choice of words, a form of text.
 
 Each limit says whether it `allows` a value, and in `words` what a value must be. Must not know any key, nor rules
 between several values: those are in `checks.py` and the plan. An upper bound is what can be planned on a laptop within
@@ -8,12 +8,11 @@ seconds, above what any real job needs (decision 27).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.quantities import memory_bytes, seconds, slurm_seconds, steps_of
-from ppctl.errors import CONTROL
 from ppctl.topology import axes_of
 
 LARGEST = 2**63 - 1
@@ -65,7 +64,7 @@ class Bounds:
 
     @property
     def words(self) -> str:
-        """As `greater than 0, at most 4096`."""
+        """The limit in words, such as `greater than 0, at most 4096`."""
         return f"{'0 or more' if self.zero else 'greater than 0'}, {'below' if self.below else 'at most'} {self.most}"
 
 
@@ -82,7 +81,7 @@ class OneOf:
 
     @property
     def words(self) -> str:
-        """As `one of cuda, cpu, any`."""
+        """The limit in words, such as `one of cuda, cpu, any`."""
         return f"one of {', '.join(self.names)}"
 
 
@@ -122,14 +121,6 @@ def not_negative(most: int = LARGEST) -> Bounds:
 def one_of(*names: str, any_case: bool = False) -> OneOf:
     """One of `names`."""
     return OneOf(names, any_case)
-
-
-def controls(value: Any, kept: str = "") -> str:
-    """The control characters in all texts of `value`, a list's and a mapping's among them, but for those in `kept`."""
-    if isinstance(value, str):
-        return "".join(letter for letter in CONTROL.findall(value) if letter not in kept)
-    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-    return "".join(controls(each, kept) for each in parts) if isinstance(parts, list | tuple) else ""
 
 
 def _matching(pattern: str) -> Callable[[Any], object]:

@@ -1,4 +1,4 @@
-"""What is known of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
+"""Facts of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
 
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
 
@@ -8,6 +8,7 @@ all its keys.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,15 @@ from ppctl.config.limits import Limit
 
 WORKS, LATER, NEEDS, IGNORED, PYTHON = "works", "later", "needs", "ignored", "python"
 
+MEANING = {
+    WORKS: "works",
+    LATER: "later: comes in a later release, and is refused until then",
+    NEEDS: "needs a library or build that ppctl does not use",
+    IGNORED: "ignored upstream too, or nothing to act on here: accepted, with a note",
+    PYTHON: "works from Python: takes an object, which no text can set",
+}
+"""Each state begins with one of four words: works, later, needs, ignored."""
+
 
 @dataclass(frozen=True, slots=True)
 class Support:
@@ -23,17 +33,17 @@ class Support:
 
     state: str = WORKS
     note: str = ""
-    """What is missing, or why the key has no effect."""
+    """The feature that is missing, or why the key has no effect."""
     aside: str = ""
-    """What `ppctl explain` adds; not in the error."""
+    """A remark that `ppctl explain` adds, and the error does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of one key. Names are separated by blanks."""
+    """The facts of one key. Names are separated by blanks."""
 
     limit: Limit | None = None
-    """What a value may be on its own; none accepts all of the type."""
+    """The values that it allows; none accepts all of the type."""
     support: Support = Support()
     names: str = ""
     """Other names that set it: an alias (`pp`), Megatron's flags (`--num-layers`), another system's key."""
@@ -64,10 +74,15 @@ def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def attribute_of(field: str) -> str:
+    """The name in Python of a field, where `from` and `async` are words of the language."""
+    return f"{field}_" if keyword.iskeyword(field) else field
+
+
 def facts_of(metadata: Mapping[str, Any]) -> Facts:
-    """What `key` has written; nothing special for a plain field."""
-    found: Facts = metadata.get("key", _PLAIN)
-    return found
+    """The facts that `key` has written; nothing special for a plain field."""
+    facts: Facts = metadata.get("key", _PLAIN)
+    return facts
 
 
 _PLAIN = Facts()

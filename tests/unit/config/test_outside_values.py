@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ppctl.config.outside_values import take_model
+from ppctl.config import draft as layers
+from ppctl.config.draft import Draft
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 
 
@@ -15,18 +16,13 @@ from ppctl.errors import ConfigError, Problem
     ("given", "seen"), [({"a": None}, {"a": "null"}), (3, {}), (["a"], {}), ({"a": "1"}, {"a": "1"})]
 )
 def test_a_directory_is_asked_with_values_of_the_keys_types(given: Any, seen: dict[str, str]) -> None:
-    values = {
-        "model.from": "DIR",
-        "model.implementation": "transformers",
-        "model.lora": {},
-        "model.hf_overrides": given,
-    }
-    draft: Any = SimpleNamespace(get=values.get, put=lambda *_: None, problems=[], provenance={})
+    draft = Draft.of(RunConfig(), {}, [])
+    draft.values |= {"model.from": "DIR", "model.implementation": "transformers", "model.hf_overrides": given}
     asked = []
 
     def read_model(*words: Any) -> Any:
         asked.append(words)
         raise ConfigError(Problem("PP-E520", "no such directory"))
 
-    take_model(draft, set(), read_model, scaled=False, for_training=False)
+    layers.model(draft, read_model, scaled=False, for_training=False)
     assert asked == [("DIR", "transformers", seen, {})]
