@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -24,8 +23,8 @@ from ppctl.families.directory import read_config_file
 from ppctl.files import cache_directory, read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 from ppctl.private_files import own_directory
+from ppctl.processes import python
 
-_COMMAND = (sys.executable, "-m", "ppctl.foreign")
 _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
     "lora": ("PP-E541", ("peft",), "adapters are its code"),
@@ -109,7 +108,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
     """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
     with own_directory() as temporary:
         answer = temporary / "answer.json"
-        command = [*_COMMAND, str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
+        command = [*python("ppctl.foreign"), str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
         command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
