@@ -35,7 +35,7 @@ _CODE = ("foreign", "geometry", "model", "weight_gradients")
 
 
 class Description(NamedTuple):
-    """What is known of a model."""
+    """The proof and the costs of a model, as far as they are known."""
 
     text: str
     """The text of `model.transformers`."""
@@ -123,7 +123,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
-    """Of all that an answer depends on: proof and costs are those of both dtypes, with the loss that every run has and
+    """A digest of all that an answer depends on: proof and costs of both dtypes, with the loss that every run has and
     the attention that the config names."""
     versions = [VERSION, ppctl.__version__, _digest_of_code()]
     for package in ("torch", "transformers", *([] if adapters is None else ["peft"])):
@@ -135,7 +135,7 @@ def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters
 
 
 def _digest_of_code() -> str:
-    """Of the files that make an answer: another commit of one version has others."""
+    """A digest of the source files that make an answer: commits of one version differ in them."""
     package, found = Path(ppctl.__file__).parent, hashlib.sha256()
     for file in sorted(file for name in _CODE for file in (package / name).glob("*.py")):
         found.update(file.name.encode() + file.read_bytes())

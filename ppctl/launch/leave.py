@@ -60,7 +60,7 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
 
 
 def _states(run: RunDir) -> list[RankState]:
-    """What each rank published last."""
+    """The last state that each rank published."""
     return published_states(run.heartbeats(), now=0.0, silence=math.inf)
 
 
