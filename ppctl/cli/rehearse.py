@@ -35,7 +35,7 @@ from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
 from ppctl.plan.violations import MEMORY
 from ppctl.private_files import own_directory
-from ppctl.processes import unwinding_on_term
+from ppctl.processes import python, unwinding_on_term
 from ppctl.rehearsal_record import Rehearsed
 from ppctl.rundir import RunDir
 
@@ -154,7 +154,7 @@ class _Ranks:
     def measure(self, rank: int) -> Rehearsed:
         """Run one rank. Raises TrainingError (PP-E780) where it fails, CancelledError behind the end."""
         started = time.monotonic()
-        command = [sys.executable, "-m", "ppctl.rehearsal.rank", str(self.directory), str(rank)]
+        command = [*python("ppctl.rehearsal.rank"), str(self.directory), str(rank)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         with self._lock:
             if self.ended:
