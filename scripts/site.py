@@ -17,8 +17,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import ppctl
+from ppctl.cli.explain import PAGES, key_facts, keys_of, summary
 from ppctl.cli.main import COMMANDS, parser_of
-from ppctl.cli.reference import PAGES, key_facts, keys_of, summary
 from ppctl.config.keys import keys, sections, value_text
 from ppctl.config.metadata import PYTHON
 

@@ -4,7 +4,7 @@ main       finds the command, sorts its words, prints problems, returns the exit
 local_run  from an accepted plan to the end of a run: the steps of train, resume, submit and parity
 runs       also has what commands on a run share; longer: its learning rate with another length
 live       draws a run on a terminal
-reference  the text about codes and keys, for explain, completion and the documentation site
+explain    also has the text about codes and keys for completion and the documentation site
 timeline   the file of a picture; pipeline_drawing: the table of a pipeline's ranks and chunks
 *_text     the text that a command prints
 

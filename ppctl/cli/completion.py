@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppctl.cli import main as front_door
-from ppctl.cli.reference import pages, summary
+from ppctl.cli.explain import pages, summary
 from ppctl.config.argv import ALIASES
 from ppctl.config.flags import MEGATRON
 from ppctl.config.keys import docstring, keys, sections, text_keys
-from ppctl.config.limits import OneOf
+from ppctl.config.metadata import OneOf
 from ppctl.config.resources import recipes
 from ppctl.config.scale import KEEPS
 from ppctl.runs import list_runs

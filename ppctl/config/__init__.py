@@ -2,7 +2,7 @@
 
     schema       all keys, in groups: model_config, training_config, launch_config, model_parallel_config and
                  pipeline_config
-    metadata     what a field knows of its key; keys reads it, limits bounds its value
+    metadata     what a field knows of its key, its limit among that; keys reads it
     argv         words -> overrides; flags and megatron_flags: tables of Megatron's flags; unknown_words
     compose      the road from words to a config: draft has its layers, mapping gives types, checks finds problems
     hydra_source the only importer of Hydra; yaml_file reads one file, resources finds it

@@ -24,9 +24,8 @@ from ppctl.config import (
     scale,
 )
 from ppctl.config.keys import Finding, Key, as_typed, did_you_mean, nearest, place_of, sections, text_keys, value_text
-from ppctl.config.limits import Bounds, Form, OneOf
 from ppctl.config.mapping import converted_value
-from ppctl.config.metadata import IGNORED, LATER, NEEDS
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, Bounds, Form, OneOf
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted

@@ -16,8 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppctl.config.limits import Limit
-from ppctl.config.metadata import Facts, attribute_of, facts_of
+from ppctl.config.metadata import Facts, Limit, attribute_of, facts_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CONTROL, pasted, visible
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     DIRECTORY_NAME,
+    LATER,
     MEMORY,
     MOST_RANKS,
     NOT_EMPTY,
@@ -17,11 +18,12 @@ from ppctl.config.limits import (
     SLURM_TIME,
     STEPS,
     TIME,
+    Support,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import LATER, Support, key
 
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     BELOW_ONE,
     MOST_HEADS,
     MOST_INNER_WIDTH,
@@ -19,11 +19,11 @@ from ppctl.config.limits import (
     MOST_WIDTH,
     NOT_EMPTY,
     each_of,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import key
 from ppctl.config.pieces import MTP_PIECES
 
 

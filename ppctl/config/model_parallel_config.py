@@ -12,17 +12,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
+    IGNORED,
+    LATER,
     MOST_PP_RANKS,
     MOST_RANKS,
     MOST_SAMPLES,
     MOST_STAGES,
+    NEEDS,
+    PYTHON,
+    Support,
+    key,
     not_negative,
     one_of,
     positive,
     sizes,
 )
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E117"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ppctl.config.limits import MOST_SAMPLES, Form
+from ppctl.config.metadata import MOST_SAMPLES, Form
 from ppctl.config.quantities import tokens
 
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")

@@ -10,8 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ppctl.config.limits import MOST_IN_A_MICROBATCH, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS, positive
-from ppctl.config.metadata import PYTHON, Support, key
+from ppctl.config.metadata import (
+    MOST_IN_A_MICROBATCH,
+    MOST_SAMPLES,
+    MOST_STAGES,
+    MOST_TOKENS,
+    PYTHON,
+    Support,
+    key,
+    positive,
+)
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E119"

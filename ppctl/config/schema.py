@@ -13,7 +13,7 @@ from typing import Any
 
 from ppctl.accelerators import DEVICES
 from ppctl.config.launch_config import LaunchConfig, LogConfig
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     MOST_CAPACITY,
     MOST_RANKS,
     MOST_SAMPLES,
@@ -21,11 +21,12 @@ from ppctl.config.limits import (
     MOST_WORKSPACE_MIB,
     NOT_EMPTY,
     RANK_ORDER,
+    attribute_of,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import attribute_of, key
 from ppctl.config.model_config import ModelConfig
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     ABSOLUTE,
     BELOW_ONE,
     MOST_IN_A_MICROBATCH,
@@ -17,11 +17,11 @@ from ppctl.config.limits import (
     MOST_TOKENS,
     NOT_EMPTY,
     TIME,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import key
 from ppctl.config.pieces import LR_PIECES, RAMPUP, STYLES, WSD_STYLES
 
 TEXT, CHAT, COMPLETION = "text", "chat", "completion"

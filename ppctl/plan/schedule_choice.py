@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
-from ppctl.config.limits import MOST_STAGES
+from ppctl.config.metadata import MOST_STAGES
 from ppctl.config.parallel_rules import in_batches
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides

@@ -16,7 +16,7 @@ from ppctl.cli.main import main, parse
 from ppctl.config.argv import ALIASES
 from ppctl.config.flags import MEGATRON
 from ppctl.config.keys import text_keys
-from ppctl.config.limits import MOST_RANKS, MOST_STAGES
+from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.errors import Problem
 from ppctl.launch.planning import planned
 from ppctl.plan.schedule_choice import MOST_ACTIONS

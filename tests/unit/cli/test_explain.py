@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import ppctl
-from ppctl.cli.explain import explain
+from ppctl.cli.explain import PAGES, explain, pages
 from ppctl.cli.main import main
-from ppctl.cli.reference import PAGES, pages
 from ppctl.config.argv import ALIASES
 from ppctl.config.keys import docstring, keys, sections
 from ppctl.errors import ConfigError

@@ -9,7 +9,7 @@ from ppctl.cli.explain import explain
 from ppctl.config.checks import check
 from ppctl.config.compose import compose
 from ppctl.config.keys import keys, keys_with, members, text_keys
-from ppctl.config.limits import Bounds, Form, OneOf
+from ppctl.config.metadata import Bounds, Form, OneOf
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.plan import build_plan
