@@ -54,12 +54,12 @@ class _Lines:
 @contextmanager
 def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[TextIO]:
     """Draw the block while entered; returns where rank 0's lines go. Nothing of the block stays on the screen."""
-    block, screen = Block(run, directory, world_size, steps), console()
+    block, screen = LiveBlock(run, directory, world_size, steps), console()
     with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
         yield _Lines(screen)  # type: ignore[misc]  # of a stream, the launcher uses these two methods
 
 
-class Block:
+class LiveBlock:
     """The block of one start of a run. It reads only what was appended to metrics.jsonl since it read last."""
 
     def __init__(self, run: RunDir, directory: Path, world_size: int, steps: int) -> None:

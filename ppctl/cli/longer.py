@@ -12,7 +12,7 @@ from typing import Any
 
 from ppctl.cli.runs import program
 from ppctl.config.batch_sizes import steps_for_tokens
-from ppctl.config.learning_rate import Piece, lr_at, pieces_of, warmup_steps
+from ppctl.config.learning_rate import RatePiece, lr_at, pieces_of, warmup_steps
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
 
@@ -116,6 +116,6 @@ def _rate(config: RunConfig, step: int) -> float:
     return lr_at(step - 1, config.optim, config.train.steps, steps_for_tokens(config))
 
 
-def _rates(config: RunConfig) -> tuple[float, int, list[Piece]]:
+def _rates(config: RunConfig) -> tuple[float, int, list[RatePiece]]:
     optim, steps_for = config.optim, steps_for_tokens(config)
     return optim.lr, warmup_steps(optim, steps_for), pieces_of(optim, config.train.steps, steps_for)

@@ -171,7 +171,7 @@ def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Seque
     return args
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """argparse's, whose errors are folded as all messages are."""
 
     def error(self, message: str) -> NoReturn:
@@ -185,7 +185,7 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
     """The parser of command `name`, which is `module`."""
     command = COMMANDS[name]
     first = "RUN" if name == "resume" else "+recipe=NAME"
-    parser = _Parser(
+    parser = _CommandParser(
         prog=f"ppctl {name}",
         usage=f"ppctl {name} [{first}] [KEY=VALUE ...] [options]" if command.overrides else None,
         description=prose([command.summary[:1].upper() + command.summary[1:] + "."], width()),

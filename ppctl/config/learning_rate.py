@@ -17,7 +17,7 @@ from ppctl.config.pieces import read_piece, read_weight_piece
 from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
 
 
-class Piece(NamedTuple):
+class RatePiece(NamedTuple):
     """The rate from where the piece before it ended, until update `until`, where it is `lr`."""
 
     style: str
@@ -66,7 +66,7 @@ def warmup_steps(optim: OptimConfig, steps_for: StepsFor | None) -> int:
     return _steps(optim.warmup_steps, optim.warmup_tokens, steps_for)
 
 
-def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[Piece]:
+def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[RatePiece]:
     """The pieces after the warm-up, in order. `steps_for` is asked where something is given in tokens."""
     if optim.lr_decay_style == "constant":
         return []
@@ -74,17 +74,17 @@ def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> lis
         return _given(optim, steps_for)
     end = _steps(optim.lr_decay_steps or steps, optim.lr_decay_tokens, steps_for)
     if optim.lr_decay_style != "WSD":
-        return [Piece(optim.lr_decay_style, end, optim.min_lr)]
+        return [RatePiece(optim.lr_decay_style, end, optim.min_lr)]
     stable = end - (optim.lr_wsd_decay_steps or 0)
-    return [Piece("constant", stable, optim.lr), Piece(optim.lr_wsd_decay_style, end, optim.min_lr, stable)]
+    return [RatePiece("constant", stable, optim.lr), RatePiece(optim.lr_wsd_decay_style, end, optim.min_lr, stable)]
 
 
-def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[Piece]:
+def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[RatePiece]:
     pieces, lr = [], optim.lr
     for row in optim.lr_pieces or ():
         piece = read_piece(row)
         lr = piece.lr if piece.lr is not None else lr if piece.style == "constant" else optim.min_lr
-        pieces.append(Piece(piece.style, _steps(piece.steps, piece.tokens, steps_for), lr))
+        pieces.append(RatePiece(piece.style, _steps(piece.steps, piece.tokens, steps_for), lr))
     return pieces
 
 
