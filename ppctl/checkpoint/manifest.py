@@ -6,13 +6,11 @@ it. Must not know ranks, models or torch: a checkpoint can be verified where tor
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from io import BufferedReader, BytesIO
 from itertools import groupby, islice
@@ -27,7 +25,7 @@ from ppctl.checkpoint.boxes import Box, tiling_fault
 from ppctl.checkpoint_folder import MANIFEST
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
-from ppctl.json_reader import Count, Line, parse, read
+from ppctl.json_reader import Count, Line, parse, read, without_collections
 
 FORMAT = 2
 OLDEST = 1
@@ -144,18 +142,6 @@ class Manifest:
         """The inverse of `to_text`; also of format 1. Raises ValueError for what is none, `OtherFormat` for others."""
         with without_collections():
             return _sealed(text) if text.startswith(_BEGIN) else _format_1(text)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among records that all stay: with 2,048 ranks half of the time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 class OtherFormat(Exception):
