@@ -66,7 +66,8 @@ def run(tmp_path: Path) -> RunDir:
     run.write_error(RankFailure(0, "boom", "ValueError", "PP-E701", stage=1, others=("more",), ends=(0, 1)))
     run.write_result({"state": "finished", "step": 1, "loss": 5.0, "sample": None, "start_up": {"compose": 0.1}})
     run.write_environment({"variables": {"SLURM_JOB_ID": "7"}, "compose_s": 0.5})
-    run.write_measured_step(1, {"version": 1, "step": 1, "unit": "us", "ranks": [[0, 9, 9, 9, [[0, 1, 2]]]] * 2})
+    ranks = [[0, 9, 9, 9, [[index, 1, 2]]] for index in (0, 1)]
+    run.write_measured_step(1, {"version": 1, "step": 1, "unit": "us", "ranks": ranks})
     run.write_status("running", step=1, start_up={"compose": 0.1})
     with hold(run):
         pass
