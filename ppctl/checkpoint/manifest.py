@@ -59,7 +59,9 @@ FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""
 
-_MOST_OF_A_MANIFEST, _MOST_OF_A_HEAD = 2**30, 64
+_MOST_OF_A_MANIFEST = 2**30
+_MOST_ENTRIES = {"": 64, "files": 2**17, "tensors": 2**20}
+"""Of a manifest, beside its files and tensors, and of these."""
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
@@ -181,8 +183,10 @@ def _sealed(text: bytes) -> Manifest:
             section, found[begun] = begun, {}
         else:
             added = read(kinds[section], parse(b"{%b}" % entry))
-            if not added or added.keys() & found[section].keys() or len(found[""]) > _MOST_OF_A_HEAD:
+            if not added or added.keys() & found[section].keys():
                 raise ValueError("it has a line that is no entry, or one that it has already")
+            if len(found[section]) == _MOST_ENTRIES[section]:
+                raise ValueError(f"it has more than {_MOST_ENTRIES[section]} {section or 'entries'}")
             found[section] |= added
     head = read(_Head, found[""])
     for section in kinds.keys() - found.keys():  # an empty one is one line
