@@ -104,7 +104,7 @@ class KeptStep:
         self.shapes: dict[str, Shape] = {}
         try:
             record = read_json(self.path / MESSAGES, _Messages, _MOST_OF_MESSAGES)
-            self.messages = [Handed(*fields, float(squares)) for *fields, squares in record["messages"]]
+            self.messages = [Handed(*each)._replace(squares=float(each[-1])) for each in record["messages"]]
             for file in sorted(self.path.glob("rank-*.safetensors")):
                 for name, part in _parts_of(file):
                     self.parts.setdefault(name, []).append(part)
