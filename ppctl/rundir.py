@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ppctl.plan import Plan
 
 T = TypeVar("T")
-_YamlTree = tuple[dict[str, Any], dict[str, int]]
+_YamlTree: Any = tuple[dict[str, Any], dict[str, int]]
 _MOST_OF_A_CONFIG, _MOST_OF_A_PLAN = 2**22, 2**27
 _ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
