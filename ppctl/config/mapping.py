@@ -61,18 +61,25 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def from_mapping(mapping: Mapping[str, Any], place: Callable[[str], str] = lambda key: key) -> RunConfig:
+def from_mapping(
+    mapping: Mapping[str, Any],
+    place: Callable[[str], str] = lambda key: key,
+    remedy: Callable[[str], str] = lambda key: "",
+) -> RunConfig:
     """The config that `mapping` describes; what it leaves out keeps its default.
 
-    `place` maps a dotted key to where its value came from. Raises ConfigError with every unknown key and wrong type.
+    `place` maps a dotted key to where its value came from, `remedy` to what helps against a value of a wrong type.
+    Raises ConfigError with every unknown key and wrong type.
     """
-    config, problems = convert(dict(leaves(mapping)), place)
+    config, problems = convert(dict(leaves(mapping)), place, remedy)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def convert(values: Mapping[str, Any], place: Callable[[str], str]) -> tuple[RunConfig, list[Problem]]:
+def convert(
+    values: Mapping[str, Any], place: Callable[[str], str], remedy: Callable[[str], str] = lambda key: ""
+) -> tuple[RunConfig, list[Problem]]:
     """The config that values by dotted key describe, and their problems; a key that has one keeps its default."""
     config = RunConfig()
     problems = [not_a_section(name, place(name)) for name in values if name in sections()]
@@ -91,7 +98,7 @@ def convert(values: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Run
             try:
                 config[name] = converted_value(name, value)
             except ValueError as error:
-                problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
+                problems.append(Problem("PP-E102", f"{name}: {error}", remedy(name), place(name)))
     if unknown[MOST_UNKNOWN:]:
         message = f"there are {len(unknown) - MOST_UNKNOWN} more names that are no keys"
         problems.append(Problem("PP-E101", message, "ppctl explain", place(unknown[MOST_UNKNOWN])))
