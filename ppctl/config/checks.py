@@ -52,7 +52,10 @@ RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
 )
 """The rules between values, in the order in which their findings are reported."""
 
-NOTES: tuple[Callable[[RunConfig, Mapping[str, str]], Iterator[str]], ...] = (scale.steps_in_words, learning_rate.peak)
+NOTES: tuple[Callable[[RunConfig, Mapping[str, str]], Iterator[str]], ...] = (
+    scale.steps_in_words,
+    learning_rate.unreached_peak,
+)
 """Words about settings that are no mistake, of a config and its provenance."""
 
 _UNCHANGED: Mapping[str, Any] = MappingProxyType({})

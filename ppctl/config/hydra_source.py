@@ -182,8 +182,8 @@ def interpolated(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
             OmegaConf.create({"value": values[name]})
         except (OmegaConfBaseException, RecursionError) as error:
             resolved[name] = error
-    sound = {name: value for name, value in values.items() if name in text_keys() and name not in resolved}
-    tree = OmegaConf.create(nested(sound))
+    defaults = {name: text_keys()[name].default for name in resolved}
+    tree = OmegaConf.create(nested({**{name: values[name] for name in text_keys()}, **defaults}))
     for name in names:
         if name not in resolved:
             try:

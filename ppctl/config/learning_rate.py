@@ -127,7 +127,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         yield from _order(config)
 
 
-def peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
+def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
     """A warm-up that ends behind the run."""
     steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:
