@@ -1,6 +1,7 @@
 """The private parts of Hydra that ppctl stands on are there, and compose what they should."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,16 @@ def test_the_private_names_exist():
             OverridesParser.create().parse_override, ConfigSource._get_header_dict,
         )
     )  # fmt: skip
+
+
+def test_no_other_module_imports_hydra_or_omegaconf():
+    package = Path(ppctl.__file__).parent
+    importers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"^\s*(from|import) (hydra|omegaconf)\b", path.read_text(), re.MULTILINE)
+    }
+    assert importers == {"config/hydra_source.py"}
 
 
 PARALLEL, ROOT, QUICK = ("conf/parallel/default.yaml", "parallel"), ("conf/config.yaml", ""), ("recipe quickstart", "")
