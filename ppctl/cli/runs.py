@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 from ppctl import checkpoint_folder
@@ -194,6 +193,8 @@ def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
 
     `tokens_per_s` is each run's median. Raises ConfigError (PP-E611) where a config cannot be read.
     """
+    from statistics import median  # fractions and decimals
+
     from ppctl.config.keys import text_keys  # ppctl.config, which lists of runs do not need
 
     configs = [run.read_config() for run in runs]
