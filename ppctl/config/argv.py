@@ -63,7 +63,7 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
 
     `own` maps each flag of the command itself to whether it takes a value. Nothing is raised: problems are collected.
     """
-    sorter = _Sorter(list(tokens), own or {})
+    sorter = _Sorter(tokens, own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
     sorter.merge_translated_flags(command)
@@ -76,9 +76,9 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
 class _Sorter:
     """The state of one pass over a command line."""
 
-    def __init__(self, queue: list[str], own: Mapping[str, bool]) -> None:
-        self.queue = queue
-        self.tokens = tuple(queue)
+    def __init__(self, tokens: Sequence[str], own: Mapping[str, bool]) -> None:
+        self.queue = list(tokens)
+        self.tokens = tokens
         self.own = own
         self.arguments = Arguments()
         self.values: dict[str, tuple[str, str]] = {}

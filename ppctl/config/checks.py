@@ -23,9 +23,9 @@ from ppctl.config import (
     run_rules,
     scale,
 )
-from ppctl.config.keys import Finding, Key, as_typed, did_you_mean, nearest, place_of, sections, text_keys, value_text
+from ppctl.config.keys import Finding, Key, as_typed, place_of, sections, text_keys, value_text
 from ppctl.config.mapping import converted_value
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, Bounds, Form, OneOf
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, Bounds, Form
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
@@ -128,8 +128,8 @@ def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
     from ppctl.config.yaml_file import ConfigLoader, read_yaml
 
     mended = replace(config, **{name: copy(getattr(config, name)) for name in sections()})
-    for word in shlex.split(remedy.partition("\n")[0]):
-        key, _, text = word.partition("=")
+    for override in shlex.split(remedy.partition("\n")[0]):
+        key, _, text = override.partition("=")
         if key not in text_keys():
             return None
         try:
@@ -165,22 +165,15 @@ def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
-    """The finding of a value beyond its limit; the remedy is the nearest of some words, else the usual value,
-    and instead of null an example: who typed a value meant to have one.
+    """The finding of a value beyond its limit; the remedy is the word that was meant, else the usual value, and instead
+    of null an example: who typed a value meant to have one.
     """
     key = text_keys()[name]
-    limit, bad = key.limit, key.controls(value)
-    message, remedy = f"{name} must be {limit.words if limit else ''}", as_typed(name, _usual(name, usual))
-    if bad:
-        message = f"{name} has control characters, which scripts and terminals obey: {' '.join(dict.fromkeys(bad))}"
-    elif isinstance(limit, OneOf):
-        words = {word.lower(): word for word in limit.names}
-        close = nearest(str(value).lower(), words)
-        message += did_you_mean(str(value).lower(), words)
-        remedy = as_typed(name, words[close[0]]) if close else remedy
-    elif isinstance(limit, Form) and limit.example is not None and _usual(name, usual) is None:
-        remedy = as_typed(name, limit.example)
-    return (name,), message, remedy
+    message, meant = key.misfit(value)
+    fitting = _usual(name, usual) if meant is None else meant
+    if fitting is None and isinstance(key.limit, Form):
+        fitting = key.limit.example
+    return (name,), message, as_typed(name, fitting)
 
 
 def _usual(name: str, usual: Mapping[str, Any]) -> Any:

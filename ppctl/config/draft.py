@@ -78,8 +78,9 @@ class Draft:
 
     def put(self, key: str, value: Any, source: str) -> None:
         """Replace the value of a dotted key; a mapping is added to a mapping."""
-        old = self.values.get(key)
-        self.values[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(value, dict) and isinstance(self.values.get(key), dict):
+            value = {**self.values[key], **value}
+        self.values[key] = value
         self.provenance[key] = source
 
     def sizes(self) -> dict[str, Any]:
@@ -209,8 +210,8 @@ def split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str,
     options: dict[str, Sequence[str]] = {**groups(), "scale": list(SCALES)}
     choices: dict[str, str] = {}
     values: list[tuple[str, str]] = []
-    for text in arguments.overrides:
-        key, _, value = text.partition("=")
+    for override in arguments.overrides:
+        key, _, value = override.partition("=")
         option = value.strip("'\"")
         if key not in options or (key in sections() and value[:1] == "{"):
             values.append((key, value))
@@ -310,11 +311,11 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
     """Replace what makes the run large, except values of the command line, and note the changes as a table."""
     rows = []
     try:
-        small = _miniature(draft, scale)
+        values = _miniature(draft, scale)
     except ConfigError as error:  # layers that are none, such as a wrong model.moe_layer_freq
         draft.problems += error.problems
         return
-    for key, value in small.items():
+    for key, value in values.items():
         before = draft.values[key]
         if key in draft.covered:
             draft.covered[key] = value  # a remedy goes back to the value without the command line
@@ -370,5 +371,7 @@ def vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -
 def _multiple(draft: Draft) -> int:
     """The number that the vocabulary becomes a multiple of; 1 where a factor is wrong, which `check` reports."""
     divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
-    sound = all(type(n) is int and text_keys()[key].allows(n) for key, n in ((_DIVISOR, divisor), (_TP, tp)))
+    sound = all(
+        type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))
+    )
     return divisor * tp if sound and divisor > 1 else 1

@@ -123,13 +123,13 @@ def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
     """
     version.setbase("1.3")
     source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
-    lines = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
-    lines += [f"+recipe='{source.chosen.name}'"] if source.chosen else []
+    overrides = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
+    overrides += [f"+recipe='{source.chosen.name}'"] if source.chosen else []
     try:
         resolved = create_defaults_list(
             repo=_Repository(source),
             config_name="config",
-            overrides_list=[parse(line) for line in lines],
+            overrides_list=[parse(override) for override in overrides],
             prepend_hydra=False,
             skip_missing=False,
         )

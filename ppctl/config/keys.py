@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppctl.config.metadata import Facts, Limit, attribute_of, facts_of
+from ppctl.config.metadata import Facts, Limit, OneOf, attribute_of, facts_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CONTROL, pasted, visible
 
@@ -59,13 +59,25 @@ class Key:
 
     def allows(self, value: Any) -> bool:
         """Whether `value`, of the key's type, has no control characters and keeps the key's own limit."""
-        if self.controls(value):
+        if self._controls(value):
             return False
         if self.limit is None:
             return True
         return self.may_be_none if value is None else self.limit.allows(value)
 
-    def controls(self, value: Any) -> str:
+    def misfit(self, value: Any) -> tuple[str, str | None]:
+        """Why `allows` refuses a value, and the word that was probably meant."""
+        if bad := self._controls(value):
+            shown = " ".join(dict.fromkeys(bad))
+            return f"{self.name} has control characters, which scripts and terminals obey: {shown}", None
+        message = f"{self.name} must be {self.limit.words if self.limit else ''}"
+        if not isinstance(self.limit, OneOf):
+            return message, None
+        word, words = str(value).lower(), {name.lower(): name for name in self.limit.names}
+        close = nearest(word, words)
+        return message + did_you_mean(word, words), words[close[0]] if close else None
+
+    def _controls(self, value: Any) -> str:
         """The characters of `value` that no text of this key may have."""
         return _controls(value, "\n\t" if self.facts.lines else "")
 
