@@ -46,7 +46,8 @@ from ppctl.runs import checkpoint_if_any, find_checkpoint
 
 _CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
 """(pp, vpp) that a run which has ended proposes, the first that fits."""
-_PP, _VPP = ALIASES["pp"], ALIASES["vpp"]
+_SIZES = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
+"""Keys of a cut."""
 
 
 @contextmanager
@@ -294,6 +295,6 @@ def _another_cut(launch: Launch, overrides: Sequence[str]) -> str | None:
     for pp, vpp in _CUTS:
         cut = {"pp": pp, "vpp": vpp, "layout": None}
         if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and fits(config, plan.provenance, cut):
-            kept = with_overrides(overrides, f"{_PP}={pp}", f"{_VPP}={vpp}")
-            return retyped([override for override in kept if not override.startswith(f"{LAYOUT}=")])
+            kept = [override for override in overrides if override.partition("=")[0] not in _SIZES]
+            return retyped([*kept, f"pp={pp}", f"vpp={vpp}"])
     return None
