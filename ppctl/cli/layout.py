@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ppctl.cli.console import aligned, width
+from ppctl.cli.console import in_blocks, width
 from ppctl.cli.pipeline_drawing import Chunk, rows_of, with_header
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
@@ -121,10 +121,8 @@ def drawing(layout: PipelineParallelLayerLayout, columns: int) -> str:
     sizes = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count or name == "layer"]
     stages = f"{len(layout.stages)} stage{'' if pp * vpp == 1 else 's'}"
     letters = textwrap.fill(_LETTERS, max(columns, 40), subsequent_indent="  ")
-    lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
-    for block in _blocks(with_header(rows_of(_chunks(layout))), columns):
-        lines += ["", aligned(block)]
-    return "\n".join(lines)
+    head = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
+    return "\n".join([*head, "", in_blocks(with_header(rows_of(_chunks(layout))), columns)])
 
 
 def _chunks(layout: PipelineParallelLayerLayout) -> Iterator[Chunk]:
@@ -132,16 +130,3 @@ def _chunks(layout: PipelineParallelLayerLayout) -> Iterator[Chunk]:
         vpp_rank, pp_rank = divmod(at, layout.pipeline_model_parallel_size)
         first = layout.get_layer_offset(LayerType.decoder, vpp_rank, pp_rank)
         yield Chunk(pp_rank, "".join(LETTERS[kind] for kind in stage), first)
-
-
-def _blocks(rows: list[list[str]], limit: int) -> list[list[list[str]]]:
-    """The table as tables of as many columns as fit, each beginning with the column of ranks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    blocks, columns, used = [], [0], widths[0]
-    for column in range(1, len(widths)):
-        if len(columns) > 1 and used + 2 + widths[column] > limit:
-            blocks.append(columns)
-            columns, used = [0], widths[0]
-        columns.append(column)
-        used += 2 + widths[column]
-    return [[[row[column] for column in block] for row in rows] for block in [*blocks, columns]]

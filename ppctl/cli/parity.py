@@ -204,7 +204,8 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
 
 
 def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
-    if len(args.runs) > 2 or args.line.overrides or args.line.problems:
+    line = args.line
+    if len(args.runs) > 2 or line.overrides or line.problems or line.rest:
         message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
         raise ConfigError(Problem("PP-E644", message, f"ppctl parity {pasted(*args.runs[:2])}", "command line"))
     runs = [find_run(name, args.dir) for name in args.runs]
