@@ -124,11 +124,11 @@ def start_pretrained(action: str, *words: object, stdout: int | None = None) -> 
 
 def planned_config(words: Sequence[str]) -> RunConfig:
     """The config of a run with these overrides, which has a plan. Raises ConfigError with all of its problems."""
-    from ppctl.launch.planning import MEMORY, planned
+    from ppctl.launch.planning import planned, without_memory
 
     parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)
     parser.add_argument("--recipes-dir", action="append")
     composed, _, problems = planned(parse_overrides(parser, "ckpt verify PATH --for", words).line)
-    if problems := [problem for problem in problems if problem.code != MEMORY]:  # no matter of a checkpoint's
+    if problems := without_memory(problems):
         raise ConfigError(problems)
     return composed.config

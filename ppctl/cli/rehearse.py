@@ -29,11 +29,10 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, TrainingError
 from ppctl.launch.described import absent_for
 from ppctl.launch.machine import with_overrides
-from ppctl.launch.planning import planned
+from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.plan.violations import MEMORY
 from ppctl.private_files import own_directory
 from ppctl.processes import python, unwinding_on_term
 from ppctl.rehearsal_record import Rehearsed
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Exit code 0; 1 if a rank fails; 2 for the config; 4 if the memory does not fit."""
     composed, plan, planning = _planned_for_gpus(args.line)
-    problems = [problem for problem in planning if problem.code != MEMORY]
+    problems = without_memory(planning)
     problems += _not_rehearsed(composed.config)
     if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
         message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"

@@ -88,6 +88,11 @@ def _count_tokens(tokenizer: str) -> int:
     return load_tokenizer(tokenizer).vocab_size
 
 
+def without_memory(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that are not about memory."""
+    return [problem for problem in problems if problem.code != MEMORY]
+
+
 def only_memory(problems: Sequence[Problem]) -> bool:
     """Whether the memory is the only problem."""
     return {problem.code for problem in problems} == {MEMORY}
