@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +30,6 @@ class ArrayReader:
     """Reads boxes of tensors of one checkpoint. Holds one chunk besides."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Reads format 2; for format 1 see `ppctl.pretrained.compare`."""
         self.manifest = manifest
         self._chunks = ChunkReader(path)
 
@@ -85,15 +84,6 @@ class Compared:
         return not (self.missing or self.new or self.different)
 
 
-class BoxReader(Protocol):
-    """What `compare` asks of a checkpoint: `ArrayReader`, or for another format what reads it."""
-
-    manifest: Manifest
-
-    def box(self, name: str, box: Box) -> NDArray[Any]:
-        """The values of a box of a tensor."""
-
-
 def bytes_to_compare(first: Manifest, second: Manifest) -> int:
     """How many bytes of values of the first `compare` will have read."""
     names = first.tensors.keys() & second.tensors.keys()
@@ -101,7 +91,7 @@ def bytes_to_compare(first: Manifest, second: Manifest) -> int:
     return sum(math.prod(record.shape) * DTYPES[record.dtype][1] for record in unlike)
 
 
-def compare(first: BoxReader, second: BoxReader, progress: Callable[[int], None] = lambda size: None) -> Compared:
+def compare(first: ArrayReader, second: ArrayReader, progress: Callable[[int], None] = lambda size: None) -> Compared:
     """Compare all tensors of two checkpoints of any cut.
 
     Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
@@ -120,11 +110,13 @@ def compare(first: BoxReader, second: BoxReader, progress: Callable[[int], None]
 
 def _alike(one: TensorRecord, other: TensorRecord) -> bool:
     """Whether the manifests prove that both are equal."""
-    digests = [record.sha256 or {shard.box: shard.digests for shard in record.shards} for record in (one, other)]
+    digests = [{shard.box: shard.digests for shard in record.shards} for record in (one, other)]
     return (one.shape, one.dtype) == (other.shape, other.dtype) and digests[0] == digests[1]
 
 
-def _difference(name: str, first: BoxReader, second: BoxReader, progress: Callable[[int], None]) -> Difference | None:
+def _difference(
+    name: str, first: ArrayReader, second: ArrayReader, progress: Callable[[int], None]
+) -> Difference | None:
     """How a tensor differs in both; None if it does not."""
     records = [reader.manifest.tensors[name] for reader in (first, second)]
     kinds = (text_of(records[0].shape, records[0].dtype), text_of(records[1].shape, records[1].dtype))

@@ -1,7 +1,7 @@
 """The manifest: which bytes of which file are which part of which tensor, and the digests that prove it.
 
-Knows the files of one checkpoint directory, in the format of `docs/checkpoint.md` and, for reading, in format 1 before
-it. Must not know ranks, models or torch: a checkpoint can be verified where torch is not installed.
+Knows the files of one checkpoint directory, in the format of `docs/checkpoint.md`. Must not know ranks, models or
+torch: a checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from io import BufferedReader, BytesIO
 from itertools import groupby, islice
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from xxhash import xxh3_128
 
@@ -30,8 +30,6 @@ from ppctl.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read
 from ppctl.json_reader import Count, Line, parse, read
 
 FORMAT = 2
-OLDEST = 1
-"""torch's distributed checkpoint with a SHA-256 of each file and tensor, written until 2026-11."""
 
 CHUNK = 16 * 2**20
 """Bytes of a shard under one digest; the last chunk of a shard is shorter. Divides by the size of every dtype."""
@@ -112,9 +110,7 @@ class TensorRecord:
 
     shape: tuple[Count, ...]
     dtype: Annotated[str, frozenset(DTYPES)]
-    shards: tuple[ShardRecord, ...] = ()
-    sha256: Line = ""
-    """Of all values; in format 1, which has no shards."""
+    shards: tuple[ShardRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,6 @@ class Manifest:
     step: int
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
-    format: int = FORMAT
 
     def to_text(self) -> str:
         """The manifest as JSON, a line for each file and tensor. Its last entry is the SHA-256 of all before it."""
@@ -141,9 +136,11 @@ class Manifest:
 
     @staticmethod
     def from_text(text: bytes) -> Manifest:
-        """The inverse of `to_text`; also of format 1. Raises ValueError for what is none, `OtherFormat` for others."""
+        """The inverse of `to_text`. Raises OtherFormat for another version's manifest, ValueError for what is none."""
+        if not text.startswith(_BEGIN):
+            raise OtherFormat(_named_format(text))
         with without_collections():
-            return _sealed(text) if text.startswith(_BEGIN) else _format_1(text)
+            return _sealed(text)
 
 
 @contextmanager
@@ -217,26 +214,12 @@ class _Head(TypedDict):
 _SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors"}
 
 
-class _File1(NamedTuple):
-    bytes: Count
-    sha256: Line
-
-
-class _Manifest1(TypedDict):
-    step: Count
-    files: dict[FileName, _File1]
-    tensors: dict[Line, TensorRecord]
-
-
-def _format_1(text: bytes) -> Manifest:
+def _named_format(text: bytes) -> int:
+    """The number of the format that a manifest of any version names. Raises ValueError where it names none."""
     if len(text) > MOST_READ:
         raise ValueError(f"it has {len(text)} bytes")
-    value = parse(text)
-    if (version := read(dict[str, Any], value).get("format")) != 1:
-        raise OtherFormat(read(Count, version))
-    found = read(_Manifest1, value)
-    files = {name: FileRecord(each.bytes, each.bytes, each.sha256) for name, each in found["files"].items()}
-    return Manifest(found["step"], files, found["tensors"], format=1)
+    version: int = read(Count, read(dict[str, Any], parse(text)).get("format"))
+    return version
 
 
 def digests_of(data: memoryview) -> tuple[str, ...]:
@@ -273,7 +256,7 @@ def checked_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.from_text(text)
     except OtherFormat as other:
-        message = f"the checkpoint at {path} has format {other}, this ppctl reads formats {OLDEST} to {FORMAT}"
+        message = f"the checkpoint at {path} has format {other}, this ppctl reads format {FORMAT}"
         raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it")) from None
     except ValueError as error:
         raise CheckpointError(damaged(path, f"{MANIFEST} cannot be read ({error})")) from None
@@ -293,7 +276,7 @@ def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, record in manifest.tensors.items():
         if len(record.shape) > _MOST_DIMS or prod(extent or 1 for extent in record.shape) >= _MOST_ELEMENTS:
             yield name, "there is no tensor of this shape"
-        elif manifest.format != 1 and (fault := tiling_fault(record.shape, (shard.box for shard in record.shards))):
+        elif fault := tiling_fault(record.shape, (shard.box for shard in record.shards)):
             yield name, fault
         for shard in record.shards:
             if fault := _shard_fault(shard, DTYPES[record.dtype][1], manifest.files.get(shard.file)):
@@ -316,8 +299,8 @@ def _shard_fault(shard: ShardRecord, width: int, file: FileRecord | None) -> str
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare size and header of some files with their records (in format 1 all of them): CheckpointError names those
-    that differ, and tensors that are lost with them."""
+    """Compare size and header of some files with their records: CheckpointError names those that differ, and tensors
+    that are lost with them."""
     problems = [problem for name in names if (problem := _fault(path, name, manifest))]
     if problems:
         raise CheckpointError(problems)
@@ -342,9 +325,6 @@ def _difference(
     path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
 ) -> Problem | None:
     size = os.fstat(stream.fileno()).st_size
-    if manifest.format == 1 and size == expected.bytes:
-        same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
-        return None if same else damaged(path, f"{name} has changed since it was written (its SHA-256 differs)")
     header = stream.read(min(expected.header, size))
     same = xxh3_128(header).hexdigest() == expected.digest
     if not same and (other := _written_as(manifest, header[:8], stream)):

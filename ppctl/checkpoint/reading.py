@@ -33,12 +33,6 @@ class CheckpointReader:
         self.path, self.manifest = path, manifest
         self._chunks = ChunkReader(path)
         self._there: set[str] = set()
-        if manifest.format == 1:
-            from ppctl.checkpoint.format_1 import Reader  # it loads torch's checkpoint library
-
-            self._before: Reader | None = Reader(path, manifest)
-        else:
-            self._before = None
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
@@ -57,9 +51,6 @@ class CheckpointReader:
         Raises CheckpointError (PP-E503) where the values are not those that were saved, and OSError.
         """
         wanted = Box(offset, tuple(out.shape))
-        if self._before is not None:
-            out.copy_(self._before.tensor(name)[wanted.within((0,) * len(offset))])
-            return
         record, dtype = self.manifest.tensors[name], getattr(torch, self.manifest.tensors[name].dtype)
         for shard in record.shards:
             if common(shard.box, wanted) is not None:

@@ -112,13 +112,7 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 def _convert(action: str, *words: object) -> int:
     """Start what converts: its sources, the output, then options."""
-    return start_pretrained(action, *words).returncode
-
-
-def start_pretrained(action: str, *words: object, stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m ppctl.pretrained` to its end."""
-    command = [sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)]
-    return subprocess.run(command, stdout=stdout, check=False)
+    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)], check=False).returncode
 
 
 def planned_config(words: Sequence[str]) -> RunConfig:

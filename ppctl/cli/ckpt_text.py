@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import DTYPES, check_files, read_manifest
+from ppctl.checkpoint.manifest import DTYPES, FORMAT, check_files, read_manifest
 from ppctl.checkpoint.names import in_order, ranges
 from ppctl.checkpoint.shard_file import text_of
 from ppctl.checkpoint.state import lineage, run_state
@@ -61,7 +61,7 @@ def contents(path: Path) -> dict[str, Any]:
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {
         "path": str(path),
-        "format": manifest.format,
+        "format": FORMAT,
         "step": manifest.step,
         "bytes": sum(record.bytes for record in manifest.files.values()),
         "files": len(manifest.files),

@@ -2,5 +2,5 @@
 
 convert            Hugging Face directories, with safetensors_reader, safetensors_writer and companion_files
 from_dcp, to_dcp   torch's distributed checkpoints (decision 52), read by dcp_reader
-average, compare   the mean of several checkpoints; their differences
+average            the mean of several checkpoints
 """

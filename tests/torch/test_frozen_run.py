@@ -110,7 +110,10 @@ def old_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
-    """`save` wrote it on 2026-11-22, with torch 2.13. It is never written anew: `make golden` leaves it alone."""
+    """Two ranks saved it on 2026-11-26, with torch 2.13: parts of tensors, whole ones, and a copy of one that both had.
+
+    It is never written anew: `make golden` leaves it alone.
+    """
     copy = shutil.copytree(OLD_CHECKPOINT, tmp_path / "step-3")
     assert verify(copy).step == 3
     assert read_state(copy) == {"step": 3}

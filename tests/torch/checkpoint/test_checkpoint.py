@@ -246,20 +246,35 @@ def test_a_file_of_the_checkpoint_is_read_by_safetensors_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "code"),
+    ("make", "code", "words"),
     [
-        (lambda path: None, "PP-E501"),
-        (lambda path: path.mkdir(), "PP-E501"),
-        (lambda path: path.write_text(""), "PP-E501"),
-        (lambda path: (path.mkdir(), (path / "manifest.json").write_text('{"format": 99}')), "PP-E509"),
+        (lambda path: None, "PP-E501", "there is no checkpoint at"),
+        (lambda path: path.mkdir(), "PP-E501", "is not a checkpoint"),
+        (lambda path: path.write_text(""), "PP-E501", "is not a checkpoint"),
+        (lambda path: of_another_format(path, '{"format": 99}'), "PP-E509", "has format 99, this ppctl reads format 2"),
+        (lambda path: of_another_format(path, FORMAT_1), "PP-E509", "has format 1, this ppctl reads format 2"),
     ],
-    ids=["nothing", "an empty directory", "a file", "another format"],
+    ids=["nothing", "an empty directory", "a file", "another format", "format 1"],
 )
-def test_what_is_no_checkpoint_is_refused(tmp_path, make, code):
+def test_what_is_no_checkpoint_is_refused(tmp_path, make, code, words):
     make(tmp_path / "step-1")
     for call in (read_state, verify, lambda path: load(path, blank())):
         (problem,) = refused(call, tmp_path / "step-1")
-        assert problem.code == code
+        assert problem.code == code and words in problem.message
+
+
+FORMAT_1 = """{
+ "files": {"state.json": {"bytes": 15, "sha256": "f40c8c9c29e5ab0ba6d1c1a2ba9c2a6e3c1ac29a2a8cd0ea0ebd5ed6f3d0e0cb"}},
+ "format": 1,
+ "step": 3,
+ "tensors": {"model.norm.weight": {"dtype": "float32", "sha256": "00ff", "shape": [5]}}
+}"""
+"""A manifest as versions before 0.1.0 wrote it."""
+
+
+def of_another_format(path, manifest):
+    path.mkdir()
+    (path / "manifest.json").write_text(manifest)
 
 
 def test_a_start_finds_none_before_the_first_and_the_newest_when_latest_names_what_is_gone(tmp_path):
