@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from ppctl.checkpoint.boxes import Box, boxes_of_run, common
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.manifest import DTYPES, Manifest, TensorRecord
-from ppctl.checkpoint.names import in_order
-from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.manifest import Manifest, TensorRecord
+from ppctl.checkpoint.parts import DTYPES, in_order, text_of
 
 _BLOCK = 2**22
 """Elements that are compared at once."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.manifest import DTYPES
+from ppctl.checkpoint.parts import DTYPES
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.safetensors import read_header
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text, write_atomically

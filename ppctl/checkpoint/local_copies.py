@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ppctl.checkpoint import local_copy
 from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.host_memory import HostMemory, shared_file
 from ppctl.checkpoint.local_copy import Chosen, LocalCopy, LocalRecord, Seen
-from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.writer import size_of
+from ppctl.checkpoint.parts import TensorPart, size_of
+from ppctl.checkpoint.shards import HostMemory, shared_file
 from ppctl.errors import CheckpointError, Problem
 
 _PIECE = 2**28
@@ -58,7 +57,9 @@ class LocalCopies:
     there is no neighbour, PP-E505.
     """
 
-    def __init__(self, directory: Path, parts: Sequence[Part], ranks: AgreeingRanks, *, replicas: int = 0) -> None:
+    def __init__(
+        self, directory: Path, parts: Sequence[TensorPart], ranks: AgreeingRanks, *, replicas: int = 0
+    ) -> None:
         self.directory, self.ranks, self.replicas = directory, ranks, replicas
         self.own = LocalCopy(directory, ranks.rank)
         self._kept_of: int | None = None
@@ -190,7 +191,7 @@ class LocalCopies:
         """From now on this rank's own copy changes."""
         self.own.forget()
 
-    def copy(self, step: int, parts: Sequence[Part], state: bytes, memory: memoryview) -> None:
+    def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
         """This rank's own copy is of `step` and whole; with replicas, a collective that exchanges it with neighbours.
 
         Without room for a record there is no copy: ranks compare what they have at a start.

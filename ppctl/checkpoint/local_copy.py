@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ppctl import private_files
 from ppctl.checkpoint.manifest import digests_of
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.parts import TensorPart
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.json_reader import parse, read
 from ppctl.processes import identity
@@ -84,7 +84,9 @@ class LocalCopy:
             return mmap(file.fileno(), 0)
 
 
-def record_text(step: int, world: int, start: str, parts: Sequence[Part], state: bytes, memory: memoryview) -> bytes:
+def record_text(
+    step: int, world: int, start: str, parts: Sequence[TensorPart], state: bytes, memory: memoryview
+) -> bytes:
     """The record of values in `memory`."""
     record = LocalRecord(step, world, start, _digest(parts), state.decode(), list(digests_of(memory)))
     return json.dumps(asdict(record)).encode()
@@ -175,7 +177,7 @@ class Chosen(NamedTuple):
     for a neighbour."""
 
 
-def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int) -> Seen:
+def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
     """Look at the copies on this host; of its own the rank reads the values.
 
     Raises CheckpointError (PP-E650) where the directory, or `checkpoint.local` above it, is not this user's alone.
@@ -283,5 +285,5 @@ def latest_of_others(seen: Sequence[Seen]) -> int:
     return max([each.other for each in seen] + [copy.step for copy in copies], default=0)
 
 
-def _digest(parts: Sequence[Part]) -> str:
+def _digest(parts: Sequence[TensorPart]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -17,9 +17,8 @@ from torch import Tensor
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, common
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.holders import check_tensors, packed_parts, parts_of
 from ppctl.checkpoint.manifest import Manifest, ShardRecord, check_files, checked_manifest, read_text
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.parts import TensorPart, check_tensors, packed_parts, parts_of
 from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.state import read_state
 from ppctl.checkpoint.verification import Kind, misfits
@@ -95,7 +94,7 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
 
 def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
     """Fill shards, without other ranks. What several are equal boxes of is read once."""
-    filled: dict[Part, Tensor] = {}
+    filled: dict[TensorPart, Tensor] = {}
     for shard in shards:
         out = shard.tensor.detach()
         if (found := filled.get(shard.part)) is not None:
@@ -105,7 +104,7 @@ def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
         filled[shard.part] = out
 
 
-def _check_fit(path: Path, manifest: Manifest, wanted: set[Part]) -> None:
+def _check_fit(path: Path, manifest: Manifest, wanted: set[TensorPart]) -> None:
     """Compare the checkpoint with all ranks' parts together."""
     kinds: dict[str, set[Kind]] = {}
     for part in wanted:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppctl.checkpoint.gradients import Handed, KeptStep
-from ppctl.checkpoint.names import in_order
+from ppctl.checkpoint.parts import in_order
 from ppctl.topology import ParallelSizes
 
 _OF_SQUARES = 10.0

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, check_files, damaged, in_file_order, read_manifest
-from ppctl.checkpoint.names import ranges
-from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.parts import ranges, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed

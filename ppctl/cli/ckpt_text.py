@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import DTYPES, FORMAT, check_files, read_manifest
-from ppctl.checkpoint.names import in_order, ranges
-from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.manifest import FORMAT, check_files, read_manifest
+from ppctl.checkpoint.parts import DTYPES, in_order, ranges, text_of
 from ppctl.checkpoint.state import lineage, run_state
 from ppctl.checkpoint_folder import STATE
 from ppctl.cli.table import aligned

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, read_manifest
-from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.parts import ranges, text_of
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.saver import save_streamed
 from ppctl.checkpoint.state import run_state
-from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.pretrained.convert import Done, Progress, new_directory

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, read_manifest
-from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.parts import ranges
 from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.saver import save_streamed
 from ppctl.checkpoint.state import run_state
-from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.names import ranges
-from ppctl.checkpoint.streaming import save_streamed
+from ppctl.checkpoint.parts import ranges
+from ppctl.checkpoint.saver import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, Problem, listed

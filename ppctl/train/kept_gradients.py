@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint import shard_file
+from ppctl.checkpoint import disk
 from ppctl.checkpoint.gradients import Handed, forget_step, step_directory, write_messages
 from ppctl.checkpoint.shards import values_of
 from ppctl.comm.buffers import Message
@@ -69,9 +69,9 @@ class KeptGradients:
         path = step_directory(self.directory, step)
         path.mkdir(parents=True, exist_ok=True)
         self.writes(step)
-        file = path / shard_file.file_name(s.own.rank)
+        file = path / disk.file_name(s.own.rank)
         shards = gradient_shards(s)
-        shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
+        disk.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.world_groups)  # behind it all files are written
         if s.own.rank == 0:
             write_messages(

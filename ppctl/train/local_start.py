@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import CHANGED
+from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint_folder import Found, find, step_of
 from ppctl.errors import CheckpointError, Problem
 from ppctl.train.session import Session

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppctl import checkpoint
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.reading import CheckpointReader, fill
+from ppctl.checkpoint.reading import CheckpointReader, fill, load
+from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
@@ -143,9 +143,7 @@ def save_checkpoint(
     Raises CheckpointError on all ranks where one cannot write; the earlier checkpoints are as they were.
     """
     config, state = session.config.checkpoint, state_of(session, step, consumed_samples, sample_order)
-    return checkpoint.save(
-        directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
-    )
+    return save(directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every)
 
 
 def start_from(session: Session, path: Path) -> None:
@@ -248,7 +246,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         return {"step": 0, "consumed_samples": 0, "sample_order": SAMPLE_ORDER}
     check_optimizer(saved_by, session, path)
     try:
-        state = checkpoint.load(path, session_shards(session))
+        state = load(path, session_shards(session))
     except CheckpointError as error:
         misfit = any(problem.code == "PP-E502" for problem in error.problems)
         saved = run_state(path)["model"] if misfit else {}

@@ -20,7 +20,10 @@ from frozen import IS_WRITTEN, fields, frozen, hold, hold_calls, members, signat
 
 import ppctl as package
 from ppctl import P2PCommunicator, megatron
-from ppctl.checkpoint import load, read_state, verify, whole_shards
+from ppctl.checkpoint.reading import load
+from ppctl.checkpoint.shards import whole_shards
+from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.verification import verify
 from ppctl.config.compose import compose
 from ppctl.model.stage import meta_stage
 from ppctl.plan import build_plan

@@ -156,7 +156,8 @@ def test_a_record_has_the_documented_keys(whole_run):
 def test_every_parameter_of_every_stage_moves(whole_run):
     import torch
 
-    from ppctl.checkpoint import CheckpointReader, read_manifest
+    from ppctl.checkpoint.manifest import read_manifest
+    from ppctl.checkpoint.reading import CheckpointReader
     from ppctl.model.initialize import initial_value
 
     _, run = whole_run

@@ -15,7 +15,7 @@ import pytest
 from command import TINY, alive, environment, losses, metrics, only_run, ppctl
 from oracle.reference import reference_losses
 
-from ppctl.checkpoint import verify
+from ppctl.checkpoint.verification import verify
 
 pytestmark = pytest.mark.timeout(120)
 

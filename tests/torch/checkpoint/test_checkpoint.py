@@ -13,20 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppctl import checkpoint, checkpoint_folder
-from ppctl.checkpoint import (
-    CheckpointReader,
-    Shard,
-    manifest,
-    read_manifest,
-    read_state,
-    shard_file,
-    verify,
-    whole_shards,
-)
+from ppctl import checkpoint_folder
+from ppctl.checkpoint import disk, manifest, reading, saver
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.holders import choose_writers
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.parts import TensorPart, choose_writers
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.verification import verify
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 
@@ -47,11 +42,11 @@ def tensors(value=1.0):
 
 
 def save(directory, step, held, state, **settings):
-    return checkpoint.save(directory, step, whole_shards(held), state, **settings)
+    return saver.save(directory, step, whole_shards(held), state, **settings)
 
 
 def load(path, held):
-    return checkpoint.load(path, whole_shards(held))
+    return reading.load(path, whole_shards(held))
 
 
 def blank(value=1.0):
@@ -202,7 +197,7 @@ def test_a_flipped_bit_is_told_with_tensor_file_and_bytes(tmp_path, name):
 
 def test_every_chunk_of_a_large_shard_has_a_digest_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "CHUNK", 64)
-    monkeypatch.setattr(shard_file, "CHUNK", 64)
+    monkeypatch.setattr(disk, "CHUNK", 64)
     value = torch.arange(60.0).view(5, 12)  # 240 bytes: three chunks and three quarters
     path = save(tmp_path, 1, {"w": value}, {}, keep=0)
     assert len(shard_of(path, "w").digests) == 4
@@ -357,7 +352,8 @@ def test_a_kill_at_random_moments_leaves_a_checkpoint_to_go_on_from(tmp_path):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from ppctl.checkpoint import CheckpointReader, read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.manifest import read_manifest
 def memory(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
 reader = CheckpointReader(Path(sys.argv[1]), read_manifest(Path(sys.argv[1])))
@@ -417,10 +413,10 @@ def test_copies_that_differ_on_one_rank_are_refused_by_name(tmp_path):
 )
 def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path, offsets, said):
     held = [Shard("a", (6, 3), offset, torch.ones(2, 3)) for offset in offsets]
-    (problem,) = refused(checkpoint.save, tmp_path, 1, held, {}, keep=0)
+    (problem,) = refused(saver.save, tmp_path, 1, held, {}, keep=0)
     assert (problem.code, problem.place) == ("PP-E506", said) and not list(tmp_path.iterdir())
     path = save(tmp_path, 1, {"a": torch.ones(6, 3)}, {}, keep=0)
-    (problem,) = refused(checkpoint.load, path, held)
+    (problem,) = refused(reading.load, path, held)
     assert (problem.code, problem.place) == ("PP-E506", said)
 
 
@@ -453,7 +449,8 @@ def test_writers_are_chosen_by_asking_each_tensors_holders_alone(dp):
     world, own = 2048, 8
     whole = Box.whole((2,))
     held = [
-        Counted(Part(f"layers.{rank // dp}.w{n}", (2,), "float32", whole) for n in range(own)) for rank in range(world)
+        Counted(TensorPart(f"layers.{rank // dp}.w{n}", (2,), "float32", whole) for n in range(own))
+        for rank in range(world)
     ]
     Counted.asked = 0
     writers = choose_writers(held)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ppctl.checkpoint import shard_file
+from ppctl.checkpoint import disk
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.gradients import Handed, KeptStep, forget_step, kept_steps, step_directory, write_messages
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.parts import TensorPart
 from ppctl.checkpoint.step_parity import Side, compare_step
 from ppctl.errors import CheckpointError
 from ppctl.topology import ParallelSizes
@@ -19,9 +19,9 @@ def kept(path, ranks, handed=()):
     directory = step_directory(path, 1)
     directory.mkdir(parents=True)
     for rank, parts in enumerate(ranks):
-        described = [Part(f"gradient.{n}", w, "float32", Box(o, v.shape)) for n, w, o, v in parts]
+        described = [TensorPart(f"gradient.{n}", w, "float32", Box(o, v.shape)) for n, w, o, v in parts]
         values = (np.ascontiguousarray(v).reshape(-1).view(np.uint8).data for *_, v in parts)
-        shard_file.write(directory / shard_file.file_name(rank), described, values)
+        disk.write(directory / disk.file_name(rank), described, values)
     write_messages(directory, list(handed))
     return KeptStep(path, 1)
 
