@@ -1,7 +1,7 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
 Knows the arguments, where a checkpoint is found, and in which order its parts are asked. Must not know torch: what
-makes new weights is `python -m ppctl.pretrained`, which is started here and prints its own problems.
+makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
 """
 
 from __future__ import annotations

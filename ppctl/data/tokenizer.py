@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -77,6 +78,11 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
             remedy = 'train it again with one: its trainer takes special_tokens=["<|endoftext|>"]'
         raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
     return tokenizer.eos
+
+
+def tokenizer_path(name: str) -> str | None:
+    """Return where the files of `data.tokenizer` are, as a checkpoint remembers them; None for `byte`."""
+    return None if name == "byte" else str(Path(name).expanduser().absolute())
 
 
 class ByteTokenizer:

@@ -25,13 +25,13 @@ from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
+from ppctl.data.tokenizer import tokenizer_path
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.pretrained.companion_files import tokenizer_path
-from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.safetensors_values import DirectoryReader
 from ppctl.train.session import Session
 
 
@@ -159,7 +159,7 @@ def start_from(session: Session, path: Path) -> None:
         _check_weights(reader, session.config.model)
         fill(reader, shards)
     elif (foreign := foreign_of(session.config.model)) is None:
-        stored = Reader(open_directory(path, model=session.config.model))
+        stored = DirectoryReader(open_directory(path, model=session.config.model))
         stored.check_copies()
         _fill_from_directory(stored.tensor, shards)
     elif has_weights(path):

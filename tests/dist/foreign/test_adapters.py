@@ -28,7 +28,7 @@ from ppctl.launch.weights import model_values
 from ppctl.model.initialize import initial_value
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.convert import export_checkpoint
+from ppctl.pretrained.hugging_face import export_checkpoint
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
 from ppctl.train.step import Trainer

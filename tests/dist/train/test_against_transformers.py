@@ -20,8 +20,8 @@ from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.loss import token_losses
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.convert import export_checkpoint
-from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.hugging_face import export_checkpoint
+from ppctl.pretrained.safetensors_values import DirectoryReader
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import save_checkpoint, start_from
 from ppctl.train.step import Trainer
@@ -106,7 +106,7 @@ def case(request, tmp_path_factory, text):
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(directory / "gradients")
-    reader = Reader(open_directory(directory / "gradients"))
+    reader = DirectoryReader(open_directory(directory / "gradients"))
     trained = [name for name in reader.directory.names if not name.endswith("expert_bias")]
     return directory / "weights", loss, {name: reader.tensor(name) for name in trained}
 

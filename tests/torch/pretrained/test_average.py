@@ -17,7 +17,7 @@ from ppctl.checkpoint.verification import verify
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.pretrained.average import average
-from ppctl.pretrained.convert import export_checkpoint, import_directory
+from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 
 def silent(*_: object) -> None:

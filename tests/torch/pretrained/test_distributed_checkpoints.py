@@ -27,8 +27,7 @@ from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError
 from ppctl.families.directory import model_tensors
-from ppctl.pretrained.dcp_reader import DcpReader
-from ppctl.pretrained.from_dcp import import_dcp, in_our_order, in_titans_order
+from ppctl.pretrained.from_dcp import DcpReader, import_dcp, in_our_order, in_titans_order
 from ppctl.pretrained.to_dcp import export_dcp
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "torch_dist"

@@ -1,4 +1,4 @@
-"""`python -m ppctl.pretrained import|export|average FROM... TO`: what `ppctl ckpt` starts.
+"""`python -m ppctl.pretrained.command import|export|average FROM... TO`: what `ppctl ckpt` starts.
 
 Knows the command line and what it prints. Must not know how a conversion is done.
 """
@@ -17,7 +17,8 @@ import torch
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError, Problem, pasted, visible
 from ppctl.pretrained.average import average
-from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
+from ppctl.pretrained.conversion import Done
+from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 _EVERY = 5.0
 """Seconds between two lines of progress."""
@@ -25,7 +26,7 @@ _EVERY = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
+    parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained.command")
     parser.add_argument("action", choices=("import", "export", "average"))
     parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help="of the other side")
     parser.add_argument("--model", type=json.loads, help="ModelConfig as JSON, where the source does not tell it")
