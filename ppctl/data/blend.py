@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.data import sampler
+from ppctl.data.conversation_rows import ConversationRows
 from ppctl.data.corpus import Corpus, Details
-from ppctl.data.rows import Rows
 from ppctl.data.sampler import Ids
 
 
@@ -30,7 +30,7 @@ class Blend:
     Sample ids count through all corpora in order.
     """
 
-    corpora: tuple[Corpus | Rows, ...]
+    corpora: tuple[Corpus | ConversationRows, ...]
     quotas: tuple[int, ...] | None = None
 
     @cached_property
@@ -111,7 +111,9 @@ class Blend:
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 
-    def _sorted(self, ids: Ids, seq_length: int) -> Sequence[tuple[Corpus | Rows, npt.NDArray[np.bool_], Ids]]:
+    def _sorted(
+        self, ids: Ids, seq_length: int
+    ) -> Sequence[tuple[Corpus | ConversationRows, npt.NDArray[np.bool_], Ids]]:
         """For each corpus: the positions of its samples in `ids`, and their ids in the corpus."""
         firsts = self._firsts(seq_length)
         number = np.searchsorted(firsts, ids, side="right") - 1

@@ -6,7 +6,7 @@ know rows, samples or torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ppctl.config.training_config import CHAT, COMPLETION
 from ppctl.data.chat_template import ChatTemplate, Message, RenderingFailed
-from ppctl.data.text import MOST_PROBLEMS, Line, lines, merged
+from ppctl.data.text import Line, encoded, lines
 from ppctl.data.tokenizer import Tokenizer, Tokens
-from ppctl.errors import DataError, Problem
+from ppctl.errors import Problem
 
 _LIKE = {
     CHAT: '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
@@ -29,8 +29,6 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles that are not those of templates."""
 _ASSISTANT = "assistant"
 _KINDS: dict[type, str] = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
-_MANY = 1024
-"""Conversations that are encoded together: a library may spread them over the processor's cores."""
 
 Spans = Sequence[tuple[int, int]]
 """Begins and ends in characters."""
@@ -75,34 +73,13 @@ def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: Chat
     """Every line of the .jsonl `files` in order: messages, rendered by the template, or without one a prompt and its
     completion.
 
-    Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
+    Raises DataError as `encoded` does.
     """
-    problems: list[Problem] = []
-    found = (_text_of(line, template) for line in lines(files))
-    for batch in _batches(found, problems):
-        if not problems:
-            yield from _encoded(batch, tokenizer, template)
-    if problems:
-        raise DataError(merged(problems, complete=len(problems) < MOST_PROBLEMS))
+    texts = (_text_of(line, template) for line in lines(files))
+    return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
 
 
-def _batches(found: Iterable[_Text | Problem], problems: list[Problem]) -> Iterator[list[_Text]]:
-    """The texts in batches; problems go into `problems`, and twenty of them end it."""
-    batch: list[_Text] = []
-    for item in found:
-        if isinstance(item, Problem):
-            problems.append(item)
-            if len(problems) >= MOST_PROBLEMS:
-                return
-            continue
-        batch.append(item)
-        if len(batch) == _MANY:
-            yield batch
-            batch = []
-    yield batch
-
-
-def _encoded(batch: list[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
+def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
     """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own.
 
     A token that begins before the answer is one of transformers' mask where the template has the keyword `generation`;

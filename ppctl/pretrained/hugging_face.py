@@ -263,7 +263,7 @@ def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
 
 
 def _config(file: Path) -> dict[str, str]:
-    from ppctl.data.huggingface import HuggingFaceTokenizer
+    from ppctl.data.tokenizer import HuggingFaceTokenizer
 
     end = HuggingFaceTokenizer.open(file).end_token
     return {"tokenizer_class": "PreTrainedTokenizerFast", **({} if end is None else {"eos_token": end})}

@@ -71,7 +71,7 @@ class KeptGradients:
         self.writes(step)
         file = path / disk.file_name(s.own.rank)
         shards = gradient_shards(s)
-        disk.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
+        disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.world_groups)  # behind it all files are written
         if s.own.rank == 0:
             write_messages(

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from hugging_face_models import DENSE, LEFT_OUT, MOE, hugging_face_model, our_logits, relative, saved_model
-from ppctl.pretrained.__main__ import main as convert_command
 from safetensors.torch import load_file, save_file
 
 from ppctl.checkpoint.manifest import read_manifest
@@ -22,6 +21,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.families.directory import model_tensors, open_directory
 from ppctl.pretrained import hugging_face
+from ppctl.pretrained.command import main as convert_command
 from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 from ppctl.pretrained.safetensors_values import DirectoryReader, dequantised, write_shards
 

@@ -21,7 +21,7 @@ def kept(path, ranks, handed=()):
     for rank, parts in enumerate(ranks):
         described = [TensorPart(f"gradient.{n}", w, "float32", Box(o, v.shape)) for n, w, o, v in parts]
         values = (np.ascontiguousarray(v).reshape(-1).view(np.uint8).data for *_, v in parts)
-        disk.write(directory / disk.file_name(rank), described, values)
+        disk.write_file(directory / disk.file_name(rank), described, values)
     write_messages(directory, list(handed))
     return KeptStep(path, 1)
 

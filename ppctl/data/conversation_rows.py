@@ -24,7 +24,7 @@ from ppctl.errors import DataError, Problem
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ConversationRows:
     """Samples of `seq_length` tokens and their labels, each of whole conversations. `digest` and `description` as of a
     Corpus: the digest is of the tokens, of what is learned and of the rows."""
 
@@ -85,13 +85,13 @@ class Rows:
             for _, here in self._parts(int(row)):
                 self.conversations.check_tokens(here.start, here.stop, vocab_size)
 
-    def split(self, seq_length: int, fraction: float) -> tuple[Rows, Rows]:
+    def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
         """As `Corpus.split`: the last rows are held out."""
         number = self.num_samples(seq_length)
         kept = number - held_out_samples(number, fraction, self.description)
         return self._part(0, kept, "trained on"), self._part(kept, number, "held out")
 
-    def _part(self, begin: int, end: int, what: str) -> Rows:
+    def _part(self, begin: int, end: int, what: str) -> ConversationRows:
         digest = hashlib.sha256(f"{self.digest} {begin} {end}".encode()).hexdigest()
         description = f"{self.description}, {what}: rows {begin:,} to {end:,}"
         return replace(self, rows=self.rows[begin:end], digest=digest, description=description)
@@ -115,7 +115,7 @@ def make_rows(
     too_long: str,
     pack: bool,
     filling: int,
-) -> Rows:
+) -> ConversationRows:
     """Rows of `encoded`, of several each where they are packed.
 
     Raises DataError: PP-E421 naming conversations that are longer than a row, PP-E422 where nothing is learned.
@@ -157,7 +157,7 @@ def make_rows(
         tokens, "", description, lambda position: places[int(np.searchsorted(firsts, position, side="right")) - 1]
     )
     text = ", ".join(filter(None, lines))
-    return Rows(corpus, learned, firsts, rows, seq_length, filling, digest.hexdigest(), text)
+    return ConversationRows(corpus, learned, firsts, rows, seq_length, filling, digest.hexdigest(), text)
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
