@@ -8,5 +8,5 @@ local_copy         copies in memory that outlive the process (decision 51); loca
 reading            loading, one tensor at a time; chunks: each proved before it is used; arrays: without torch
 verification       what is wrong with a checkpoint, and why it does not fit a run
 agreement          one result or one error for all ranks
-gradients          what `log.gradients` keeps of a step; step_parity compares two runs (decision 58)
+step_parity        gradients that runs keep of a step, and where two runs differ (decision 58)
 """

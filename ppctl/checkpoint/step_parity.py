@@ -1,22 +1,133 @@
-"""Two runs' gradients of one step compared: the first action and the parameters in which they differ.
+"""Gradients that runs keep of a step (`log.gradients`, decision 58), and where those of two runs differ first.
 
-Knows kept steps, how ranks share what stages hand on, and how far two numbers may lie apart. Must not know runs, their
-figures, nor why they should be equal (`plan/parity.py`). numpy alone.
+Knows their files: gradients/step-N/rank-NNNNN.safetensors, parts of gradients by the names of parameters, and beside
+them messages.json with fingerprints of what stages hand on; how ranks share these; and how far two numbers may lie
+apart. Every rank writes what it has, copies included: which of several copies is wrong is what a comparison is for.
+Must not know torch, how a step is computed, nor why two runs should be equal (`plan/parity.py`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ppctl.checkpoint.gradients import Handed, KeptStep
-from ppctl.checkpoint.parts import in_order
+from ppctl.checkpoint.arrays import numpy_dtype
+from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.parts import DTYPES, in_order
+from ppctl.errors import CheckpointError, Problem
+from ppctl.families.safetensors import read_header
+from ppctl.files import MOST_READ_OF_A_MODEL, read_text, write_atomically
 from ppctl.topology import ParallelSizes
+
+MESSAGES = "messages.json"
+_NUMPY = {name: torch_name for torch_name, (name, _) in DTYPES.items()}
+
+
+class Handed(NamedTuple):
+    """What a stage handed on: the output of a forward, or the gradient of its input."""
+
+    rank: int
+    forward: bool
+    stage: int
+    microbatch: int
+    """Of the global batch, whatever dp is."""
+    bits: tuple[int, int]
+    """The halves of the sum of its values' bits, read as integers, modulo 2^64."""
+    squares: float
+    """The sum of its values' squares, in float64."""
+
+    @property
+    def action(self) -> str:
+        """Such as `3F12`."""
+        return f"{self.stage}{'F' if self.forward else 'B'}{self.microbatch}"
+
+
+def write_messages(directory: Path, handed: Sequence[Handed]) -> None:
+    """Write messages.json of a step."""
+    write_atomically(directory / MESSAGES, json.dumps({"version": 1, "messages": handed}) + "\n", durable=False)
+
+
+def step_directory(gradients: Path, step: int) -> Path:
+    """Where a step is kept, below a run's directory of gradients."""
+    return gradients / f"step-{step}"
+
+
+def forget_step(gradients: Path, step: int) -> None:
+    """Delete what is kept of a step; its messages first, without which it is not whole. Raises OSError."""
+    path = step_directory(gradients, step)
+    for file in [path / MESSAGES, *path.glob("rank-*.safetensors")]:
+        file.unlink(missing_ok=True)
+
+
+def kept_steps(gradients: Path) -> list[int]:
+    """The steps that are kept whole: the messages are written last."""
+    numbers = (path.parent.name.removeprefix("step-") for path in gradients.glob(f"step-*/{MESSAGES}"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+class KeptPart(NamedTuple):
+    """A part of a gradient, as one rank had it."""
+
+    rank: int
+    box: Box
+    file: Path
+    begin: int
+    dtype: str
+
+    def values(self) -> NDArray[Any]:
+        """Of the box's shape."""
+        flat = np.fromfile(self.file, numpy_dtype(self.dtype), self.box.size, offset=self.begin)
+        return flat.reshape(self.box.shape)
+
+
+class KeptStep:
+    """A step as a run has kept it. Raises CheckpointError (PP-E645) where a file is damaged."""
+
+    def __init__(self, gradients: Path, step: int) -> None:
+        self.path = step_directory(gradients, step)
+        self.parts: dict[str, list[KeptPart]] = {}
+        """By the parameter's name, ranks in order."""
+        try:
+            record = json.loads(read_text(self.path / MESSAGES, MOST_READ_OF_A_MODEL))
+            self.messages = [
+                Handed(rank, forward, stage, microbatch, (bits[0], bits[1]), squares)
+                for rank, forward, stage, microbatch, bits, squares in record["messages"]
+            ]
+            for file in sorted(self.path.glob("rank-*.safetensors")):
+                for name, part in _parts_of(file):
+                    self.parts.setdefault(name, []).append(part)
+        except (OSError, ValueError, TypeError, LookupError, CheckpointError) as error:
+            message = f"step {step} of the gradients that were kept cannot be read: {type(error).__name__}: {error}"
+            raise CheckpointError(Problem("PP-E645", message, "keep them once more", str(self.path))) from None
+
+    def whole(self, name: str) -> NDArray[Any]:
+        """A gradient put together of the first rank's parts that has each."""
+        parts = self.parts[name]
+        extents = zip(*(part.box.end for part in parts), strict=True)
+        shape = tuple(map(max, extents))
+        whole = np.zeros(shape, parts[0].values().dtype)
+        for part in reversed(parts):
+            whole[part.box.within((0,) * len(shape))] = part.values()
+        return whole
+
+
+def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
+    rank = int(file.stem.removeprefix("rank-"))
+    for key, stored in read_header(file).items():
+        name, _, offset = key.removeprefix("gradient.").partition("@")
+        place = tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape)
+        yield name, KeptPart(rank, Box(place, stored.shape), file, stored.offset, _NUMPY[stored.dtype])
+
+
+# Two runs
+
 
 _OF_SQUARES = 10.0
 """How much further than values sums of squares may lie apart: twice for the square, and room for what adds up."""

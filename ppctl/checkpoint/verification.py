@@ -60,7 +60,7 @@ def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] 
         except CheckpointError as error:
             problems += error.problems
             bad.add(name)
-    read, reader = 0, ChunkReader(path)
+    read, reader = 0, ChunkReader(path, manifest)
     for name, shard in in_file_order(manifest) if values else ():
         if shard.file in bad:
             continue

@@ -23,7 +23,7 @@ from ppctl.plan.memory_limit import MIB, amount
 from ppctl.rundir import RunDir
 
 if TYPE_CHECKING:
-    from ppctl.checkpoint.arrays import Compared
+    from ppctl.checkpoint.arrays import CheckpointDifferences
 
 _AXES = ("pp", "vpp", "tp", "cp", "ep", "etp", "dp")
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_moe_experts", "mtp_num_layers")
@@ -182,7 +182,7 @@ def verified(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def comparison(paths: Sequence[Path], found: Compared) -> dict[str, Any]:
+def comparison(paths: Sequence[Path], found: CheckpointDifferences) -> dict[str, Any]:
     """Two checkpoints compared. Numbers that are not finite are null."""
     return {
         "paths": [str(path) for path in paths],

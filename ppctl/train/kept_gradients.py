@@ -1,7 +1,7 @@
 """Keeps every rank's gradients of a step, and fingerprints of what its stages hand on (`log.gradients`).
 
 Knows a session, and when a step's gradients are whole. Must not know what they are compared with, nor how the files
-look (`checkpoint/gradients.py`). Where no step asks for it, programs are what they were and nothing is called.
+look (`checkpoint/step_parity.py`). Where no step asks for it, programs are what they were and nothing is called.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint import disk
-from ppctl.checkpoint.gradients import Handed, forget_step, step_directory, write_messages
 from ppctl.checkpoint.shards import values_of
+from ppctl.checkpoint.step_parity import Handed, forget_step, step_directory, write_messages
 from ppctl.comm.buffers import Message
 from ppctl.comm.groups import gather_rows
 from ppctl.config.quantities import steps_of

@@ -5,9 +5,17 @@ import pytest
 
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.gradients import Handed, KeptStep, forget_step, kept_steps, step_directory, write_messages
 from ppctl.checkpoint.parts import TensorPart
-from ppctl.checkpoint.step_parity import Side, compare_step
+from ppctl.checkpoint.step_parity import (
+    Handed,
+    KeptStep,
+    Side,
+    compare_step,
+    forget_step,
+    kept_steps,
+    step_directory,
+    write_messages,
+)
 from ppctl.errors import CheckpointError
 from ppctl.topology import ParallelSizes
 
