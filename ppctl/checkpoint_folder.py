@@ -85,9 +85,9 @@ def find(directory: Path) -> Found | None:
     with _os_errors_as_problems(directory):
         named, fault = _named_by_latest(directory)
         # Twice: a run that saves at this moment may be between two renames.
-        found = None if named is None else _at(named) or _at(named)
-        if found is not None:
-            return Found(found)
+        path = None if named is None else _at(named) or _at(named)
+        if path is not None:
+            return Found(path)
         there = kept(directory)
         if not there:
             return None

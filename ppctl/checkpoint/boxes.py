@@ -81,10 +81,10 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
     """Why the boxes do not make up a tensor of this shape, each element once; empty if they do."""
-    found = tuple(sorted(boxes))
-    if any({len(box.offset), len(box.shape)} != {len(shape)} for box in found):
+    in_order = tuple(sorted(boxes))
+    if any({len(box.offset), len(box.shape)} != {len(shape)} for box in in_order):
         return f"its parts have other dims than {list(shape)}"
-    return _tiling_fault(shape, found)
+    return _tiling_fault(shape, in_order)
 
 
 @lru_cache(maxsize=1024)

@@ -129,20 +129,20 @@ class LocalCopies:
         source, kept = chosen.sources[me]
         wanted = [to for to, (of, _) in enumerate(chosen.sources) if of == me and (to != me or kept)]
 
-        found: dict[int, tuple[bytes, Tensor]] = {}
+        asked: dict[int, tuple[bytes, Tensor]] = {}
 
         def read() -> None:
             for to in wanted:
-                found[to] = _values(LocalCopy(self.directory, to, kept=chosen.sources[to][1]))
+                asked[to] = _values(LocalCopy(self.directory, to, kept=chosen.sources[to][1]))
 
         what, values = "read copies in memory", _tensor(memory.bytes)
         # All have what they send before the first message: nobody waits for one who has failed.
         self.ranks.agree(what, read, lambda _: None)
-        sent = [each for to, (text, data) in found.items() if to != me for each in _send(to, text, data, self.ranks)]
+        sent = [each for to, (text, data) in asked.items() if to != me for each in _send(to, text, data, self.ranks)]
         if source != me:
             text = _receive(source, values, self.ranks)
         elif kept:
-            text, data = found[me]
+            text, data = asked[me]
             values.copy_(data)
         else:
             text = self.own.text()

@@ -122,8 +122,8 @@ def sweep(directory: Path, names: Collection[str]) -> None:
 
 def files_of(directory: Path, step: int, start: str) -> set[str]:
     """The names of all copies of this step and start on this host, with their records. Raises OSError."""
-    found = [copy for copy, record in _records(directory) if (record.step, record.start) == (step, start)]
-    return {path.name for copy in found for path in (copy.record, copy.values)}
+    copies = [copy for copy, record in _records(directory) if (record.step, record.start) == (step, start)]
+    return {path.name for copy in copies for path in (copy.record, copy.values)}
 
 
 def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
@@ -188,8 +188,8 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], siz
         message = f"copies in memory cannot be kept there: {error.strerror} ({error.filename})"
         remedy = pasted(f"checkpoint.local={private_files.shared_memory()}/ppctl-{directory.name[-8:]}")
         raise CheckpointError(Problem("PP-E650", message, remedy, "checkpoint.local")) from error
-    found, process = directory.stat(), identity()
-    place, own = f"{process['boot']} {found.st_dev} {found.st_ino}", _digest(parts)
+    status, process = directory.stat(), identity()
+    place, own = f"{process['boot']} {status.st_dev} {status.st_ino}", _digest(parts)
     copies, changed, other = [], False, 0
     for copy, record in _records(directory):
         if record.world != world:
@@ -225,11 +225,11 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
         )
         raise CheckpointError(Problem("PP-E544", message, "checkpoint.local_replicas=0"))
     ring = count - 3 * (count % 2)
-    found: dict[int, int] = {}
+    keeper_of: dict[int, int] = {}
     for number, ranks in enumerate(hosts):
         beside = number ^ 1 if number < ring else ring + (number - ring + 1) % 3
-        found |= dict(zip(ranks, hosts[beside], strict=True))
-    return [found[rank] for rank in range(len(found))]
+        keeper_of |= dict(zip(ranks, hosts[beside], strict=True))
+    return [keeper_of[rank] for rank in range(len(keeper_of))]
 
 
 def refused_on_one_host(world: int) -> list[Problem]:

@@ -130,7 +130,7 @@ class Manifest:
             for name, record in self.tensors.items()
         }
         entries = [f"{_json(key)}: {_json(value)}" for key, value in head.items()]
-        entries += [f'"{key}": {{{_lines(found)}}}' for key, found in (("files", files), ("tensors", tensors))]
+        entries += [f'"{key}": {{{_lines(section)}}}' for key, section in (("files", files), ("tensors", tensors))]
         body = "{\n " + ",\n ".join(entries)
         return f'{body}{_SEAL.decode()}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
@@ -163,8 +163,8 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _lines(found: Mapping[str, object]) -> str:
-    lines = ",\n  ".join(f"{_json(name)}: {_json(record)}" for name, record in sorted(found.items()))
+def _lines(records: Mapping[str, object]) -> str:
+    lines = ",\n  ".join(f"{_json(name)}: {_json(record)}" for name, record in sorted(records.items()))
     return f"\n  {lines}\n " if lines else ""
 
 
@@ -178,7 +178,7 @@ def _sealed(text: bytes) -> Manifest:
     body, _, rest = text.rpartition(_SEAL)
     if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
         raise ValueError("its seal (the SHA-256 at its end) does not match its content")
-    found: dict[str, dict[str, Any]] = {"": {}}
+    sections: dict[str, dict[str, Any]] = {"": {}}
     kinds: dict[str, Any] = {"": Any, "files": dict[FileName, FileRecord], "tensors": dict[Line, TensorRecord]}
     section, lines = "", BytesIO(body)
     next(lines)
@@ -188,19 +188,19 @@ def _sealed(text: bytes) -> Manifest:
             raise ValueError(f"it has a line of {len(entry)} bytes")
         if section and entry == b"}":
             section = ""
-        elif not section and (begun := _SECTIONS.get(entry, "")) and begun not in found:
-            section, found[begun] = begun, {}
+        elif not section and (begun := _SECTIONS.get(entry, "")) and begun not in sections:
+            section, sections[begun] = begun, {}
         else:
             added = read(kinds[section], parse(b"{%b}" % entry))
-            if not added or added.keys() & found[section].keys() or len(found[""]) > _MOST_OF_A_HEAD:
+            if not added or added.keys() & sections[section].keys() or len(sections[""]) > _MOST_OF_A_HEAD:
                 raise ValueError("it has a line that is no entry, or one that it has already")
-            found[section] |= added
-    head = read(_Head, found[""])
-    for section in kinds.keys() - found.keys():  # an empty one is one line
-        found[section] = read(kinds[section], found[""].get(section))
+            sections[section] |= added
+    head = read(_Head, sections[""])
+    for section in kinds.keys() - sections.keys():  # an empty one is one line
+        sections[section] = read(kinds[section], sections[""].get(section))
     if (head["digest"], head["chunk"]) != (DIGEST, CHUNK):
         raise OtherFormat(f"{FORMAT} with {head['digest']} of every {head['chunk']} bytes")
-    return Manifest(head["step"], found["files"], found["tensors"])
+    return Manifest(head["step"], sections["files"], sections["tensors"])
 
 
 class _Head(TypedDict):
@@ -281,9 +281,9 @@ def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
         for shard in record.shards:
             if fault := _shard_fault(shard, DTYPES[record.dtype][1], manifest.files.get(shard.file)):
                 yield name, fault
-    for file, found in groupby(in_file_order(manifest), key=lambda each: each[1].file):
+    for file, shards in groupby(in_file_order(manifest), key=lambda each: each[1].file):
         end = 0
-        for name, shard in found:
+        for name, shard in shards:
             if shard.bytes[0] < end:
                 yield name, f"bytes {shard.bytes[0]} to {end} of {file} are another tensor's, too"
             end = shard.bytes[1]

@@ -151,11 +151,11 @@ class Side(NamedTuple):
 
         Without losses of ranks that have a part of every sequence: their squares are not those of the sum.
         """
-        found: dict[tuple[bool, int, int], list[Handed]] = {}
+        by_place: dict[tuple[bool, int, int], list[Handed]] = {}
         for each in self.step.messages:
             if self.sizes.cp == 1 or not each.forward or each.stage != self.last_stage:
-                found.setdefault((each.forward, each.stage, each.microbatch), []).append(each)
-        return found
+                by_place.setdefault((each.forward, each.stage, each.microbatch), []).append(each)
+        return by_place
 
 
 class ActionDifference(NamedTuple):
@@ -227,16 +227,16 @@ def compare_step(
     different, equal, largest = [], 0, 0.0
     for name in sorted(ours.keys() & theirs.keys(), key=in_order):
         progress(name)
-        found = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
-        largest = max(largest, 0.0 if math.isnan(found.relative) else found.relative)
-        if found.ranks:
-            different.append(found)
+        compared = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
+        largest = max(largest, 0.0 if math.isnan(compared.relative) else compared.relative)
+        if compared.ranks:
+            different.append(compared)
         else:
             equal += 1
     action = _first_action(first, second, tolerance) if messages else None
     different.sort(key=lambda each: place_of(each.name), reverse=True)
     missing = sorted(ours.keys() ^ theirs.keys(), key=in_order)
-    unlike = [found for name, side in (("A", first), ("B", second)) for found in _unlike(name, side.step, uses)]
+    unlike = [compared for name, side in (("A", first), ("B", second)) for compared in _unlike(name, side.step, uses)]
     return StepDifferences(action, different, equal, missing, unlike, largest)
 
 
@@ -280,14 +280,14 @@ def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
 def _first_action(first: Side, second: Side, tolerance: float) -> ActionDifference | None:
     """The first one along the way of a microbatch: forwards from stage 0 on, then backwards from the last stage on."""
     ours, theirs = first.handed(), second.handed()
-    found = []
+    different = []
     for key in ours.keys() & theirs.keys():
         relative = _handed_apart(key, (first, ours[key]), (second, theirs[key]), tolerance)
         if relative is not None:
-            found.append((key, relative))
-    if not found:
+            different.append((key, relative))
+    if not different:
         return None
-    (forward, stage, mb), relative = min(found, key=lambda each: _order(each[0]))
+    (forward, stage, mb), relative = min(different, key=lambda each: _order(each[0]))
     ranks = sorted(each.rank for each in theirs[forward, stage, mb])
     return ActionDifference(theirs[forward, stage, mb][0].action, stage, ranks, relative)
 

@@ -39,10 +39,10 @@ class Verified(NamedTuple):
 def verify(path: Path) -> Manifest:
     """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged, and for
     values also the tensor and the bytes."""
-    found = examine(path)
-    if found.problems:
-        raise CheckpointError(found.problems)
-    return found.manifest
+    verified = examine(path)
+    if verified.problems:
+        raise CheckpointError(verified.problems)
+    return verified.manifest
 
 
 def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] = lambda size: None) -> Verified:

@@ -88,13 +88,13 @@ class Blend:
         """Which labels of samples `ids` count, and where their documents begin, both [*ids.shape, seq_length]; None
         where marks in the tokens say it."""
         shape = (*ids.shape, seq_length)
-        found = Details(np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64))
+        counts, places = np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
         for corpus, here, own in self._sorted(ids, seq_length):
             details = corpus.details(own, seq_length)
             if details is None:
                 return None
-            found.counts[here], found.places[here] = details
-        return found
+            counts[here], places[here] = details
+        return Details(counts, places)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check each corpus, as `Corpus` does."""
@@ -117,8 +117,8 @@ class Blend:
         """For each corpus: the positions of its samples in `ids`, and their ids in the corpus."""
         firsts = self._firsts(seq_length)
         number = np.searchsorted(firsts, ids, side="right") - 1
-        found = [(corpus, number == i, ids[number == i] - firsts[i]) for i, corpus in enumerate(self.corpora)]
-        return [(corpus, here, own) for corpus, here, own in found if len(own)]
+        samples = [(corpus, number == i, ids[number == i] - firsts[i]) for i, corpus in enumerate(self.corpora)]
+        return [(corpus, here, own) for corpus, here, own in samples if len(own)]
 
     def _firsts(self, seq_length: int) -> Ids:
         """The first id of each corpus, and the number of all samples."""

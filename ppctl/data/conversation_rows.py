@@ -98,12 +98,12 @@ class ConversationRows:
 
     def _parts(self, row: int) -> list[tuple[int, slice]]:
         """For each conversation in a row: where it begins, and its tokens."""
-        found, begin = [], 0
+        parts, begin = [], 0
         for number in self.rows[row]:
             here = slice(int(self.firsts[number]), int(self.firsts[number + 1]))
-            found.append((begin, here))
+            parts.append((begin, here))
             begin += here.stop - here.start
-        return found
+        return parts
 
 
 def make_rows(

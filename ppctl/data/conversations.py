@@ -52,13 +52,13 @@ class Learned(NamedTuple):
         if not len(self.tokens):
             return []
         changes = [0, *(np.flatnonzero(np.diff(self.learned)) + 1).tolist(), len(self.tokens)]
-        found = []
+        runs = []
         for first, after in pairwise(changes):
             begin = 0 if first == 0 else int(self.begins[first])
             end = len(self.text) if after == len(self.tokens) else int(self.begins[after])
             added = after == len(self.tokens) and self.begins[-1] == len(self.text)
-            found.append((bool(self.learned[first]), self.text[begin:end] + ("<end>" if added else "")))
-        return found
+            runs.append((bool(self.learned[first]), self.text[begin:end] + ("<end>" if added else "")))
+        return runs
 
 
 class _Text(NamedTuple):
@@ -105,14 +105,14 @@ def _text_of(line: Line | Problem, template: ChatTemplate | None) -> _Text | Pro
     if isinstance(line, Problem):
         like = _LIKE[COMPLETION if template is None else CHAT]
         return replace(line, remedy=like) if line.code == "PP-E403" else line
-    found = _completion(line) if template is None else _chat(line, template)
-    if isinstance(found, _Text):
+    rendered = _completion(line) if template is None else _chat(line, template)
+    if isinstance(rendered, _Text):
         try:
-            found.text.encode()
+            rendered.text.encode()
         except UnicodeEncodeError as error:  # JSON may write half of a pair, which is no character
             message = f"not UTF-8 text: {error.reason} at character {error.start} of the conversation"
             return Problem("PP-E411", message, "leave the line out", line.place)
-    return found
+    return rendered
 
 
 def _completion(line: Line) -> _Text | Problem:
@@ -125,8 +125,8 @@ def _completion(line: Line) -> _Text | Problem:
 def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
     messages = line.value.get("messages", line.value.get("conversations"))
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        found = None if messages is None else f"{_KINDS.get(type(messages), 'another value')} there"
-        return _wrong_form(line, CHAT, 'a list of messages under "messages"', found)
+        held = None if messages is None else f"{_KINDS.get(type(messages), 'another value')} there"
+        return _wrong_form(line, CHAT, 'a list of messages under "messages"', held)
     messages = [_message(each) for each in messages]
     if not all(isinstance(each.get("role"), str) for each in messages):
         return _wrong_form(line, CHAT, 'messages with a "role" (or "from")', "messages without")
@@ -157,7 +157,7 @@ def _turns(template: ChatTemplate, messages: list[Message], tools: Any) -> Spans
     """Where the assistant's turns stand, by what each adds to the conversation before it; None where that is no text
     at the end of a beginning of the whole."""
     whole = template.render(messages, tools).text
-    found = []
+    spans = []
     for number, message in enumerate(messages):
         if message["role"] != _ASSISTANT:
             continue
@@ -165,8 +165,8 @@ def _turns(template: ChatTemplate, messages: list[Message], tools: Any) -> Spans
         after = template.render(messages[: number + 1], tools).text
         if not (after.startswith(prompt) and whole.startswith(after)):
             return None
-        found.append((len(prompt), len(after)))
-    return found
+        spans.append((len(prompt), len(after)))
+    return spans
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +186,6 @@ def _says_something(message: Mapping[str, Any]) -> bool:
     return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
-def _wrong_form(line: Line, form: str, wanted: str, found: str | None = None) -> Problem:
-    message = f"the line is not an object with {wanted} (data.format={form}) but {found or line.described}"
+def _wrong_form(line: Line, form: str, wanted: str, held: str | None = None) -> Problem:
+    message = f"the line is not an object with {wanted} (data.format={form}) but {held or line.described}"
     return Problem("PP-E418", message, _LIKE[form], line.place)

@@ -137,18 +137,18 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
-    found = [encoded for encoded in encode_files(files, tokenizer, text_key=text_key) if len(encoded.tokens)]
-    if not found:
+    documents = [each for each in encode_files(files, tokenizer, text_key=text_key) if len(each.tokens)]
+    if not documents:
         raise DataError(
             Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
         )
-    tokens = np.concatenate([piece for encoded in found for piece in (encoded.tokens, end)]).astype(dtype, copy=False)
-    ends = np.cumsum([len(encoded.tokens) + 1 for encoded in found])
-    places = [encoded.place for encoded in found]
+    tokens = np.concatenate([piece for each in documents for piece in (each.tokens, end)]).astype(dtype, copy=False)
+    ends = np.cumsum([len(each.tokens) + 1 for each in documents])
+    places = [each.place for each in documents]
     return Corpus(
         tokens,
         hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
-        f"{description}: {len(found):,} documents, {len(tokens):,} tokens",
+        f"{description}: {len(documents):,} documents, {len(tokens):,} tokens",
         lambda position: places[int(np.searchsorted(ends, position, side="right"))],
     )
 

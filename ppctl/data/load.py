@@ -137,16 +137,16 @@ def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corp
 
 def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:
     """Each item loaded. Raises DataError with the problems of all items."""
-    found: list[Loaded] = []
+    loaded: list[Loaded] = []
     problems: list[Problem] = []
     for item in items:
         try:
-            found.append(load(item))
+            loaded.append(load(item))
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(dict.fromkeys(problems))
-    return tuple(found)
+    return tuple(loaded)
 
 
 # Before a run

@@ -75,9 +75,9 @@ class Limited(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > LONGEST_SOURCE:
             raise TemplateError(f"it has more than {LONGEST_SOURCE:,} characters")
-        found: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
-        found.set_environment(self)
-        return found
+        counted: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
+        counted.set_environment(self)
+        return counted
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """As the sandbox's, without methods whose results are not foreseen."""

@@ -57,8 +57,8 @@ def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]
     """
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
-    found = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-    once = {os.path.realpath(name): Path(name) for name in reversed(found) if not os.path.isdir(name)}
+    paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
+    once = {os.path.realpath(name): Path(name) for name in reversed(paths) if not os.path.isdir(name)}
     everything = sorted(once.values())
     files = [file for file in everything if file.suffix in READABLE]
     if not files:
@@ -185,11 +185,11 @@ def _merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
     kinds: dict[Problem, list[str]] = {}
     for problem in problems:
         kinds.setdefault(replace(problem, place=""), []).append(problem.place or "")
-    found = []
+    merged = []
     for problem, places in kinds.items():
         more = [f"and {len(places) - 5}{'' if complete else ' or'} more"] if len(places) > 5 else []
-        found.append(replace(problem, place="\n".join(dict.fromkeys([*places[:5], *more]))))
-    return found
+        merged.append(replace(problem, place="\n".join(dict.fromkeys([*places[:5], *more]))))
+    return merged
 
 
 class Encoded(NamedTuple):

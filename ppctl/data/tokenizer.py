@@ -118,12 +118,12 @@ class ByteTokenizer:
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
         """The ids of each text's UTF-8 bytes; a character of several bytes is the place of each. No mark is put
         around a text."""
-        found = []
+        encoded = []
         for text in texts:
             ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
             begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # bytes that go on with a character: 10xxxxxx
-            found.append(Pieces(ids, begins, begins + 1))
-        return found
+            encoded.append(Pieces(ids, begins, begins + 1))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Marks (bos, eos, pad) vanish; invalid UTF-8 and ids without a meaning become U+FFFD."""
@@ -205,11 +205,11 @@ class HuggingFaceTokenizer:
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
         """The ids of each text, with their characters as the library says them."""
         encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
-        found = []
+        pieces = []
         for one in encoded:
             begins, ends = np.array(one.offsets, dtype=np.int64).reshape(-1, 2).T
-            found.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends))
-        return found
+            pieces.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends))
+        return pieces
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens; ids beyond the vocabulary have none."""

@@ -62,14 +62,14 @@ def _of_type(config: Json, key: str, kind: Any, words: str) -> Any:
 
 def _read_rope(config: Json) -> dict[str, Any]:
     """Base and extension, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    found = _positions(config)
-    kind = found.get("rope_type", found.get("type", "default"))
-    base = {"rotary_base": float(number({"rope_theta": config["rope_theta"], **found}, "rope_theta"))}
+    rope = _positions(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    base = {"rotary_base": float(number({"rope_theta": config["rope_theta"], **rope}, "rope_theta"))}
     if kind in ("default", None):
         return base
     if kind not in ("yarn", "llama3"):
         raise Unbuilt("rope_scaling", f"positions of type {kind} are not built; default, yarn and llama3 are")
-    scaling = {_ORIGINAL: config["max_position_embeddings"], **found}
+    scaling = {_ORIGINAL: config["max_position_embeddings"], **rope}
     if _ORIGINAL in config:
         scaling[_ORIGINAL] = config[_ORIGINAL]
     extension = {"rotary_scaling_type": kind, _ORIGINAL: whole(scaling, _ORIGINAL)}
@@ -78,10 +78,10 @@ def _read_rope(config: Json) -> dict[str, Any]:
 
 def _positions(config: Json) -> Json:
     """The mapping that counts, by transformers' rule (`RotaryEmbeddingConfigMixin`) where a file has both."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if isinstance(found, Mapping) and not any(isinstance(value, Mapping) for value in found.values()):
-        return found
-    raise Unbuilt("rope_parameters", f"takes one mapping for all layers, not {json.dumps(found)}")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if isinstance(rope, Mapping) and not any(isinstance(value, Mapping) for value in rope.values()):
+        return rope
+    raise Unbuilt("rope_parameters", f"takes one mapping for all layers, not {json.dumps(rope)}")
 
 
 def _read_llama3(scaling: Json) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 def _read_part_rope(config: Json) -> dict[str, Any]:
     """As `_read_rope`, of a share of every head."""
-    found = _positions(config)
-    share = number({"partial_rotary_factor": config["partial_rotary_factor"], **found}, "partial_rotary_factor")
+    rope = _positions(config)
+    share = number({"partial_rotary_factor": config["partial_rotary_factor"], **rope}, "partial_rotary_factor")
     return {**_read_rope(config), "rotary_percent": float(share)}
 
 

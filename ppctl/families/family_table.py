@@ -71,9 +71,9 @@ MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared
 MTP_COPIES = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
 """Copies of the model's tables that every MTP module is stored with there: name within it -> what it is a copy of."""
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_MTP = re.compile(r"mtp\.(\d+)\.(layer\.)?(.+)")
+_EXPERT_NAME = re.compile(r"\.experts\.(\d+)\.")
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
+_MTP_NAME = re.compile(r"mtp\.(\d+)\.(layer\.)?(.+)")
 
 
 def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str:
@@ -84,10 +84,10 @@ def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str
     table = {**LAYER, **own_names}
     if name in MODEL:
         return MODEL[name]
-    if found := _LAYER.fullmatch(name):
-        return f"model.layers.{found[1]}.{_within(found[2], table)}"
-    if found := _MTP.fullmatch(name):
-        return f"model.layers.{num_layers + int(found[1])}.{_within(found[3], table if found[2] else MTP)}"
+    if match := _LAYER_NAME.fullmatch(name):
+        return f"model.layers.{match[1]}.{_within(match[2], table)}"
+    if match := _MTP_NAME.fullmatch(name):
+        return f"model.layers.{num_layers + int(match[1])}.{_within(match[3], table if match[2] else MTP)}"
     raise KeyError(name)
 
 
@@ -95,7 +95,7 @@ def _within(name: str, table: Mapping[str, str]) -> str:
     if name in table:
         return table[name]
     module, _, kind = name.rpartition(".")
-    expert = _EXPERT.search(module)
+    expert = _EXPERT_NAME.search(module)
     if expert is not None:
         module = module.replace(expert[0], ".experts.{expert}.")
     return f"{table[module]}.{kind}".format(expert=expert and expert[1])

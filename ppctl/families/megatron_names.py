@@ -102,17 +102,17 @@ def _place(name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> Megatr
     shape = shapes[name]
     if name in MODEL:
         return MegatronPlace((MODEL[name],))
-    found = _NUMBERED.fullmatch(name)
-    assert found is not None, name
-    if found[1] == "mtp" and not found[3]:
-        module, _, kind = found[4].rpartition(".")
-        return MegatronPlace((f"mtp.layers.{found[2]}.{_MTP[module]}.{kind}",))
-    if found[1] == "mtp":
-        prefixes = [f"mtp.layers.{found[2]}.{inner}." for inner in ("transformer_layer", "mtp_model_layer")]
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None, name
+    if match[1] == "mtp" and not match[3]:
+        module, _, kind = match[4].rpartition(".")
+        return MegatronPlace((f"mtp.layers.{match[2]}.{_MTP[module]}.{kind}",))
+    if match[1] == "mtp":
+        prefixes = [f"mtp.layers.{match[2]}.{inner}." for inner in ("transformer_layer", "mtp_model_layer")]
     else:
-        prefixes = [f"decoder.layers.{found[2]}."]
-    moe = f"{name.removesuffix(found[4])}moe.router.weight" in shapes
-    inner = _within(found[4], shape, model, moe)
+        prefixes = [f"decoder.layers.{match[2]}."]
+    moe = f"{name.removesuffix(match[4])}moe.router.weight" in shapes
+    inner = _within(match[4], shape, model, moe)
     return inner._replace(keys=tuple(prefix + key for prefix in prefixes for key in inner.keys))
 
 
@@ -157,12 +157,12 @@ def _of_groups(which: str, model: ModelConfig) -> RowBlock:
 
 def written(model: ModelConfig) -> dict[str, tuple[Shape, Mapping[str, RowBlock | None]]]:
     """Key with layers and experts of their own -> its shape, and which rows of it each of our tensors is."""
-    shapes, found = model_tensors(model), dict[str, tuple[Shape, dict[str, RowBlock | None]]]()
+    shapes, matrices = model_tensors(model), dict[str, tuple[Shape, dict[str, RowBlock | None]]]()
     for name, place in places(model).items():
         shape = shapes[name]
         if place.rows is not None:
             shape = (place.rows.groups * place.rows.block, *shape[1:])
         # Norms have two keys, by the kind of layers that Megatron-core builds: both are written, as they are small.
         for key in place.keys if len(shape) == 1 and name.startswith("layers.") else place.keys[:1]:
-            found.setdefault(key, (shape, {}))[1][name] = place.rows
-    return dict(found)
+            matrices.setdefault(key, (shape, {}))[1][name] = place.rows
+    return dict(matrices)

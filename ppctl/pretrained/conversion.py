@@ -54,9 +54,9 @@ class Done:
 
 
 def left_out(names: Iterable[str]) -> str:
-    """The line about tensors that are no weights: a run that begins with the weights begins at step 0."""
-    found = sorted(names)
-    return f"weights alone; left out: {len(found)} tensors of optimizer states ({found[0]}, …)" if found else ""
+    """Return the line about tensors that are no weights: a run that begins with the weights begins at step 0."""
+    states = sorted(names)
+    return f"weights alone; left out: {len(states)} tensors of optimizer states ({states[0]}, …)" if states else ""
 
 
 def write_weights(

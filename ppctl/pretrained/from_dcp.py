@@ -94,15 +94,15 @@ class DcpReader:
         self.path = path
         try:
             with open(path / METADATA, "rb") as stream:
-                found = _Unpickler(stream).load()
+                metadata = _Unpickler(stream).load()
         except OSError as error:
             raise self._refused(f"{METADATA} cannot be read: {error.strerror}") from None
         except Exception as error:  # a pickle that is damaged can raise anything
             raise self._refused(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
-        if not isinstance(found, Metadata):
+        if not isinstance(metadata, Metadata):
             raise self._refused(f"{METADATA} holds no description of tensors")
-        self._metadata = found
-        entries = found.state_dict_metadata
+        self._metadata = metadata
+        entries = metadata.state_dict_metadata
         self.tensors = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
         self.others = sorted(entries.keys() - self.tensors.keys())
         """Keys of what is no tensor."""
@@ -110,15 +110,15 @@ class DcpReader:
 
     def kind(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a tensor."""
-        found = self.tensors[key]
-        return tuple(found.size), found.properties.dtype
+        record = self.tensors[key]
+        return tuple(record.size), record.properties.dtype
 
     def read(self, key: str, box: Box) -> Tensor:
         """The values of a box of a tensor. Raises CheckpointError (PP-E532) where they cannot be read."""
-        found = self.tensors[key]
-        out = torch.empty(box.shape, dtype=found.properties.dtype)
+        record = self.tensors[key]
+        out = torch.empty(box.shape, dtype=record.properties.dtype)
         filled = 0
-        for chunk in found.chunks:
+        for chunk in record.chunks:
             part = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if (shared := common(part, box)) is not None:
                 values = self._part(key, part)
@@ -204,7 +204,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
     """Where every tensor of the model is. Raises CheckpointError (PP-E533)."""
     shapes = model_tensors(model)
     names = places(model) if megatron else {name: MegatronPlace(_titan_keys(name)) for name in shapes}
-    found, missing, wrong = dict[str, _Stored](), [], []
+    stored, missing, wrong = dict[str, _Stored](), [], []
     for name, place in names.items():
         match = next((each for each in _candidates(place) if each[0] in reader.tensors), None)
         if match is None:
@@ -217,8 +217,8 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
             wrong.append(f"{name} ({key}): {list(extents)} stored, {list(shape)} of each expected")
         elif any(index >= extent for index, extent in zip(front, extents, strict=False)):
             missing.append(f"{name}: {key} at {list(front)}")
-        found[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
-    used = {each.key for each in found.values()}
+        stored[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
+    used = {each.key for each in stored.values()}
     aliases = {key for place in names.values() for key, _, _ in _candidates(place)}
     skipped = SKIPPED if megatron else _TITAN_SKIPPED
     unknown = [
@@ -231,7 +231,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
     problems = [_misfit(reader, fault, lines) for fault, lines in faults.items() if lines]
     if problems:
         raise CheckpointError(problems)
-    return found
+    return stored
 
 
 def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:

@@ -83,11 +83,11 @@ class _Weights(NamedTuple):
 
 
 def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
-    found = open_directory(source, mtp=mtp)
-    reader = DirectoryReader(found)
+    directory = open_directory(source, mtp=mtp)
+    reader = DirectoryReader(directory)
     reader.check_copies()
-    specs = {name: reader.spec(name) for name in found.names}
-    return _Weights(found.model, found.family.model_type, specs, reader.tensor)
+    specs = {name: reader.spec(name) for name in directory.names}
+    return _Weights(directory.model, directory.family.model_type, specs, reader.tensor)
 
 
 def _described(source: Path, model: ModelConfig) -> _Weights:
@@ -181,9 +181,9 @@ def _verify(directory: Path, specs: list[Spec], model: ModelConfig) -> None:
     Raises CheckpointError (PP-E523) where it is not what was to be written.
     """
     stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
-    found = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
+    written = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
     wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
-    wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    wrong = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))
     if wrong:
         message = f"the files in {directory} differ from what was written there; they are deleted"
         raise CheckpointError(Problem("PP-E523", message, f"df -h {pasted(directory.parent)}", listed(wrong)))

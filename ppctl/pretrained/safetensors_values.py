@@ -58,10 +58,10 @@ class DirectoryReader:
 
         Raises CheckpointError (PP-E524) naming those that differ.
         """
-        found = self.directory
-        unequal = [name for name, of in found.copies.items() if not torch.equal(self.stored(name), self.tensor(of))]
+        directory = self.directory
+        unequal = [name for name, of in directory.copies.items() if not torch.equal(self.stored(name), self.tensor(of))]
         if unequal:
-            message = f"{found.path} holds copies of the embedding or the output that differ from them"
+            message = f"{directory.path} holds copies of the embedding or the output that differ from them"
             remedy = "leave multi-token prediction out: --no-mtp, or model.mtp_num_layers=null"
             raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(unequal)))
 
