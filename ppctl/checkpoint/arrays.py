@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, TensorRecord
-from ppctl.checkpoint.parts import DTYPES, in_order, text_of
+from ppctl.checkpoint.tensor_parts import DTYPES, in_order, text_of
 
 _BLOCK = 2**22
 """Elements that are compared at once."""

@@ -45,7 +45,7 @@ class Box(NamedTuple):
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None if nothing. Two boxes of one number share it."""
+    """Return the elements that two boxes of one tensor share; None if none. Two boxes of one number share it."""
     offset = tuple(map(max, one.offset, other.offset))
     shape = tuple(end - begin for begin, end in zip(offset, map(min, one.end, other.end), strict=True))
     return Box(offset, shape) if all(extent > 0 for extent in shape) else None
@@ -89,7 +89,7 @@ def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
 
 @lru_cache(maxsize=1024)
 def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
-    """The same of sorted boxes. The layers of a model, and their moments, are all divided in a few ways."""
+    """Return the fault of sorted boxes; kept, as all layers of a model and their moments are divided in a few ways."""
     count, open_boxes = 0, list[Box]()
     for box in boxes:
         if any(end > extent for end, extent in zip(box.end, shape, strict=True)) or min((0, *box.offset)) < 0:

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from ppctl.checkpoint.boxes import Box, Shape, boxes_of_run, common
 from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, changed, damaged
-from ppctl.checkpoint.parts import DTYPES
+from ppctl.checkpoint.tensor_parts import DTYPES
 from ppctl.errors import CheckpointError
 from ppctl.files import open_regular
 

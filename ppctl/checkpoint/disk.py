@@ -27,7 +27,7 @@ from ppctl.checkpoint.manifest import (
     record_whole,
     without_collections,
 )
-from ppctl.checkpoint.parts import DTYPES, TensorPart, Values, Writers, check_copies, choose_writers, parts_of
+from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart, Values, Writers, check_copies, choose_writers, parts_of
 from ppctl.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
 from ppctl.errors import CheckpointError, PpctlError, Problem
 
@@ -37,8 +37,8 @@ WORK = "prepare", "choose", "write", "commit", "retain", "discard"
 __all__ = ["WORK", "discard", "prepare", "retain"]
 
 
-class RankReport(NamedTuple):
-    """The file of a rank and its digests. Bare numbers and texts: rank 0 reads those of all ranks."""
+class WrittenParts(NamedTuple):
+    """The file that a rank has written, and digests of its parts. Bare numbers and texts: rank 0 reads those of all."""
 
     file: tuple[int, int, str] | None
     """Size, bytes of the header and their digest; None where the rank writes nothing."""
@@ -72,7 +72,7 @@ def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequ
     path = checkpoint_folder.step_path(directory, step)
     writers = _writers(tuple(all_parts))
     with without_collections():
-        manifest = manifest_of(step, writers, [wire.unpacked(RankReport, each) for each in reports])
+        manifest = manifest_of(step, writers, [wire.unpacked(WrittenParts, each) for each in reports])
         if temporary.is_dir():
             seal(temporary, manifest, state)
             return checkpoint_folder.publish(directory, step)
@@ -81,7 +81,7 @@ def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequ
     return checkpoint_folder.point_at(directory, step)
 
 
-def manifest_of(step: int, writers: Writers, reports: Sequence[RankReport]) -> Manifest:
+def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) -> Manifest:
     """Return the manifest of what all ranks have written. Raises CheckpointError (PP-E504) where copies differ."""
     check_copies(writers, [each.digests for each in reports])
     begins = [iter(each.begins) for each in reports]
@@ -140,7 +140,7 @@ def _write_synced(path: Path, text: bytes) -> None:
 def write(rank: int, directory: Path, parts: Sequence[TensorPart], own: bytes, values: Values) -> bytes:
     """Write the parts of which `own` is 1 and bring them to the disk, and read the others for their digests.
 
-    Returns the packed RankReport.
+    Returns the packed WrittenParts.
     """
     mine = [number for number, one in enumerate(own) if one]
     # The widest elements first: all of them then lie at multiples of their size.
@@ -154,7 +154,7 @@ def write(rank: int, directory: Path, parts: Sequence[TensorPart], own: bytes, v
         for number in range(len(parts))
     ]
     begins = [records[number].bytes[0] for number in sorted(records)]
-    return wire.packed(RankReport, RankReport(record, begins, digests))
+    return wire.packed(WrittenParts, WrittenParts(record, begins, digests))
 
 
 def file_name(rank: int) -> str:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppctl.checkpoint import local_copy
-from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.local_copy import Chosen, LocalCopy, LocalRecord, Seen
-from ppctl.checkpoint.parts import TensorPart, size_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.shards import HostMemory, shared_file
+from ppctl.checkpoint.tensor_parts import TensorPart, size_of
 from ppctl.errors import CheckpointError, Problem
 
 _PIECE = 2**28
@@ -30,8 +30,8 @@ _SHOWN = 4
 """Hosts that are named."""
 
 
-class Survey(NamedTuple):
-    """What all ranks know after they have looked."""
+class CopiesAtStart(NamedTuple):
+    """The copies of all ranks, as all of them know after they have looked."""
 
     start: str
     """A number of this start."""
@@ -68,15 +68,15 @@ class LocalCopies:
         def look() -> Seen:
             return local_copy.see(directory, ranks.rank, ranks.size, parts, size_of(parts))
 
-        self.survey = ranks.agree("look for copies in memory", look, self._survey, each=Seen, result=Survey)
+        self.survey = ranks.agree("look for copies in memory", look, self._survey, each=Seen, result=CopiesAtStart)
         if replicas:
             self._kept_of = self.survey.keepers.index(ranks.rank)
             self._kept = LocalCopy(directory, self._kept_of, kept=True)
         (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
 
-    def _survey(self, seen: list[Seen]) -> Survey:
+    def _survey(self, seen: list[Seen]) -> CopiesAtStart:
         hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
-        return Survey(
+        return CopiesAtStart(
             secrets.token_hex(8),
             hosts,
             [seen[ranks[0]].host for ranks in hosts],

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ppctl import private_files
 from ppctl.checkpoint.manifest import digests_of
-from ppctl.checkpoint.parts import TensorPart
+from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.json_reader import parse, read
 from ppctl.processes import identity
@@ -34,12 +34,12 @@ CHANGED = "warning: copies in memory have changed since they were made; they are
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """What lies in the memory. Of use where every rank has one of the same step, start and world, of its parts."""
+    """The record of a copy: of use where every rank has one of the same step, start and world, of its parts."""
 
     step: int
     world: int
     start: str
-    """Of the run, in which it was made: copies that two starts made of one step may differ."""
+    """The start of the run that made it: copies that two starts made of one step may differ."""
     parts: str
     """A digest of the parts' names, boxes and dtypes."""
     state: str
@@ -69,7 +69,7 @@ class LocalCopy:
         private_files.write(self.record, text)
 
     def text(self) -> bytes:
-        """Of its record. Raises OSError."""
+        """Return the bytes of its record. Raises OSError."""
         return private_files.read(self.record, _MOST_OF_A_RECORD)
 
     def is_intact(self) -> bool:
@@ -139,7 +139,7 @@ def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
 # What a start finds, and which copies it uses
 
 
-class Copy(NamedTuple):
+class HostCopy(NamedTuple):
     """A copy on a host, by its record."""
 
     rank: int
@@ -150,7 +150,7 @@ class Copy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank finds at a start. Bare values: rank 0 reads those of all ranks."""
+    """The copies that a rank sees at a start. Bare values: rank 0 reads those of all ranks."""
 
     place: str
     """The same for ranks that share the directory with the copies."""
@@ -159,7 +159,7 @@ class Seen(NamedTuple):
     """A digest of what the rank holds now."""
     bytes: int
     """Of its values."""
-    copies: list[Copy]
+    copies: list[HostCopy]
     """All that lie at the place, whosesoever, in a world of this size."""
     changed: bool
     """Whether the rank's own has other values than it was made with; it is not among `copies` then."""
@@ -197,7 +197,7 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], siz
         elif (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
             changed = True
         else:
-            copies.append(Copy(copy.rank, copy.kept, record.step, record.start, record.parts))
+            copies.append(HostCopy(copy.rank, copy.kept, record.step, record.start, record.parts))
     return Seen(place, process["machine"], own, size, copies, changed, other)
 
 
@@ -233,7 +233,7 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def refused_on_one_host(world: int) -> list[Problem]:
-    """What `keepers` says of ranks that are all on one host, for who knows that before they start."""
+    """Return the problems that `keepers` raises for ranks that are all on one host, which a launcher knows."""
     try:
         keepers([range(world)])
     except CheckpointError as error:
@@ -262,7 +262,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 
 def why_none(seen: Sequence[Seen]) -> str:
-    """What is wrong with copies that are there, where none are chosen; empty where there are none."""
+    """Return why copies that are there are not chosen; empty where there are none."""
     fit = [
         copy for each in seen for copy in each.copies if copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
     ]

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, check_files, checked_manifest, read_text
-from ppctl.checkpoint.parts import TensorPart, check_tensors, packed_parts, parts_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.shards import Shard
-from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.tensor_parts import TensorPart, check_tensors, packed_parts, parts_of
 from ppctl.checkpoint.verification import Kind, misfits
 from ppctl.errors import CheckpointError
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint import disk
-from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.disk import problems_of
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.manifest import Manifest, TensorRecord
-from ppctl.checkpoint.parts import TensorPart, Values, packed_parts
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.run_state import state_text
 from ppctl.checkpoint.shards import HostMemory, Shard, values_of, whole_shards
-from ppctl.checkpoint.state import state_text
+from ppctl.checkpoint.tensor_parts import TensorPart, Values, packed_parts
 from ppctl.checkpoint.writer import NO_WRITER, NodeWriter, WriterAddress
 from ppctl.errors import CheckpointError, Problem
 

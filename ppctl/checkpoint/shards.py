@@ -1,7 +1,7 @@
 """Boxes of tensors as a rank holds them, by canonical global name, and a copy of them in host memory.
 
 The copy is what a save beside training writes, and the node's writer reads. Knows streams, events and pinned memory.
-Must not know which other ranks hold a box (`parts`), nor when a copy is made.
+Must not know which other ranks hold a box (`tensor_parts`), nor when a copy is made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.parts import TensorPart, Values, places, size_of, values_in
+from ppctl.checkpoint.tensor_parts import TensorPart, Values, places, size_of, values_in
 from ppctl.errors import CheckpointError, Problem
 from ppctl.private_files import open_file
 
@@ -100,7 +100,7 @@ class HostMemory:
 
     @property
     def values(self) -> Values:
-        """What was copied last, by the number of its shard."""
+        """The values that were copied last, by the number of their shard."""
         return values_in(memoryview(self._map), self.parts)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ppctl.checkpoint.arrays import numpy_dtype
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.parts import DTYPES, in_order
+from ppctl.checkpoint.tensor_parts import DTYPES, in_order
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.safetensors import read_header
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text, write_atomically
@@ -31,13 +31,13 @@ _NUMPY = {name: torch_name for torch_name, (name, _) in DTYPES.items()}
 
 
 class Handed(NamedTuple):
-    """What a stage handed on: the output of a forward, or the gradient of its input."""
+    """A fingerprint of the output of a stage's forward, or of the gradient of its input."""
 
     rank: int
     forward: bool
     stage: int
     microbatch: int
-    """Of the global batch, whatever dp is."""
+    """Its number in the global batch, whatever dp is."""
     bits: tuple[int, int]
     """The halves of the sum of its values' bits, read as integers, modulo 2^64."""
     squares: float
@@ -82,7 +82,7 @@ class KeptPart(NamedTuple):
     dtype: str
 
     def values(self) -> NDArray[Any]:
-        """Of the box's shape."""
+        """Return its values, in the box's shape."""
         flat = np.fromfile(self.file, numpy_dtype(self.dtype), self.box.size, offset=self.begin)
         return flat.reshape(self.box.shape)
 
@@ -147,7 +147,7 @@ class Side(NamedTuple):
         return self.sizes.tp if whole else 1
 
     def handed(self) -> dict[tuple[bool, int, int], list[Handed]]:
-        """What stages handed on, by (forward, stage, microbatch), as several ranks had it.
+        """Return the fingerprints by (forward, stage, microbatch), as several ranks had them.
 
         Without losses of ranks that have a part of every sequence: their squares are not those of the sum.
         """
@@ -188,7 +188,7 @@ class ParameterDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDifferences:
-    """What of a step is not the same in both runs."""
+    """The differences of a step between two runs."""
 
     action: ActionDifference | None
     parameters: list[ParameterDifference]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, check_files, damaged, in_file_order, read_manifest
-from ppctl.checkpoint.parts import ranges, text_of
+from ppctl.checkpoint.tensor_parts import ranges, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed
@@ -28,7 +28,7 @@ READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
 
 
 class Verified(NamedTuple):
-    """What was found."""
+    """A checkpoint that was looked at."""
 
     manifest: Manifest
     problems: list[Problem]
@@ -73,7 +73,7 @@ def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] 
 
 
 def bytes_of_values(manifest: Manifest) -> int:
-    """What `examine` reads if every file is there."""
+    """Return how many bytes `examine` reads if every file is there."""
     return sum(shard.bytes[1] - shard.bytes[0] for record in manifest.tensors.values() for shard in record.shards)
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 from ppctl import wire
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import file_name, problems_of
-from ppctl.checkpoint.parts import Values, values_in
+from ppctl.checkpoint.tensor_parts import Values, values_in
 from ppctl.errors import CheckpointError, Problem
 
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest
-from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
 from ppctl.cli import ckpt_convert, ckpt_text
 from ppctl.cli.ckpt_convert import planned_config

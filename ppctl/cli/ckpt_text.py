@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import FORMAT, check_files, read_manifest
-from ppctl.checkpoint.parts import DTYPES, in_order, ranges, text_of
-from ppctl.checkpoint.state import lineage, run_state
+from ppctl.checkpoint.run_state import lineage, run_state
+from ppctl.checkpoint.tensor_parts import DTYPES, in_order, ranges, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.cli.table import aligned
 from ppctl.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""What batches are drawn from: samples of one corpus, or of several in fixed proportions, each in an order of its own.
+"""A blend: samples of one corpus, or of several in fixed proportions, each in an order of its own.
 
 Knows weights as whole numbers, corpora and the ids of their samples. Must not know files, steps, batches or torch.
 
@@ -107,7 +107,7 @@ class Blend:
             corpus.check_samples(own, seq_length, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Blend, Blend]:
-        """The same share of every corpus held out."""
+        """Hold out the same share of every corpus."""
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 

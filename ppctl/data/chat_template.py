@@ -39,7 +39,7 @@ class Rendered(NamedTuple):
 
 
 class RenderingFailed(ValueError):
-    """What a template says against a conversation."""
+    """A template's objection to a conversation, in its own words."""
 
 
 class ChatTemplate:

@@ -76,17 +76,17 @@ class ConversationRows:
         return Details(counts[:, 1:].reshape(shape), places.reshape(shape))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """As `Corpus.check_vocabulary`."""
+        """Raise DataError for the first token that a model of this vocabulary has no row for."""
         self.conversations.check_vocabulary(vocab_size)
 
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """As `Corpus.check_samples`."""
+        """Raise DataError where one of these rows holds a token beyond the vocabulary."""
         for row in ids.flat:
             for _, here in self._parts(int(row)):
                 self.conversations.check_tokens(here.start, here.stop, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
-        """As `Corpus.split`: the last rows are held out."""
+        """Hold out the last rows; raises DataError where none is left to train on."""
         number = self.num_samples(seq_length)
         kept = number - held_out_samples(number, fraction, self.description)
         return self._part(0, kept, "trained on"), self._part(kept, number, "held out")
@@ -120,17 +120,12 @@ def make_rows(
 
     Raises DataError: PP-E421 naming conversations that are longer than a row, PP-E422 where nothing is learned.
     """
-    longest, kept, lost = seq_length + 1, [], 0
+    longest = seq_length + 1
     if too_long == REFUSE:
         _refuse_long(encoded, longest, seq_length)
-    for one in encoded:
-        if len(one.tokens) > longest and too_long == LEAVE_OUT:
-            lost += 1
-            continue
-        if not one.learned[:longest].any():
-            lost += 1
-            continue
-        kept.append(one)
+    fitting = [one for one in encoded if len(one.tokens) <= longest or too_long != LEAVE_OUT]
+    kept = [one for one in fitting if one.learned[:longest].any()]
+    lost = len(encoded) - len(kept)
     if not kept:
         message = (
             f"there is nothing to train on in {description}: no token of an answer is in a row of {seq_length} tokens"

@@ -149,7 +149,7 @@ def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
 
 
 def _damage(indexed: Indexed, idx: Path, bin_: Path) -> Iterator[str]:
-    """What contradicts itself, worst first."""
+    """Yield the contradictions in the two files, worst first."""
     boundaries, sequences = indexed.boundaries, len(indexed.lengths)
     if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
         span = f"from {boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "nothing"

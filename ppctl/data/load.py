@@ -43,7 +43,7 @@ NO_END = DocumentEnd(-1)
 
 
 class Data(NamedTuple):
-    """What a run reads."""
+    """The data of a run."""
 
     training: Blend
     held_out: Blend | None
@@ -78,7 +78,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
-    """What the config lets follow from documents' ends.
+    """Return the token that ends a document, and what the config lets follow from it.
 
     Raises DataError (PP-E410) where something follows from a mark that the tokenizer does not name.
     """
@@ -98,7 +98,7 @@ def of_document_ends(data: DataConfig) -> list[str]:
 
 
 def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
-    """What reads one path of `data.path`, as `data.format` says."""
+    """Return the function that reads one path of `data.path`, as `data.format` says."""
     if data.format == TEXT:
         return lambda path: load_corpus(path, tokenizer, data.text_key)
     template = open_template(data.tokenizer, data.chat_template) if data.format == CHAT else None
@@ -153,7 +153,7 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 
 
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """What env.json says of the data, and its problems.
+    """Return the record of the data in env.json, and its problems.
 
     Reads all text and maps the rest; looks for tokens beyond the vocabulary as the ranks will (`check_vocabulary`).
     """

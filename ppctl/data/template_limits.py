@@ -1,4 +1,4 @@
-"""What a rendering of a chat template may use: a template is a program of somebody else's, and may never end.
+"""Limits of the rendering of a chat template: it is a program of somebody else's, and may never end.
 
 Knows Jinja's sandbox, and what of a template takes long or makes longer texts. Must not know conversations. Counted,
 not timed: on a slow machine the same conversations are refused as on a fast one.
@@ -80,11 +80,11 @@ class Limited(ImmutableSandboxedEnvironment):
         return counted
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As the sandbox's, without methods whose results are not foreseen."""
+        """Refuse, beside what the sandbox refuses, methods whose results are not foreseen."""
         return attr not in _UNCOUNTED and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, pieces: Iterable[Any]) -> str:
-        """What a template, a block or `~` puts one behind another."""
+        """Join what a template, a block or `~` puts one behind another."""
         texts, length = [], 0
         for piece in pieces:
             length += self._printed(piece)
@@ -95,7 +95,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return text
 
     def call(self, context: Any, callee: Any, /, *arguments: Any, **named: Any) -> Any:
-        """As the sandbox's, counted."""
+        """Call as the sandbox does, and count."""
         self._spend(_CALL)
         method = getattr(callee, "__wrapped__", callee)  # the sandbox's own str.format is a function
         owner = getattr(method, "__self__", None)
@@ -109,7 +109,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return self._noted(super().call(context, callee, *arguments, **named))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """As the sandbox's, where the result is no longer than it may be."""
+        """Compute as the sandbox does, where the result is no longer than it may be."""
         self._spend(_OPERATION)
         if operator == "**":
             _check_bits(max(_number(right), 0) * _number(left).bit_length())
@@ -123,7 +123,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return self._noted(super().call_binop(context, operator, left, right))
 
     def _shown(self, value: Any) -> Any:
-        """What a template puts out, before it is text."""
+        """Count the characters of what a template puts out, before it is text."""
         if not isinstance(value, str):
             self._spend(_CHARACTER * self._printed(value))
         return value

@@ -112,7 +112,7 @@ class Line(NamedTuple):
 
     @property
     def described(self) -> str:
-        """What it is, for messages."""
+        """Its keys, for messages."""
         return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
 
 
@@ -170,7 +170,7 @@ def _document(line: Line, text_key: str) -> Document | Problem:
 
 
 def _meant(value: Mapping[str, Any], text_key: str) -> str:
-    """What reads such a line, by its keys; else how a line looks that is read."""
+    """Return the key that reads such a line; else how a line looks that is read."""
     if "messages" in value or "conversations" in value:
         return "data.format=chat"
     if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):

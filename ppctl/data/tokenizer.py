@@ -239,7 +239,7 @@ def _special(library: Library) -> set[str]:
 
 
 def _eos_token(file: Path) -> str | None:
-    """What the file names as `eos_token`, a text or an object with the text as its content."""
+    """Return the `eos_token` that the file names, as a text or an object with the text as its content."""
     try:
         settings: Any = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):

@@ -90,7 +90,7 @@ def _read_llama3(scaling: Json) -> dict[str, Any]:
 
 
 def _read_yarn(config: Json, scaling: Json) -> dict[str, Any]:
-    """What is missing, null or zero of `_YARN` keeps ppctl's default, which is the paper's, as in transformers."""
+    """Read YaRN's sizes. Those of `_YARN` that are missing, null or zero are ppctl's defaults, the paper's."""
     for key, built in (("attention_factor", None), ("truncate", True)):
         if scaling.get(key, built) is not built:
             raise Unbuilt("rope_scaling", f"YaRN with {key}={scaling[key]} is not built")
@@ -119,14 +119,14 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_part_rope(config: Json) -> dict[str, Any]:
-    """As `_read_rope`, of a share of every head."""
+    """Read base, extension and the share of every head that they turn."""
     rope = _positions(config)
     share = number({"partial_rotary_factor": config["partial_rotary_factor"], **rope}, "partial_rotary_factor")
     return {**_read_rope(config), "rotary_percent": float(share)}
 
 
 def _write_part_rope(model: ModelConfig) -> dict[str, Any]:
-    """As `_write_rope`, of a share of every head."""
+    """Write base, extension and the share of every head that they turn."""
     return {**_write_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
@@ -184,7 +184,7 @@ def _read_sparse_step(config: Json) -> dict[str, Any]:
 
 
 def _write_sparse_step(model: ModelConfig) -> dict[str, Any]:
-    """As a list of the dense layers."""
+    """Write the dense layers as a list."""
     dense = [i for i, moe in enumerate(moe_layer_pattern(model)) if not moe]
     return {"num_experts": model.num_moe_experts or 0, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -205,7 +205,7 @@ def _read_divided(config: Json) -> dict[str, Any]:
 
 
 def _write_divided(model: ModelConfig) -> dict[str, Any]:
-    """What the router that ppctl builds does."""
+    """Write what the router that ppctl builds does."""
     return {"norm_topk_prob": model.moe_router_topk > 1}
 
 

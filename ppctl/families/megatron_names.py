@@ -117,7 +117,7 @@ def _place(name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> Megatr
 
 
 def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> MegatronPlace:
-    """The same within a decoder layer."""
+    """Return where a tensor of a decoder layer is within that layer."""
     module, _, kind = name.rpartition(".")
     if name == "moe.router.expert_bias":
         return MegatronPlace(("mlp.router.expert_bias",))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, read_manifest
-from ppctl.checkpoint.parts import ranges, text_of
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint.run_state import run_state
+from ppctl.checkpoint.tensor_parts import ranges, text_of
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.pretrained.conversion import Done, Progress, write_weights
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.parts import ranges
 from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.saver import save_streamed
-from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint.tensor_parts import ranges
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was converted."""
+    """A conversion that is complete."""
 
     path: Path
     family: str
@@ -48,7 +48,7 @@ class Done:
     settings: str = ""
     """A line about what was kept of the directory that the weights came from, where they came from one."""
     left: str = ""
-    """A line about what is not weights and was left out."""
+    """A line about tensors that are no weights and were left out."""
     quantised: str = ""
     """A line about weights that were read otherwise than their config says."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ppctl.checkpoint.boxes import Box, common
-from ppctl.checkpoint.parts import ranges
+from ppctl.checkpoint.tensor_parts import ranges
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import model_tensors

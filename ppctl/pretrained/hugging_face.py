@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ppctl.checkpoint.state import lineage
+from ppctl.checkpoint.run_state import lineage
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.schema import ModelConfig
 from ppctl.data.tokenizer import tokenizer_path
@@ -91,7 +91,7 @@ def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
 
 
 def _described(source: Path, model: ModelConfig) -> _Weights:
-    """Of a model whose code is transformers'."""
+    """Open the weights of a model whose code is transformers'."""
     from ppctl.foreign.library import config_from  # transformers, which other models do without
     from ppctl.foreign.stored import StoredWeights
 
@@ -193,10 +193,10 @@ def _verify(directory: Path, specs: list[Spec], model: ModelConfig) -> None:
 
 
 class Kept(NamedTuple):
-    """What was taken over."""
+    """Settings of the source that an export keeps."""
 
     keys: Mapping[str, Any]
-    """Of the source's config.json."""
+    """Keys of the source's config.json."""
     line: str
     """A line for people; empty where the weights came from no directory."""
 

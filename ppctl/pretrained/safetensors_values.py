@@ -91,7 +91,7 @@ _PLACE = 64
 
 
 class Spec(NamedTuple):
-    """What is to be written under one name."""
+    """The name, shape and dtype of a tensor that is to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class Spec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its values."""
+        """The number of bytes of its values."""
         count = self.dtype.itemsize
         for extent in self.shape:
             count *= extent

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import directory_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.saver import BackgroundSaver, Saved, Saver
 from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.reading import CheckpointReader, fill, load
+from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
-from ppctl.checkpoint_folder import AUTO, Found
+from ppctl.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.data.tokenizer import tokenizer_path
@@ -206,7 +206,7 @@ class Loaded(NamedTuple):
 
 
 def load_first(
-    session: Session, candidates: Callable[[], list[Found]], say: Callable[[str], None] = print
+    session: Session, candidates: Callable[[], list[FoundCheckpoint]], say: Callable[[str], None] = print
 ) -> Loaded | None:
     """Load the first of the candidates, as rank 0 finds them, that is not damaged; None where there are none.
 
@@ -214,7 +214,7 @@ def load_first(
     Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
-    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[Found])
+    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])
     said = say if ranks.rank == 0 else lambda line: None
     if not found and session.config.checkpoint.resume == AUTO:
         said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")

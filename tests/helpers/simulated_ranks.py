@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ppctl import wire
 from ppctl.checkpoint.boxes import Box, boxes_of_run
-from ppctl.checkpoint.disk import RankReport
-from ppctl.checkpoint.parts import TensorPart, Writers
+from ppctl.checkpoint.disk import WrittenParts
+from ppctl.checkpoint.tensor_parts import TensorPart, Writers
 
 DENSE, EXPERTS, WIDTH = 8, 12, 4099
 
@@ -49,5 +49,5 @@ def written_by(writers: Writers, held: list[list[TensorPart]]) -> list[bytes]:
                 begin += part.bytes
         chunks = [" ".join([f"{hash(part) & (1 << 128) - 1:032x}"] * -(-part.bytes // (16 << 20))) for part in parts]
         record = (begin, 4096, "0" * 32) if begins else None
-        found.append(wire.packed(RankReport, RankReport(record, begins, chunks)))
+        found.append(wire.packed(WrittenParts, WrittenParts(record, begins, chunks)))
     return found

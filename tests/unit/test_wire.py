@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.disk import RankReport
-from ppctl.checkpoint.parts import TensorPart, packed_parts, parts_of
+from ppctl.checkpoint.disk import WrittenParts
+from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts, parts_of
 from ppctl.errors import Problem
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.passes import lower
@@ -57,7 +57,7 @@ VALUES: list[tuple[Any, Any]] = [
     (Outer, OUTER),
     (Outer | None, None),
     (TensorPart, PART),
-    (RankReport, RankReport((5, 4, "ab"), [7], ["ab cd", ""])),
+    (WrittenParts, WrittenParts((5, 4, "ab"), [7], ["ab cd", ""])),
     (Schedule, SCHEDULE),
 ]
 

@@ -59,7 +59,7 @@ def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
     """More than a second of every rank's start."""
     log = (whole_run[1] / "logs" / "rank-0001.log").read_text()
     imported = re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE)
-    assert "ppctl.checkpoint.agreement" in imported
+    assert "ppctl.checkpoint.rank_agreement" in imported
     assert not {"torch._dynamo", "sympy"} & set(imported)
 
 

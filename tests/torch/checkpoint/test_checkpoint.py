@@ -17,10 +17,10 @@ from ppctl import checkpoint_folder
 from ppctl.checkpoint import disk, manifest, reading, saver
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.parts import TensorPart, choose_writers
 from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.tensor_parts import TensorPart, choose_writers
 from ppctl.checkpoint.verification import verify
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError

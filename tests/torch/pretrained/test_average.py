@@ -12,7 +12,7 @@ from hugging_face_models import hugging_face_model
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.verification import verify
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import whole_shards
-from ppctl.checkpoint.state import read_state
 from ppctl.checkpoint.verification import verify
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig

@@ -13,9 +13,9 @@ from simulated_ranks import parts_of, written_by
 
 from ppctl import wire
 from ppctl.checkpoint import disk
-from ppctl.checkpoint.disk import RankReport, manifest_of
+from ppctl.checkpoint.disk import WrittenParts, manifest_of
 from ppctl.checkpoint.manifest import Manifest
-from ppctl.checkpoint.parts import TensorPart, check_tensors, packed_parts
+from ppctl.checkpoint.tensor_parts import TensorPart, check_tensors, packed_parts
 
 
 def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:
@@ -42,7 +42,7 @@ def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:
     writers = disk._writers(tuple(packed))
     written = written_by(writers, held)
     text = measured(
-        lambda: manifest_of(3, writers, [wire.unpacked(RankReport, each) for each in written]).to_text().encode()
+        lambda: manifest_of(3, writers, [wire.unpacked(WrittenParts, each) for each in written]).to_text().encode()
     )
     manifest = measured(lambda: Manifest.from_text(text))
     parts = [

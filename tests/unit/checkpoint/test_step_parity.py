@@ -5,7 +5,6 @@ import pytest
 
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.parts import TensorPart
 from ppctl.checkpoint.step_parity import (
     Handed,
     KeptStep,
@@ -16,6 +15,7 @@ from ppctl.checkpoint.step_parity import (
     step_directory,
     write_messages,
 )
+from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.errors import CheckpointError
 from ppctl.topology import ParallelSizes
 

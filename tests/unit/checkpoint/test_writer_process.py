@@ -14,7 +14,7 @@ import pytest
 
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.disk import choose, commit, prepare, problems_of
-from ppctl.checkpoint.parts import TensorPart, packed_parts
+from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts
 from ppctl.checkpoint.writer import NodeWriter, WriterProcess
 from ppctl.errors import CheckpointError
 
