@@ -171,7 +171,7 @@ def write_file(
     disk or a network loses on the way is found by them. Raises OSError, also where the file exists: what a writer of an
     earlier start still does never mixes with this. Raises ValueError where values are not as long as their part says.
     """
-    header, begins = _header(parts)
+    header, begins = header_of(parts, ppctl=str(FORMAT))
     shards = []
     with open(path, "xb", buffering=0) as stream:
         _write_all(stream.fileno(), memoryview(header))
@@ -190,16 +190,19 @@ def write_file(
     return FileRecord(size, len(header), xxh3_128(header).hexdigest()), shards
 
 
-def _header(parts: Sequence[TensorPart]) -> tuple[bytes, list[int]]:
-    """Return the bytes in front of the values, and where in the file each part begins."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "ppctl": str(FORMAT)}}
+def header_of(parts: Sequence[TensorPart], *, aligned: int = 8, **metadata: str) -> tuple[bytes, list[int]]:
+    """Return the bytes of a safetensors file in front of its values, and where in the file each part begins.
+
+    The values begin at a multiple of `aligned`.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part.bytes)
         dtype, _ = DTYPES[part.dtype]
         entries[part.key] = {"dtype": dtype, "shape": part.box.shape, "data_offsets": ends[-2:]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    text += b" " * (-(len(text) + 8) % aligned)
     header = len(text).to_bytes(8, "little") + text
     return header, [len(header) + end for end in ends[:-1]]
 

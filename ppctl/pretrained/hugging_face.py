@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ppctl.checkpoint.run_state import lineage
+from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.schema import ModelConfig
 from ppctl.data.tokenizer import tokenizer_path
@@ -39,7 +40,7 @@ from ppctl.families.safetensors import read_directory
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
-from ppctl.pretrained.safetensors_values import DTYPES, SHARD, DirectoryReader, Spec, write_shards
+from ppctl.pretrained.safetensors_values import SHARD, DirectoryReader, write_shards
 
 GENERATION = "generation_config.json"
 _BESIDE = (
@@ -125,7 +126,10 @@ def export_checkpoint(
         family, config, stored = None, json.loads(foreign.config), {name: name for name in weights.shapes}
         model_type = config["model_type"]
     order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(weights.model).items()]
-    specs = [Spec(name, weights.shapes[of], weights.dtypes[of]) for of, name in order]
+    parts = [
+        TensorPart.of_whole(name, weights.shapes[of], str(weights.dtypes[of]).removeprefix("torch."))
+        for of, name in order
+    ]
 
     def tensors() -> Iterator[Tensor]:
         for done, (of, _) in enumerate(order, 1):
@@ -135,12 +139,12 @@ def export_checkpoint(
     with new_directory(out) as temporary:
         tokenizer = copy_tokenizer(weights.state, temporary)
         kept = keep_settings(weights.state, family, temporary)
-        total = write_shards(temporary, specs, tensors(), SHARD)
-        config = {**kept.keys, **config, "torch_dtype": str(specs[0].dtype).removeprefix("torch.")}
+        total = write_shards(temporary, parts, tensors(), SHARD)
+        config = {**kept.keys, **config, "torch_dtype": parts[0].dtype}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _verify(temporary, specs, weights.model)
-    parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
-    return Done(out, model_type, parameters, len(specs), total, tokenizer, kept.line)
+        _verify(temporary, parts, weights.model)
+    parameters = sum(part.box.size for part in parts)
+    return Done(out, model_type, parameters, len(parts), total, tokenizer, kept.line)
 
 
 def _export_adapters(
@@ -175,14 +179,14 @@ def _export_adapters(
     return Done(out, "", parameters, len(tensors), total, tokenizer)
 
 
-def _verify(directory: Path, specs: list[Spec], model: ModelConfig) -> None:
+def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> None:
     """Read back what was written: config.json, and every name, shape, dtype and number of bytes.
 
     Raises CheckpointError (PP-E523) where it is not what was to be written.
     """
     stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
     written = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
-    wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
+    wanted = {part.name: (part.whole, DTYPES[part.dtype][0], part.bytes) for part in parts}
     wrong = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))
     if wrong:
         message = f"the files in {directory} differ from what was written there; they are deleted"

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ppctl.checkpoint.shards import values_of
+from ppctl.checkpoint.disk import header_of
+from ppctl.checkpoint.shards import values_of, whole_shards
+from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.checkpoint_folder import sync
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import SCALE, ModelDirectory
@@ -83,73 +85,49 @@ def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
 # Writing
 
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD = 5 * 10**9
 """Bytes of one file, as Hugging Face cuts them."""
 _PLACE = 64
-"""Values begin at a multiple of so many bytes, a processor's widest read, as tensors in memory do."""
+"""Values begin at a multiple of so many bytes, a processor's widest read, as tensors in memory do. Who maps the file
+reads weights where they lie, and products of the same numbers round by their place in memory."""
 
 
-class Spec(NamedTuple):
-    """The name, shape and dtype of a tensor that is to be written."""
+def write_shards(directory: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor], shard: int = SHARD) -> int:
+    """Write whole `tensors`, which come in the order of `parts`, and after them the index; returns the bytes of all.
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes of its values."""
-        count = self.dtype.itemsize
-        for extent in self.shape:
-            count *= extent
-        return count
-
-
-def write_shards(directory: Path, specs: Sequence[Spec], tensors: Iterable[Tensor], shard: int = SHARD) -> int:
-    """Write `tensors`, which come in the order of `specs`, and after them the index; returns the bytes of all values.
-
-    Raises ValueError where a tensor is not what its spec says.
+    Raises ValueError where a tensor is not what its part says.
     """
-    shards = list(_cut(specs, shard))
+    files = list(_cut(parts, shard))
     values = iter(tensors)
     places: dict[str, str] = {}
-    for number, part in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write(directory / file, part, values)
-        places |= dict.fromkeys((spec.name for spec in part), file)
-    total = sum(spec.bytes for spec in specs)
-    if len(shards) > 1:
+    for number, inside in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        _write(directory / file, inside, values)
+        places |= dict.fromkeys((part.name for part in inside), file)
+    total = sum(part.bytes for part in parts)
+    if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         sync(directory / INDEX)
     return total
 
 
-def _cut(specs: Sequence[Spec], shard: int) -> Iterator[list[Spec]]:
-    part: list[Spec] = []
-    for spec in specs:
-        if part and sum(other.bytes for other in part) + spec.bytes > shard:
-            yield part
-            part = []
-        part.append(spec)
-    yield part
+def _cut(parts: Sequence[TensorPart], shard: int) -> Iterator[list[TensorPart]]:
+    inside: list[TensorPart] = []
+    for part in parts:
+        if inside and sum(other.bytes for other in inside) + part.bytes > shard:
+            yield inside
+            inside = []
+        inside.append(part)
+    yield inside
 
 
-def _write(file: Path, specs: Sequence[Spec], tensors: Iterator[Tensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in specs:
-        header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.bytes]}
-        end += spec.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Who maps the file reads weights where they lie, and products of the same numbers round by their place in memory.
-    text += b" " * (-(len(text) + 8) % _PLACE)
+def _write(file: Path, parts: Sequence[TensorPart], tensors: Iterator[Tensor]) -> None:
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for spec in specs:
-            tensor = next(tensors)
-            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-                raise ValueError(f"{spec.name} is {tensor.dtype}{list(tensor.shape)}, not {spec.dtype}{spec.shape}")
-            stream.write(values_of(tensor))
+        stream.write(header_of(parts, aligned=_PLACE)[0])
+        for part in parts:
+            (given,) = whole_shards({part.name: next(tensors)})
+            if given.part != part:
+                raise ValueError(f"{part.name} is {given.part}, not {part}")
+            stream.write(values_of(given.tensor))
     sync(file)

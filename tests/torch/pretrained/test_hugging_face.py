@@ -413,8 +413,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 def test_what_was_written_is_read_back_and_thrown_away_if_it_is_something_else(tmp_path, monkeypatch):
     path, _ = checkpoint_of(MTP, tmp_path / "run")
 
-    def write(directory, specs, tensors, shard):
-        others = [spec._replace(dtype=torch.float16) for spec in specs]
+    def write(directory, parts, tensors, shard):
+        others = [part._replace(dtype="float16") for part in parts]
         return write_shards(directory, others, (tensor.to(torch.float16) for tensor in tensors), shard)
 
     monkeypatch.setattr(hugging_face, "write_shards", write)
