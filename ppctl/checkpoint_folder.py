@@ -45,7 +45,7 @@ class FoundCheckpoint:
 
     path: Path
     warning: str = ""
-    """What is wrong with `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
+    """The fault of `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
 
 
 # Names

@@ -1,7 +1,7 @@
 """Copies in memory as all ranks of a job have them: looked for at a start, brought to who needs them, made.
 
 Knows how a copy travels between ranks, over the process group of the saves beside training. Must not know checkpoints
-on the disk, sessions, nor who is told.
+on the disk, sessions, nor what is reported.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class CopiesAtStart(NamedTuple):
     """A number of this start."""
     hosts: list[list[int]]
     names: list[str]
-    """Of the hosts."""
+    """The hosts' names."""
     keepers: list[int]
     """For each rank, who keeps its copy on a neighbouring host; empty without replicas."""
     sizes: list[int]
     """Bytes of each rank's copy."""
     chosen: Chosen | None
     note: str
-    """What is wrong with the copies that are there."""
+    """Why copies that are there are not chosen."""
     other: int
     """Their step where they are all of another cut or optimizer; else 0."""
 
@@ -106,7 +106,7 @@ class LocalCopies:
             LocalCopy(self.directory, rank, kept=True) for rank in kept
         ]
 
-    def told(self) -> str:
+    def sources_text(self) -> str:
         """Where copies come from that do not lie on their ranks' own hosts, for a person."""
         assert self.survey.chosen is not None
         host_of = {rank: number for number, ranks in enumerate(self.survey.hosts) for rank in ranks}

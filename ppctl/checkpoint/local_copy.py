@@ -45,7 +45,7 @@ class LocalRecord:
     state: str
     """The content of `state.json`."""
     digests: list[str]
-    """Of the memory in chunks."""
+    """The memory's digests, chunk by chunk."""
 
     @staticmethod
     def of(text: bytes) -> LocalRecord:
@@ -153,12 +153,12 @@ class Seen(NamedTuple):
     """The copies that a rank sees at a start. Bare values: rank 0 reads those of all ranks."""
 
     place: str
-    """The same for ranks that share the directory with the copies."""
+    """Equal for ranks that share the directory with the copies."""
     host: str
     parts: str
     """A digest of what the rank holds now."""
     bytes: int
-    """Of its values."""
+    """The size of its values."""
     copies: list[HostCopy]
     """All that lie at the place, whosesoever, in a world of this size."""
     changed: bool

@@ -54,7 +54,7 @@ DTYPES = {
 
 Digest = Annotated[str, re.compile(r"[0-9a-f]{32,64}")]
 FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]
-"""Of a file in the checkpoint's own directory."""
+"""The name of a file in the checkpoint's own directory."""
 
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""

@@ -164,9 +164,9 @@ class ActionDifference(NamedTuple):
     action: str
     stage: int
     ranks: list[int]
-    """Of the second run."""
+    """Ranks of the second run."""
     relative: float
-    """Of the norm; 0 where only bits differ."""
+    """The relative difference of the norm; 0 where only bits differ."""
 
 
 class ParameterDifference(NamedTuple):
@@ -175,7 +175,7 @@ class ParameterDifference(NamedTuple):
     name: str
     stage: int
     ranks: list[int]
-    """Of the second run, those whose part or copy differs."""
+    """Ranks of the second run whose part or copy differs."""
     of: int
     """How many ranks have parts or copies."""
     relative: float

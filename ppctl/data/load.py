@@ -31,7 +31,7 @@ class DocumentEnd(NamedTuple):
 
     token: int
     masks_loss: bool = False
-    """What follows it is another document, which nothing foretells: that label does not count (eod_mask_loss)."""
+    """Whether the label that follows it does not count: nothing foretells another document (eod_mask_loss)."""
     restarts_positions: bool = False
     """Positions count from 0 in every document (reset_position_ids)."""
     separates: bool = False
@@ -47,9 +47,9 @@ class Data(NamedTuple):
 
     training: Blend
     held_out: Blend | None
-    """What evaluation reads, if the config names any. No sample of it is among those trained on."""
+    """The samples of evaluation, if the config names any. No sample of it is among those trained on."""
     end: DocumentEnd
-    """What ends a document, and what follows from it."""
+    """The token that ends a document, and what follows from it."""
 
 
 def load_data(data: DataConfig) -> Data:

@@ -17,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MOST_STEPS = 10**9
-"""Of one rendering, about one second; 200 turns of a conversation take a hundredth of them, 1,000 less than a tenth."""
+"""Steps of one rendering, about one second; 200 turns of a conversation take a hundredth of them, 1,000 less than a tenth."""
 LONGEST = 2**24
 """Characters of a text that a template makes: no conversation has as many."""
 MOST_ENTRIES = 2**20
 """Values in a list or a mapping, with those in its own lists and mappings."""
 MOST_BITS = 2**10
-"""Of a whole number."""
+"""Bits of a whole number."""
 LONGEST_SOURCE = 2**16
 """Characters of a template. The longest published ones have a third."""
 
@@ -47,7 +47,7 @@ _UNCOUNTED = ("encode", "translate", "expandtabs")
 """Methods of texts that no template needs: what they make is long by other rules, or no text."""
 _ATOMS = frozenset([int, float, bool, NoneType])
 _PLAIN = (str, int, float, NoneType, Undefined, range)
-"""What is the same text in every process, apart from what holds such values."""
+"""Types of values that are the same text in every process, apart from what holds such values."""
 
 
 class Limited(ImmutableSandboxedEnvironment):

@@ -37,7 +37,7 @@ class MegatronPlace(NamedTuple):
     rows: RowBlock | None = None
     """Which rows of what is stored under the key; None for all."""
     alone: str = ""
-    """What is appended to the key where these rows are stored by themselves."""
+    """The text that is appended to the key where these rows are stored by themselves."""
 
 
 MODEL = {

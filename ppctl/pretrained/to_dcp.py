@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's shape."""
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype

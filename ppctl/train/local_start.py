@@ -92,7 +92,7 @@ def _choose(local: LocalCopies, directory: Path, candidates: Callable[[], list[F
         return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
     if chosen.step <= step_of(path):
         return _Choice()
-    where = f"the copies of step {chosen.step} in memory{local.told()}"
+    where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
     return _Choice(True, path, f"going on from {where}; there is {on_disk}")
 
 
