@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MOST_STEPS = 10**9
-"""Steps of one rendering, about one second; 200 turns of a conversation take a hundredth of them, 1,000 less than a tenth."""
+"""Steps of one rendering, about one second; 200 turns of a conversation take a hundredth of them."""
 LONGEST = 2**24
 """Characters of a text that a template makes: no conversation has as many."""
 MOST_ENTRIES = 2**20

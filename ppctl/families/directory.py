@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SCALE = "_scale_inv"
-"""The text that is appended to the name of a matrix in 8-bit floats for the tensor of its inverse scales, one per block."""
+"""The end of the name of the tensor with the inverse scales, one per block, of a matrix in 8-bit floats."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _BLOCK = (128, 128)
