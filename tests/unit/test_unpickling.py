@@ -17,8 +17,8 @@ import ppctl
 PACKAGE = Path(ppctl.__file__).parent
 
 ALLOWED = {
-    ("pretrained/dcp_reader.py", "pickle"): "others' checkpoints have an index that is a pickle",
-    ("pretrained/dcp_reader.py", "Unpickler"): "makes the records of such an index and nothing else",
+    ("pretrained/from_dcp.py", "pickle"): "others' checkpoints have an index that is a pickle",
+    ("pretrained/from_dcp.py", "Unpickler"): "makes the records of such an index and nothing else",
 }
 """(file, what it uses): why it may."""
 
