@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ppctl.checkpoint import reading
-from ppctl.checkpoint.saver import BackgroundSaver, save
+from ppctl.checkpoint.saver import BackgroundSaver, Saver
 from ppctl.checkpoint.shards import whole_shards
 from ppctl.checkpoint.writer import NO_WRITER, WriterProcess
 
@@ -201,7 +201,7 @@ class _Bench:
 
     def at_once(self, number: int) -> Row:
         """checkpoint.async=false."""
-        return self._timed(lambda: save(self.root / "at once", number, self.shards, {}, keep=0))
+        return self._timed(lambda: Saver(self.root / "at once", keep=0).save(number, self.shards, {}))
 
     def dcp(self, number: int) -> Row:
         """DCP's save."""

@@ -123,21 +123,6 @@ class Saver:
         return work(*arguments) if self._writer is None else self._writer.do(what, work, *arguments)
 
 
-def save(
-    directory: Path,
-    step: int,
-    shards: Iterable[Shard],
-    state: Mapping[str, Any],
-    *,
-    keep: int,
-    keep_every: int = 0,
-    process_group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Save once, as a `Saver` does. Without torch.distributed this process is alone."""
-    saver = Saver(directory, keep=keep, keep_every=keep_every, process_group=process_group)
-    return saver.save(step, shards, state)
-
-
 def save_streamed(
     directory: Path, step: int, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], state: Mapping[str, Any]
 ) -> Path:

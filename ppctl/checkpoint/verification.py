@@ -36,15 +36,6 @@ class Verified(NamedTuple):
     """Bytes of values that were read."""
 
 
-def verify(path: Path) -> Manifest:
-    """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged, and for
-    values also the tensor and the bytes."""
-    verified = examine(path)
-    if verified.problems:
-        raise CheckpointError(verified.problems)
-    return verified.manifest
-
-
 def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] = lambda size: None) -> Verified:
     """Look at everything (without `values`: at sizes, headers and the manifest's seal), and collect what is wrong.
 

@@ -103,10 +103,6 @@ class ByteTokenizer:
     vocab_size = 259
     marks = ()
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`'s UTF-8 bytes; a lone surrogate (JSON allows it) keeps its three bytes."""
-        return list(text.encode("utf-8", "surrogatepass"))
-
     def encode_bytes(self, data: bytes) -> Tokens:
         """The ids of raw bytes, one each; not decoded, hence never invalid."""
         return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)

@@ -19,7 +19,6 @@ from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.reading import CheckpointReader, fill, load
 from ppctl.checkpoint.run_state import run_state
-from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, FoundCheckpoint
@@ -133,17 +132,6 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
         "model": asdict(session.config.model),
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
-
-
-def save_checkpoint(
-    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
-) -> Path:
-    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
-
-    Raises CheckpointError on all ranks where one cannot write; the earlier checkpoints are as they were.
-    """
-    config, state = session.config.checkpoint, state_of(session, step, consumed_samples, sample_order)
-    return save(directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every)
 
 
 def start_from(session: Session, path: Path) -> None:

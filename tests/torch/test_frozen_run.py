@@ -17,13 +17,13 @@ import pytest
 import torch
 from command import only_run, ppctl
 from frozen import IS_WRITTEN, fields, frozen, hold, hold_calls, members, signature
+from verified import verify
 
 import ppctl as package
 from ppctl import P2PCommunicator, megatron
 from ppctl.checkpoint.reading import load
 from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.shards import whole_shards
-from ppctl.checkpoint.verification import verify
 from ppctl.config.compose import compose
 from ppctl.model.stage import meta_stage
 from ppctl.plan import build_plan

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from background_saves import PROGRAM, forked, kill, saver_of, writer_ends
 from command import alive
 from evaluated_runs import config_of, text
+from one_save import save
 from ranks import run_ranks
+from verified import verify
 
 from ppctl.checkpoint import disk, shards
 from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.verification import verify
 from ppctl.checkpoint_folder import find
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError

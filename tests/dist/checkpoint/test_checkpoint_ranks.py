@@ -8,16 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import one_save
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
+from verified import verify
 
-from ppctl.checkpoint import reading, saver
+from ppctl.checkpoint import reading
 from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.verification import verify
 from ppctl.checkpoint_folder import find
 from ppctl.errors import CheckpointError
 
@@ -38,7 +39,7 @@ def stage_tensors(pp_rank, pp, *, fill=None, width=4):
 
 
 def save(directory, step, tensors, state, **settings):
-    return saver.save(directory, step, whole_shards(tensors), state, **settings)
+    return one_save.save(directory, step, whole_shards(tensors), state, **settings)
 
 
 def load(path, tensors):
@@ -84,7 +85,7 @@ def test_each_part_is_written_once_and_replicas_share_the_work(tmp_path):
 
 
 def save_shards(directory, cut):
-    return saver.save(Path(directory), 1, shards_of(cut), {}, keep=0)
+    return one_save.save(Path(directory), 1, shards_of(cut), {}, keep=0)
 
 
 ROWS, COLUMNS = 12, 10

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hugging_face_models import DENSE, MOE, hugging_face_model, relative
+from one_save import save_checkpoint
 from oracle.data import whole_batches
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,7 @@ from ppctl.plan.build import build_plan
 from ppctl.pretrained.hugging_face import export_checkpoint
 from ppctl.pretrained.safetensors_values import DirectoryReader
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, start_from
+from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 SEQ, MICROBATCHES = 16, 4

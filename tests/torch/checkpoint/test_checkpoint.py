@@ -9,19 +9,20 @@ import subprocess
 import sys
 import time
 
+import one_save
 import pytest
 import torch
 from safetensors.torch import load_file
+from verified import verify
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint import disk, manifest, reading, saver
+from ppctl.checkpoint import disk, manifest, reading
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.tensor_parts import TensorPart, choose_writers
-from ppctl.checkpoint.verification import verify
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 
@@ -42,7 +43,7 @@ def tensors(value=1.0):
 
 
 def save(directory, step, held, state, **settings):
-    return saver.save(directory, step, whole_shards(held), state, **settings)
+    return one_save.save(directory, step, whole_shards(held), state, **settings)
 
 
 def load(path, held):
@@ -413,7 +414,7 @@ def test_copies_that_differ_on_one_rank_are_refused_by_name(tmp_path):
 )
 def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path, offsets, said):
     held = [Shard("a", (6, 3), offset, torch.ones(2, 3)) for offset in offsets]
-    (problem,) = refused(saver.save, tmp_path, 1, held, {}, keep=0)
+    (problem,) = refused(one_save.save, tmp_path, 1, held, {}, keep=0)
     assert (problem.code, problem.place) == ("PP-E506", said) and not list(tmp_path.iterdir())
     path = save(tmp_path, 1, {"a": torch.ones(6, 3)}, {}, keep=0)
     (problem,) = refused(reading.load, path, held)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from one_save import save
 from xxhash import xxh3_128_hexdigest
 
 from ppctl.checkpoint.boxes import boxes_of_run
-from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import Shard
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"

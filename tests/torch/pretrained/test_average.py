@@ -9,11 +9,11 @@ import pytest
 import torch
 from array_checkpoints import arrays, save
 from hugging_face_models import hugging_face_model
+from verified import verify
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
-from ppctl.checkpoint.verification import verify
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.pretrained.average import average

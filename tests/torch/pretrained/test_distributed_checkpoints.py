@@ -11,18 +11,18 @@ from pathlib import Path, PosixPath
 
 import pytest
 import torch
+from one_save import save
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from verified import verify
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
-from ppctl.checkpoint.saver import save
 from ppctl.checkpoint.shards import whole_shards
-from ppctl.checkpoint.verification import verify
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError

@@ -11,11 +11,11 @@ import torch
 import transformers
 from hugging_face_models import DENSE, LEFT_OUT, MOE, hugging_face_model, our_logits, relative, saved_model
 from safetensors.torch import load_file, save_file
+from verified import verify
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.saver import save_streamed
-from ppctl.checkpoint.verification import verify
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
