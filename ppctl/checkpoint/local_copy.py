@@ -34,14 +34,13 @@ CHANGED = "warning: copies in memory have changed since they were made; they are
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """The record of a copy: of use where every rank has one of the same step, start and world, of its parts."""
+    """The record of a copy: of use where every rank has one of the same step and start, of its parts."""
 
     step: int
-    world: int
     start: str
     """The start of the run that made it: copies that two starts made of one step may differ."""
     parts: str
-    """A digest of the parts' names, boxes and dtypes."""
+    """A digest of the parts' names, boxes and dtypes, and of the number of ranks."""
     state: str
     """The content of `state.json`."""
     digests: list[str]
@@ -88,7 +87,7 @@ def record_text(
     step: int, world: int, start: str, parts: Sequence[TensorPart], state: bytes, memory: memoryview
 ) -> bytes:
     """The record of values in `memory`."""
-    record = LocalRecord(step, world, start, _digest(parts), state.decode(), list(digests_of(memory)))
+    record = LocalRecord(step, start, _digest(world, parts), state.decode(), list(digests_of(memory)))
     return json.dumps(asdict(record)).encode()
 
 
@@ -160,11 +159,9 @@ class Seen(NamedTuple):
     bytes: int
     """The size of its values."""
     copies: list[HostCopy]
-    """All that lie at the place, whosesoever, in a world of this size."""
+    """All that lie at the place, whosesoever."""
     changed: bool
     """Whether the rank's own has other values than it was made with; it is not among `copies` then."""
-    other: int = 0
-    """The latest step of copies at the place that were made in a world of another size."""
 
 
 class Chosen(NamedTuple):
@@ -189,16 +186,14 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], siz
         remedy = pasted(f"checkpoint.local={private_files.shared_memory()}/ppctl-{directory.name[-8:]}")
         raise CheckpointError(Problem("PP-E650", message, remedy, "checkpoint.local")) from error
     status, process = directory.stat(), identity()
-    place, own = f"{process['boot']} {status.st_dev} {status.st_ino}", _digest(parts)
-    copies, changed, other = [], False, 0
+    place, own = f"{process['boot']} {status.st_dev} {status.st_ino}", _digest(world, parts)
+    copies, changed = [], False
     for copy, record in _records(directory):
-        if record.world != world:
-            other = max(other, record.step)
-        elif (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
+        if (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
             changed = True
         else:
             copies.append(HostCopy(copy.rank, copy.kept, record.step, record.start, record.parts))
-    return Seen(place, process["machine"], own, size, copies, changed, other)
+    return Seen(place, process["machine"], own, size, copies, changed)
 
 
 def hosts_of(places: Sequence[str]) -> list[list[int]]:
@@ -246,7 +241,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
     for ranks in hosts_of([each.place for each in seen]):
         for copy in {copy for rank in ranks for copy in seen[rank].copies}:
-            if copy.rank >= len(seen) or seen[copy.rank].parts != copy.parts:
+            if not _fits(copy, seen):
                 continue
             if not copy.kept and copy.rank in ranks and copy not in seen[copy.rank].copies:
                 continue  # its rank has found it changed
@@ -263,9 +258,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 def why_none(seen: Sequence[Seen]) -> str:
     """Return why copies that are there are not chosen; empty where there are none."""
-    fit = [
-        copy for each in seen for copy in each.copies if copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
-    ]
+    fit = [copy for each in seen for copy in each.copies if _fits(copy, seen)]
     if any(each.changed for each in seen):
         return CHANGED
     if not fit:
@@ -280,10 +273,13 @@ def why_none(seen: Sequence[Seen]) -> str:
 def latest_of_others(seen: Sequence[Seen]) -> int:
     """The latest step of which there are copies, where none has what any rank holds now; else 0."""
     copies = [copy for each in seen for copy in each.copies]
-    if any(copy.rank < len(seen) and seen[copy.rank].parts == copy.parts for copy in copies):
-        return 0
-    return max([each.other for each in seen] + [copy.step for copy in copies], default=0)
+    return 0 if any(_fits(copy, seen) for copy in copies) else max([copy.step for copy in copies], default=0)
 
 
-def _digest(parts: Sequence[TensorPart]) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _fits(copy: HostCopy, seen: Sequence[Seen]) -> bool:
+    """Whether a copy is of what its rank holds now."""
+    return copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
+
+
+def _digest(world: int, parts: Sequence[TensorPart]) -> str:
+    return hashlib.sha256(json.dumps([world, parts]).encode()).hexdigest()
