@@ -31,6 +31,7 @@ from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import file_name, problems_of
 from ppctl.checkpoint.tensor_parts import Values, values_in
 from ppctl.errors import CheckpointError, Problem
+from ppctl.processes import python
 
 R = TypeVar("R")
 
@@ -64,7 +65,7 @@ class WriterProcess:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"\0{self.address.name}")  # in no directory: gone with the processes
             listening.listen(socket.SOMAXCONN)  # ranks can connect from now on
-            command = [sys.executable, "-m", "ppctl.checkpoint.writer", str(listening.fileno()), str(os.getpid())]
+            command = [*python("ppctl.checkpoint.writer"), str(listening.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
                 command, pass_fds=[listening.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ppctl.cli.runs import add_runs_directory
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.directory import read_config_file
+from ppctl.processes import python
 from ppctl.runs import find_checkpoint
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 def _convert(action: str, *words: object) -> int:
     """Start what converts: its sources, the output, then options."""
-    command = [sys.executable, "-m", "ppctl.pretrained.command", action, *map(str, words)]
+    command = [*python("ppctl.pretrained.command"), action, *map(str, words)]
     return subprocess.run(command, check=False).returncode
 
 
