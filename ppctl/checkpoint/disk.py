@@ -25,11 +25,11 @@ from ppctl.checkpoint.manifest import (
     TensorRecord,
     digests_of,
     record_whole,
-    without_collections,
 )
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart, Values, Writers, check_copies, choose_writers, parts_of
 from ppctl.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
 from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.json_reader import without_collections
 
 WORK = "prepare", "choose", "write", "commit", "retain", "discard"
 """The functions that a writer runs for its ranks, in the order of a save: of this file and of `checkpoint_folder`."""

@@ -12,21 +12,24 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ppctl.checkpoint.arrays import numpy_dtype
-from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.boxes import Box, Shape
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.families.safetensors import read_header
-from ppctl.files import MOST_READ_OF_A_MODEL, read_text, write_atomically
+from ppctl.files import read_json, write_atomically
+from ppctl.json_reader import Count
 from ppctl.topology import ParallelSizes
 
 MESSAGES = "messages.json"
+_MOST_OF_MESSAGES = 2**26
 _NUMPY = {name: torch_name for torch_name, (name, _) in DTYPES.items()}
 
 
@@ -47,6 +50,13 @@ class Handed(NamedTuple):
     def action(self) -> str:
         """Such as `3F12`."""
         return f"{self.stage}{'F' if self.forward else 'B'}{self.microbatch}"
+
+
+class _Messages(TypedDict):
+    """messages.json: the fields of each Handed, in their order. Squares may be infinite, or no number."""
+
+    version: Literal[1]
+    messages: list[tuple[Count, bool, Count, Count, tuple[int, int], Any]]
 
 
 def write_messages(directory: Path, handed: Sequence[Handed]) -> None:
@@ -94,28 +104,35 @@ class KeptStep:
         self.path = step_directory(gradients, step)
         self.parts: dict[str, list[KeptPart]] = {}
         """By the parameter's name, ranks in order."""
+        self.shapes: dict[str, Shape] = {}
         try:
-            record = json.loads(read_text(self.path / MESSAGES, MOST_READ_OF_A_MODEL))
-            self.messages = [
-                Handed(rank, forward, stage, microbatch, (bits[0], bits[1]), squares)
-                for rank, forward, stage, microbatch, bits, squares in record["messages"]
-            ]
+            record = read_json(self.path / MESSAGES, _Messages, _MOST_OF_MESSAGES)
+            self.messages = [Handed(*each)._replace(squares=float(each[-1])) for each in record["messages"]]
             for file in sorted(self.path.glob("rank-*.safetensors")):
                 for name, part in _parts_of(file):
                     self.parts.setdefault(name, []).append(part)
-        except (OSError, ValueError, TypeError, LookupError, CheckpointError) as error:
+            self.shapes = {name: _whole_shape(name, parts) for name, parts in self.parts.items()}
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, CheckpointError) as error:
+            remedy = f"mv {pasted(self.path, f'{self.path}.damaged')}"
             message = f"step {step} of the gradients that were kept cannot be read: {type(error).__name__}: {error}"
-            raise CheckpointError(Problem("PP-E645", message, "keep them once more", str(self.path))) from None
+            raise CheckpointError(Problem("PP-E645", message, remedy, str(self.path))) from None
 
     def whole(self, name: str) -> NDArray[Any]:
         """A gradient put together of the first rank's parts that has each."""
         parts = self.parts[name]
-        extents = zip(*(part.box.end for part in parts), strict=True)
-        shape = tuple(map(max, extents))
+        shape = self.shapes[name]
         whole = np.zeros(shape, parts[0].values().dtype)
         for part in reversed(parts):
             whole[part.box.within((0,) * len(shape))] = part.values()
         return whole
+
+
+def _whole_shape(name: str, parts: Sequence[KeptPart]) -> Shape:
+    """Return the extents of a gradient with these parts. Raises ValueError where they cannot be all of it."""
+    shape = tuple(map(max, zip(*(part.box.end for part in parts), strict=True)))
+    if sum(part.box.size for part in parts) < prod(shape):
+        raise ValueError(f"{name} is not whole")
+    return shape
 
 
 def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
@@ -123,6 +140,8 @@ def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
     for key, stored in read_header(file).items():
         name, _, offset = key.removeprefix("gradient.").partition("@")
         place = tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape)
+        if min((0, *place)) < 0:
+            raise ValueError(f"{key} begins before its tensor")
         yield name, KeptPart(rank, Box(place, stored.shape), file, stored.offset, _NUMPY[stored.dtype])
 
 
@@ -196,7 +215,7 @@ class StepDifferences:
     equal: int
     """Gradients that are the same."""
     missing: list[str]
-    """Names that only one of the two has."""
+    """Names that only one of the two has, or that have another shape in the other one."""
     unlike: list[tuple[str, str, str]]
     """(`A` or `B`, name, owner): uses of a shared parameter whose gradient is not its owner's, which is no step's."""
     largest: float
@@ -223,9 +242,9 @@ def compare_step(
     `place_of` gives a parameter's stage and its number in the order of forwards. `messages`: whether both runs have the
     same stages; `uses`: names of one shared parameter, its owner first. One gradient and a part of it are in memory.
     """
-    ours, theirs = first.step.parts, second.step.parts
+    ours, theirs = first.step.shapes.items(), second.step.shapes.items()
     different, equal, largest = [], 0, 0.0
-    for name in sorted(ours.keys() & theirs.keys(), key=in_order):
+    for name in sorted(dict(ours & theirs), key=in_order):
         progress(name)
         compared = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
         largest = max(largest, 0.0 if math.isnan(compared.relative) else compared.relative)
@@ -235,8 +254,8 @@ def compare_step(
             equal += 1
     action = _first_action(first, second, tolerance) if messages else None
     different.sort(key=lambda each: place_of(each.name), reverse=True)
-    missing = sorted(ours.keys() ^ theirs.keys(), key=in_order)
-    unlike = [compared for name, side in (("A", first), ("B", second)) for compared in _unlike(name, side.step, uses)]
+    missing = sorted(dict(ours ^ theirs), key=in_order)
+    unlike = [use for name, side in (("A", first), ("B", second)) for use in _unlike(name, side.step, uses)]
     return StepDifferences(action, different, equal, missing, unlike, largest)
 
 
