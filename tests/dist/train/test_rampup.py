@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import CPU, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
@@ -15,7 +16,7 @@ from ppctl.config.learning_rate import lr_at, mtp_weight
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 STEPS = 7
