@@ -57,7 +57,7 @@ class _LogFile:
         self._at = 0
 
     def read(self) -> str:
-        """What has been added since the last read."""
+        """The text that has been added since the last read."""
         try:
             opened = open_regular(self._path, follow=False)
         except FileNotFoundError:

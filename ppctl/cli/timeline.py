@@ -26,7 +26,7 @@ FORMS = {
 }
 """A file's ending -> the function that draws a picture; its module is imported only when it is needed."""
 FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.svg", "pictures_svg")}
-"""The same of several pictures in one file."""
+"""A file's ending -> the function that draws several pictures into one file."""
 
 
 def add_timeline_argument(parser: argparse.ArgumentParser, *other_names: str) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppctl.config.batch_rampup import Rampup
 from ppctl.config.batch_sizes import BatchSizes
+from ppctl.config.pieces import Rampup
 from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches

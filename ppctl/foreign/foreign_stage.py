@@ -49,7 +49,7 @@ class ForeignStage(nn.Module, StageModel):
     code which reads a dtype, a device or a shape finds them. A layer before the cut returns what arrived, the last
     layer of the stage ends the forward. Buffers that are not saved are made again by the model's own code. Names are
     those of the whole model; a tied head is a parameter of its own (decision 3). Other ranks share neither weights nor
-    sequences with it: plans refuse these axes (`config/foreign_rules.py`).
+    sequences with it: plans refuse these axes (`config/model_rules.py`).
     """
 
     def __init__(

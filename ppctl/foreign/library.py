@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppctl.config.limits import MOST_STAGES
+from ppctl.config.metadata import MOST_STAGES
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file, told_quantised

@@ -13,7 +13,7 @@ from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.plan.config_values import ConfigValues, parse_overrides
+from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.foreign_code import whose_code
 from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off
@@ -53,10 +53,10 @@ def plan_checked(
 
     Where a schedule is searched for, that of `before` is taken if it is for the same pipeline.
     """
-    beyond = list(beyond_limits(config))
+    beyond = beyond_limits(config)
     if any(is_size(key) for key in beyond):
         raise ConfigError(problems)  # they name these values; nothing can be derived from such
-    values = ConfigValues(within_limits(config, beyond), provenance)
+    values = ConfigValues(within_limits(config), provenance)
     violations: Violations = []
     derivation = derive(values, violations, before=before)
     if violations or derivation is None:
@@ -154,6 +154,11 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
     """The highest cost of each pp_rank over all batch sizes; of equal ones the first."""
     return tuple(max(of_rank, key=lambda cost: cost.peak_bytes) for of_rank in zip(*held, strict=True))
+
+
+def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides) -> bool:
+    """Whether nothing would be wrong with `config` if `overrides` stood at the end of the command line."""
+    return not _judged(ConfigValues(config, provenance).overridden(overrides))
 
 
 def _judge(values: ConfigValues) -> Judge:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.batch_sizes import run_length
-from ppctl.config.draft import STEPS
+from ppctl.config.batch_sizes import STEPS, run_length
 from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
 from ppctl.errors import pasted

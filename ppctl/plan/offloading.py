@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.config.offloading_rules import LAYERS, SWITCH
+from ppctl.config.parallel_rules import LAYERS, SWITCH
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import count_of
 from ppctl.geometry.offloading import offloaded_layers

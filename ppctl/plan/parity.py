@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.config.keys import text_keys, value_of
+from ppctl.config.keys import text_keys
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
@@ -75,7 +75,7 @@ def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
     return [
         name
         for name in text_keys()
-        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and value_of(one, name) != value_of(other, name)
+        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and one[name] != other[name]
     ]
 
 

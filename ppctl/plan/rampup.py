@@ -10,8 +10,8 @@ from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ppctl.config.batch_rampup import MOST_SIZES, read_rampup
 from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
+from ppctl.config.pieces import MOST_SIZES, read_rampup
 from ppctl.config.schema import RunConfig
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
-from ppctl.config.checks import in_batches
-from ppctl.config.limits import MOST_STAGES
+from ppctl.config.metadata import MOST_STAGES
+from ppctl.config.parallel_rules import in_batches
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.sizes import CALL, TOO_MUCH, Batch, nearest_divisors
@@ -90,7 +90,12 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
         violations.append(Violation("PP-E213", SCHEDULE, message, values.cite(SCHEDULE, "vpp", "layout"), *ways))
         return None
     source = values.source(SCHEDULE)
-    if name == fitting_policy(2) and vpp == 1 and values.source("vpp") == PLACE != source:
+    if (
+        name == fitting_policy(2)
+        and vpp == 1
+        and values.source("vpp").startswith(PLACE)
+        and not source.startswith(PLACE)
+    ):
         return Choice(fitting_policy(1), (_chosen(vpp, f"{asked} ({source}) was given for more chunks"),))
     return Choice(name)
 

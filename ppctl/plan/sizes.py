@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
-from ppctl.config.limits import MOST_RANKS, MOST_STAGES
+from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived

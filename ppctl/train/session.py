@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
-from ppctl.config.batch_rampup import Rampup
 from ppctl.config.batch_sizes import at_size, rampup_of
+from ppctl.config.pieces import Rampup
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches

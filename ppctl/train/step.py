@@ -14,8 +14,7 @@ import torch
 
 from ppctl.comm.buffers import MessageSpec
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
-from ppctl.config.learning_rate import lr_at
-from ppctl.config.mtp_weight import mtp_weight
+from ppctl.config.learning_rate import lr_at, mtp_weight
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.device_memory import AllocatorFigures, reserve
 from ppctl.engine.dry_pass import dry_pass, representatives

@@ -263,7 +263,7 @@ def test_words_that_keys_take() -> None:
     words = {key: list(values) for key, values in frozen("words").items()}
     if IS_WRITTEN:
         from ppctl.config.keys import keys_with
-        from ppctl.config.limits import OneOf
+        from ppctl.config.metadata import OneOf
         from ppctl.schedule.policies import SPELLINGS
 
         choices = {name: key.limit.names for name, key in keys_with("limit").items() if isinstance(key.limit, OneOf)}

@@ -57,6 +57,7 @@ def in_a_line(mode):
     return [] if first else values(got, *pair), [] if last else values(gradient)
 
 
+@pytest.mark.shows("parallel.batch_p2p_sync")
 @in_every_mode
 def test_activations_go_down_and_gradients_come_back(mode):
     assert run_ranks(in_a_line, 3, mode) == [

@@ -108,6 +108,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.shows("parallel.data_parallel_sharding")
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_way_of_sharding_agrees_with_replicas(text: Path, cut: dict) -> None:
     dp = cut.get("dp", 2)

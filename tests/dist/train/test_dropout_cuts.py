@@ -54,6 +54,14 @@ def expected(text):
     return {kind: reference_of(run_of(text, kind)) for kind in MODELS}
 
 
+@pytest.mark.shows(
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.gated_linear_unit",
+    "model.add_bias_linear",
+    "model.normalization",
+    "model.position_embedding_type",
+)
 @pytest.mark.parametrize(
     ("kind", "layout", "pp", "options"),
     [

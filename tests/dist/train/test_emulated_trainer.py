@@ -18,10 +18,10 @@ from emulated_world import Deadlock, World
 from pairwise import in_tiers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppctl.cli.plan import planned
 from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
+from ppctl.launch.planning import planned
 from ppctl.plan import Plan
 from ppctl.train import grad_norm, rank_reports
 from ppctl.train.session import Parts, Session, build_session, reads_data

@@ -58,6 +58,7 @@ def reference_of(config: RunConfig):
     return train_reference(config.model, config.optim, train.seed, given, train.steps)
 
 
+@pytest.mark.shows("data.reset_position_ids", "data.reset_attention_mask")
 @pytest.mark.parametrize(
     ("kind", "layout", "pp", "m", "changes"),
     [

@@ -12,9 +12,8 @@ from oracle.reference import train_reference
 from ranks import run_ranks
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
-from ppctl.config.learning_rate import lr_at
+from ppctl.config.learning_rate import lr_at, mtp_weight
 from ppctl.config.mapping import from_mapping, to_mapping
-from ppctl.config.mtp_weight import mtp_weight
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import load_checkpoint

@@ -82,6 +82,7 @@ def results():
     return run_ranks(step_of_each, 4, cases, timeout=110)
 
 
+@pytest.mark.shows("train.check_replicas")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_one_bit_on_one_rank_is_found_and_named(case):

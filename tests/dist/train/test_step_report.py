@@ -23,12 +23,12 @@ from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppctl.cli.plan import planned
 from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.engine.device_memory import AllocatorFigures
 from ppctl.errors import TrainingError
+from ppctl.launch.planning import planned
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
 from ppctl.train import figures as figures_of_steps

@@ -14,9 +14,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ppctl.cli.plan import planned
 from ppctl.data.batches import StepBatch
 from ppctl.errors import ConfigError
+from ppctl.launch.planning import planned
 from ppctl.rehearsal import rank as rehearsal
 from ppctl.rehearsal.stand_ins import Samples
 from ppctl.train import step as training

@@ -93,6 +93,7 @@ def test_a_step_moves_every_parameter_and_clearing_forgets_every_gradient(dtype)
         assert torch.equal(parameter, weights.master[name].to(dtype)), name
 
 
+@pytest.mark.shows("parallel.bf16")
 def test_bfloat16_training_follows_float32_training():
     runs = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -10,8 +10,8 @@ import pytest
 
 from ppctl.cli import rehearse
 from ppctl.cli.main import main
-from ppctl.cli.plan import planned
 from ppctl.cli.rehearsal_text import rehearsal_text
+from ppctl.launch.planning import planned
 from ppctl.plan.rehearsal import kinds_of, replayed
 from ppctl.plan.rehearsal_result import Rehearsal
 from ppctl.rehearsal_record import HostWait, Moment, Operations, Rehearsed, StageMemory, Traffic

@@ -5,7 +5,7 @@ from published_runs import kendall_tau, throughput_rows
 
 from ppctl.accelerators import DEVICES, device_called
 from ppctl.config.keys import keys
-from ppctl.config.limits import OneOf
+from ppctl.config.metadata import OneOf
 from ppctl.cost.setting import ALLOCATORS
 
 

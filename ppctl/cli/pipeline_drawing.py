@@ -13,7 +13,7 @@ from ppctl.layout.letters import stage_text
 
 
 class Chunk(NamedTuple):
-    """What the drawing shows of one stage."""
+    """One stage in the drawing."""
 
     pp_rank: int
     letters: str
@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Neighbouring pp_ranks that hold the same kinds of layers, and what each of their chunks holds."""
+    """Neighbouring pp_ranks that hold the same kinds of layers, and the text of each of their chunks."""
 
     ranks: list[int]
     cells: list[str]
@@ -52,7 +52,7 @@ def with_header(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _cell(chunks: Sequence[Chunk]) -> str:
-    """What chunks with the same letters hold, with the range of their decoder layers' ids."""
+    """The letters of chunks that have the same ones, with the range of their decoder layers' ids."""
     letters = chunks[0].letters
     start = min(chunk.first for chunk in chunks)
     end = max(chunk.first for chunk in chunks) + letters.count("t") - 1
