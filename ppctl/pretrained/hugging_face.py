@@ -59,7 +59,7 @@ def import_directory(
     where `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
     """
     weights = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
-    state = {"model": asdict(weights.model), "source": str(source.absolute())}
+    state: dict[str, Any] = {"model": asdict(weights.model), "source": str(source.absolute())}
     if (source / TOKENIZER).is_file():
         state["tokenizer_path"] = tokenizer_path(str(source))
     return write_weights(
