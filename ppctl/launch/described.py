@@ -25,7 +25,7 @@ from ppctl.files import cache_directory, read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 from ppctl.private_files import own_directory
 
-_COMMAND = (sys.executable, "-m", "ppctl.foreign")
+_COMMAND = (sys.executable, "-m", "ppctl.foreign.describe")
 _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
     "lora": ("PP-E541", ("peft",), "adapters are its code"),

@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.errors import ConfigError
 from ppctl.foreign import foreign_stage, library
-from ppctl.foreign.__main__ import main
 from ppctl.foreign.anatomy import CannotCut, survey
-from ppctl.foreign.describe import describe
+from ppctl.foreign.describe import describe, main
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
-from ppctl.foreign.proof import drops_of, prove
+from ppctl.foreign.miniature_proof import drops_of, prove
 from ppctl.geometry.layers import Layer
 
 
@@ -139,7 +138,7 @@ def test_the_librarys_own_sizes_become_a_miniature_and_are_proved(case: str) -> 
 
 
 def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_stage, "make_buffers", lambda *_: None)
+    monkeypatch.setattr(foreign_stage, "_make_buffers", lambda *_: None)
     with pytest.raises(CannotCut, match=r"model\.layers\.0: with the same hidden state before it"):
         prove(config_of("Llama"))
 
@@ -177,9 +176,9 @@ PLANTED = {
 def test_an_error_in_what_a_hop_carries_for_that_loss_is_found(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
     unaltered = ForeignStage._called
 
-    def altered(stage: ForeignStage, given: torch.Tensor) -> Any:
+    def altered(stage: ForeignStage, *called: Any) -> Any:
         plant(stage)
-        return unaltered(stage, given)
+        return unaltered(stage, *called)
 
     monkeypatch.setattr(ForeignStage, "_called", altered)
     with pytest.raises(CannotCut, match=PLANTED[plant]):
