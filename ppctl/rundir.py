@@ -177,11 +177,11 @@ class RunDir:
         self._write_json(f"heartbeats/{host}.json", record, durable=False)
 
     def heartbeat(self, host: str) -> dict[str, Any]:
-        """What one host published last; empty if it has not."""
+        """The last heartbeat of one host; empty if it has published none."""
         return self.read_object(f"heartbeats/{host}.json", HostStates)
 
     def heartbeats(self) -> dict[str, dict[str, Any]]:
-        """What each host published last, by host."""
+        """The last heartbeat of each host, by host."""
         files = sorted((self.path / "heartbeats").glob("*.json"))
         return {file.stem: self.heartbeat(file.stem) for file in files}
 

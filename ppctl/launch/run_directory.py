@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run. `config.launch.device` is `cuda` or `cpu`."""
+    """The run to start. `config.launch.device` is `cuda` or `cpu`."""
 
     config: RunConfig
     plan: Plan

@@ -39,6 +39,7 @@ from ppctl.devices import device_index, device_type, group_backends, loopback_va
 from ppctl.errors import ConfigError
 from ppctl.hang.limits import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
+from ppctl.processes import python
 from ppctl.rank.failure import fail
 from ppctl.rank.hang_dump import dump_on_request
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
@@ -151,7 +152,7 @@ def _exec_with(environment: Mapping[str, str]) -> None:
     if environment.items() - os.environ.items():
         # Blocked until the new process handles them.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
-        os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", "--join"], os.environ | dict(environment))
+        os.execve(sys.executable, [*python("ppctl.rank.worker"), "--join"], os.environ | dict(environment))
 
 
 def _run(

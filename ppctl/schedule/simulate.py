@@ -58,11 +58,11 @@ class Costs:
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0) -> Costs:
-        """The same for every stage."""
+        """Costs that are equal for every stage."""
         return cls((forward,) * num_stages, (backward,) * num_stages, message=message)
 
     def seconds(self) -> dict[Op, Sequence[float]]:
-        """What each operation takes, by stage."""
+        """Seconds of each operation, by stage."""
         half = [0.5 * seconds for seconds in self.backward]
         return {
             Op.F: self.forward,
@@ -135,7 +135,7 @@ def critical_path(schedule: Schedule, trace: Trace) -> list[Span]:
 def _reason(
     action: Action, schedule: Schedule, ends: dict[Action, Span], before: dict[Action, Span | None]
 ) -> Span | None:
-    """What an action waited for: the later of its rank's previous action and what it needs from its neighbour."""
+    """The span that an action waited for: its rank's previous one or what its neighbour sends, whichever is later."""
     op, stage, mb = action
     needed = None
     if op is F and stage > 0:
