@@ -92,8 +92,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
     config = read_own_config(directory, overrides)
     refuse_dropout(config, directory)
     proof = proved(config, directory, overrides)
-    anatomy = proof.anatomy
-    blank = make_model(config, "meta").train()
+    anatomy, blank = proof.anatomy, make_model(config, "meta").train()
     rows = _rows(blank, proof, directory)
     structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)
     experts, notes = _experts(config), _notes(config, anatomy)
@@ -117,7 +116,6 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
         tuple(row for name, row in rows.items() if name.rpartition(".")[0] in modules)
         for modules in (anatomy.first, anatomy.last)
     )
-    active = sum(_active(rows, experts) for rows in (*structures, first, last))
     return ForeignModel(
         config=json.dumps(config.to_diff_dict() | {"model_type": config.model_type}, sort_keys=True),
         overrides=dict(overrides),
@@ -131,7 +129,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
         kinds=tuple(LayerKind(name, kind) for name, (kind, _) in zip(names, different, strict=True)),
         measured=measured,
         sizes=sizes,
-        active=active,
+        active=sum(_active(each, experts) for each in (*structures, first, last)),
         notes=tuple(notes),
         adapters=adapters,
         router_logits=_router_logits(config, directory, anatomy, size, examples),
