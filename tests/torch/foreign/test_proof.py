@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from foreign_models import FEW, config_of, model_of
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.errors import ConfigError
@@ -223,8 +223,11 @@ def test_modules_of_other_stages_have_shapes_and_no_memory() -> None:
     config = config_of("Llama")
     proof = prove(config)
     held = ForeignStage(make_model(config, "meta"), proof.anatomy, [Layer("decoder", 1)])
-    memory = {p.untyped_storage().nbytes() for n, p in held.model.named_parameters() if ".layers.1." not in n}
-    assert memory == {4}
+    stand_ins = [each for module in held.model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
+    assert {each.untyped_storage().nbytes() for each in stand_ins} == {4}
+    shapes = [tuple(each.shape) for name, each in model_of("Llama").state_dict().items() if ".layers.1." not in name]
+    assert sorted(tuple(each.shape) for each in stand_ins) == sorted(shapes)
+    assert {name for name, _ in held.model.named_parameters()} == set(held.canonical_parameters())
     assert set(held.canonical_parameters()) == set(held.parameter_rows())
     assert all(name.startswith("model.layers.1.") for name in held.canonical_parameters())
 
