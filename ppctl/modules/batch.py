@@ -35,7 +35,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBatch:
+class GivenBatch:
     """A batch in microbatches, in the order of its rows."""
 
     microbatches: tuple[Microbatch, ...]
@@ -71,7 +71,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_masks: bool = False) -> StepBatch:
+def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_masks: bool = False) -> GivenBatch:
     """The microbatches of `(inputs, labels)` or of a mapping with `labels`, on the device.
 
     `inputs` is the model's argument, or a tuple of them; of a mapping all else goes to the model by name. Tensors whose
@@ -116,7 +116,7 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
 
     made = tuple(map(microbatch, range(number)))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return StepBatch(made, call // size if call > 1 else number, as_given, autocast)
+    return GivenBatch(made, call // size if call > 1 else number, as_given, autocast)
 
 
 def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:

@@ -21,7 +21,7 @@ from ppctl.engine.pace import HELD
 from ppctl.engine.stage import AroundBackward, StageProgram, no_gradient, refuse_other_loss, refuse_other_outputs
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.foreign.cut_proof import Crossing
-from ppctl.modules.batch import StepBatch, StepLoss
+from ppctl.modules.batch import GivenBatch, StepLoss
 from ppctl.modules.pipeline_parts import message_dtype
 from ppctl.modules.rank_stages import RankStages
 from ppctl.modules.sources import PipelineModel
@@ -53,7 +53,7 @@ class BatchRun:
     source: PipelineModel
     stages: RankStages
     config: PipelineConfig
-    batch: StepBatch
+    batch: GivenBatch
     prepared: Prepared
     pp_rank: int
     device: torch.device

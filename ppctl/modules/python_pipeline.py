@@ -24,7 +24,7 @@ from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.cut_proof import Crossing
-from ppctl.modules.batch import StepBatch, StepLoss, divide
+from ppctl.modules.batch import GivenBatch, StepLoss, divide
 from ppctl.modules.calls import BatchRun, Prepared, run_dry
 from ppctl.modules.pipeline_parts import (
     check_kinds,
@@ -196,7 +196,7 @@ class Pipeline:
             self._run_calls(run, training=training)
         return torch.stack(run.losses).sum() if run.losses else None
 
-    def _run_of(self, batch: StepBatch) -> BatchRun:
+    def _run_of(self, batch: GivenBatch) -> BatchRun:
         prepared = self._known[batch.shapes]
         return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
@@ -217,9 +217,9 @@ class Pipeline:
         if failed is not None:
             raise run.failure(failed) from run.failed
 
-    def _begin(self, given: Any, *, training: bool = True) -> StepBatch:
+    def _begin(self, given: Any, *, training: bool = True) -> GivenBatch:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
-        known: StepBatch | None = None
+        known: GivenBatch | None = None
         with suppress(Exception):  # all ranks raise it, below
             self._check(training=training)
             divided = self._divide(given)
@@ -231,7 +231,7 @@ class Pipeline:
         if self._same(f"{call} of {known.shapes}" if known is not None and ready else None, self._broken):
             assert known is not None  # the text is there
             return known
-        batch: StepBatch
+        batch: GivenBatch
         batch, crossing = agreed(self._ranks, "look at the batch", partial(self._look_at, given, training), own=True)
         refuse_unlike(self._ranks, "batches", [f"{call} of {batch.shapes}"])
         self._stages.compare_ties()
@@ -249,10 +249,10 @@ class Pipeline:
             self._dry_pass(batch)
         return batch
 
-    def _dry_pass(self, batch: StepBatch) -> None:
+    def _dry_pass(self, batch: GivenBatch) -> None:
         run_dry(self._run_of(batch), self.device)
 
-    def _divide(self, given: Any) -> StepBatch:
+    def _divide(self, given: Any) -> GivenBatch:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
 
     def _check(self, *, training: bool) -> None:
@@ -260,7 +260,7 @@ class Pipeline:
             raise ConfigError(Problem(CODE, "the pipeline is closed", "pipeline = ppctl.pipeline(model, config)"))
         _check_gradients(training)
 
-    def _look_at(self, given: Any, training: bool) -> tuple[StepBatch, Crossing]:
+    def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
         self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
