@@ -130,29 +130,29 @@ class CutStage(nn.Module):
         target.forward = self._behind if part > self.number else self._before(name, target)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        """The forward of an own module: the first one that is called reads what arrived."""
-
-        def entered(*positional: Any, **named: Any) -> Any:
-            if not self._entered:
-                self._entered = True
-                assert self._arrived is not None  # a stage that has received nothing counts as entered
-                positional, named = with_first_tensor((positional, named), self._arrived)
-            return forward(*positional, **named)
-
-        return entered
+        """The forward of an own module."""
+        return partial(self._run_own, forward)
 
     def _before(self, name: str, module: nn.Module) -> Forward:
-        """The forward of a module of an earlier stage: it returns the form of a result, whose values nobody reads."""
+        """The forward of a module of an earlier stage."""
+        return partial(self._stand_in, name)
 
-        def stand_in(*positional: Any, **named: Any) -> Any:
-            if name not in self.forms:
-                return self._arrived
-            device = None if self._arrived is None else self._arrived.device
-            return tree_map(
-                lambda each: torch.zeros_like(each, device=device) if is_tensor(each) else each, self.forms[name]
-            )
+    def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
+        """Call an own module: the first one reads what arrived."""
+        if not self._entered:
+            self._entered = True
+            assert self._arrived is not None  # a stage that has received nothing counts as entered
+            positional, named = with_first_tensor((positional, named), self._arrived)
+        return forward(*positional, **named)
 
-        return stand_in
+    def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
+        """Return something of the form of an earlier module's result, whose values nobody reads."""
+        if name not in self.forms:
+            return self._arrived
+        device = None if self._arrived is None else self._arrived.device
+        return tree_map(
+            lambda each: torch.zeros_like(each, device=device) if is_tensor(each) else each, self.forms[name]
+        )
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
         """The forward of a module of a later stage: what it would read is this stage's result."""
