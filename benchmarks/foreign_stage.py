@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model
-from ppctl.foreign.proof import prove
+from ppctl.foreign.miniature_proof import prove
 from ppctl.geometry.layers import Layer
 
 MOST = 1.03

@@ -18,7 +18,7 @@ _HOMES = {
     "ppctl.comm.communicator": ("Communicator",),
     "ppctl.engine.stage": ("StageProgram",),
     "ppctl.engine.interpreter": ("run_schedule",),
-    "ppctl.modules.pipeline": ("Pipeline", "pipeline"),
+    "ppctl.modules.python_pipeline": ("Pipeline", "pipeline"),
     "ppctl.weight_gradients.put_off": ("WeightGradStore",),
     "ppctl.config.schema": ("RunConfig",),
     "ppctl.config.compose": ("compose",),

@@ -24,9 +24,8 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ppctl.errors import PpctlError
-from ppctl.foreign.describe import describe, proved, refuse_dropout
+from ppctl.foreign.describe import describe, names_of, proved, refuse_dropout, traits_of
 from ppctl.foreign.library import make_model, read_own_config
-from ppctl.foreign.traits import names_of, traits_of
 
 LAYERS = 4
 SECONDS = 120.0

@@ -1,12 +1,19 @@
-"""Causal language models of transformers, whose own code runs on every stage of a pipeline (decision 44).
+"""The cutter: a module that ppctl has not made runs its whole forward on every stage, and leaves it at the cut.
 
-    library        the only importer of transformers; overrides: fields of a config set to other values
-    adapters       the only importer of peft (decision 56)
-    anatomy        where a model can be cut; routers: what its routers record
-    foreign_stage  a stage; stage_memory gives it memory, stored reads its weights
-    proof          proves on a miniature that cutting changes no bit; small_model: a miniature with weights
-    describe       what a child process tells the control path of a model; traits: its kinds of layers
-    measure        what its layers keep and compute (decision 62): measured_pass, valueless, growth
+    cut              where a module is cut, by a user's names or around layers of an anatomy
+    cut_stage        a stage: what lies beyond the cut stands in for itself
+    cut_proof        proves on tensors without values that a user's module can be cut, and what travels then
+    fully_shard      what torch's fully_shard does to a stage: dtypes, and when gradients are summed
+
+and for causal language models of transformers (decision 44), of which runs and `ppctl.pipeline` make stages:
+
+    library          the only importer of transformers; fields of a config set to other values
+    peft_adapters    the only importer of peft (decision 56)
+    anatomy          where a model can be cut
+    foreign_stage    a stage with what training asks of it; stored reads its weights
+    miniature_proof  proves on a miniature that cutting changes no bit
+    describe         a child process that describes a model to the control path
+    measure          what its layers keep and compute (decision 62), from single passes (measured_pass)
 
 `launch/described` starts `describe` for plans and `ppctl doctor --model`, and caches its answers.
 """

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.foreign.cut import further_names, saved
 from ppctl.foreign.library import call, recorded
 from ppctl.geometry.foreign_model import Anatomy
 
@@ -22,7 +23,7 @@ _TOKENS = 4
 
 
 class CannotCut(Exception):
-    """What of a model a cut cannot carry; the text names the module."""
+    """A model has something that a cut cannot carry; the text names the module."""
 
 
 def survey(model: nn.Module) -> Anatomy:
@@ -30,20 +31,24 @@ def survey(model: nn.Module) -> Anatomy:
 
     A forward of 2 x 4 tokens is watched, so the model should be small; the anatomy is that of all sizes.
     """
-    tables: Any = model
     name, layers = structure(model)
-    embedding, head = tables.get_input_embeddings(), tables.get_output_embeddings()
-    names = {id(module): path for path, module in model.named_modules()}
+    embedding, head, tied = _ends(model)
     outside = _outside(model, name)
     calls, returned, routers = _watch(model, layers, outside)
     first, last = _sides(outside, calls, len(layers), name)
-    tied = head.weight is embedding.weight
-    _check_sharing(model, name, {f"{names[id(each)]}.weight" for each in (embedding, head) if tied}, first)
-    listed = list(names.values())
+    _check_sharing(model, name, {embedding, head} if tied else set(), first)
+    listed = [path for path, _ in model.named_modules()]
     early = tuple(path for path in last if listed.index(path) < listed.index(name))
-    return Anatomy(
-        name, len(layers), first, last, names[id(embedding)], names[id(head)], tied, returned, early, routers
-    )
+    return Anatomy(name, len(layers), first, last, embedding, head, tied, returned, early, routers)
+
+
+def _ends(model: Any) -> tuple[str, str, bool]:
+    """The names of the embedding and the head, and whether they share their weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): path for path, module in model.named_modules()}
+    if id(embedding) not in names or id(head) not in names:
+        raise CannotCut("it has no embedding or no head")
+    return names[id(embedding)], names[id(head)], head.weight is embedding.weight
 
 
 def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -51,25 +56,20 @@ def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
     Raises CannotCut where modules and the owners of weights, of which nothing has to run, stand against a cut.
     """
-    tables: Any = model
-    embedding, head = tables.get_input_embeddings(), tables.get_output_embeddings()
-    names = {id(module): path for path, module in model.named_modules()}
-    if id(embedding) not in names or id(head) not in names:
-        raise CannotCut("it has no embedding or no head")
+    embedding, head, tied = _ends(model)
     name, layers = _layers_of(model)
     for path, module in _outside(model, name).items():
         if name.startswith(f"{path}.") or not path:
-            owned = ", ".join(f"{path}.{key}".lstrip(".") for key in _saved(module))
+            owned = ", ".join(f"{path}.{key}".lstrip(".") for key, _ in saved(module))
             raise CannotCut(f"{owned}: weights of the module around all layers, which is part of every stage")
-    tied = head.weight is embedding.weight
-    _check_sharing(model, name, {f"{names[id(each)]}.weight" for each in (embedding, head) if tied})
+    _check_sharing(model, name, {embedding, head} if tied else set())
     return name, layers
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
     """The modules outside the layers that have weights or saved buffers of their own."""
     named = model.named_modules()
-    return {path: module for path, module in named if not path.startswith(f"{layers}.") and _saved(module)}
+    return {path: module for path, module in named if not path.startswith(f"{layers}.") and next(saved(module), None)}
 
 
 def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -92,21 +92,6 @@ def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return outermost[0]
 
 
-def _saved(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module itself that a state dict has."""
-    found = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    transient = module._non_persistent_buffers_set
-    return found | {key: each for key, each in module._buffers.items() if each is not None and key not in transient}
-
-
-def further_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters with several names: each further one, and the first."""
-    owners: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    pairs = {name: owners.setdefault(id(parameter), name) for name, parameter in named}
-    return {name: owner for name, owner in pairs.items() if name != owner}
-
-
 def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequence[str] | None = None) -> None:
     """Refuse parameters that have names in several parts of the model, but for a tied head: layers, and if it is known
     what runs `first`, the parts before and behind them.
@@ -119,7 +104,7 @@ def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequenc
         return "outside" if first is None else "first" if name.rpartition(".")[0] in first else "last"
 
     for name, owner in further_names(model).items():
-        if not {name, owner} <= tied and part(name) != part(owner):
+        if not {name.removesuffix(".weight"), owner.removesuffix(".weight")} <= tied and part(name) != part(owner):
             raise CannotCut(f"{name} is the same parameter as {owner}, which another stage may hold")
 
 

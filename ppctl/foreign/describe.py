@@ -1,11 +1,17 @@
 """A model directory of transformers as the value that plans, stages and checkpoints read (`ForeignModel`).
 
-Knows in which order a model is read, proved and measured. Must not know the command line, ranks or weights.
+Knows in which order a model is read, proved and measured, and what tells its layers apart: the classes of their modules
+and the plain values that these hold, whatever any of them means. Must not know ranks or weights.
+
+`python -m ppctl.foreign.describe DIR OUT` writes the answer as JSON: the description, or what is wrong with DIR. It is
+what `model.from=DIR` and `ppctl doctor --model DIR` start (`ppctl/launch/described.py`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -17,16 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.foreign.adapters import add_adapters, shapes_of
-from ppctl.foreign.anatomy import CannotCut, further_names
+from ppctl.errors import ConfigError, PpctlError, Problem, pasted
+from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.cut import further_names, saved_buffers
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import ConfigFails, library_version, make_model, read_own_config
-from ppctl.foreign.measure import measure, rough
-from ppctl.foreign.proof import Proof, drops_of, prove
-from ppctl.foreign.routers import router_logits
-from ppctl.foreign.small_model import CODE_FAILS, line_of
-from ppctl.foreign.traits import names_of, training_of, traits_of
+from ppctl.foreign.measure import measure, rough, router_logits
+from ppctl.foreign.miniature import CODE_FAILS, line_of
+from ppctl.foreign.miniature_proof import CutProof, drops_of, prove
+from ppctl.foreign.peft_adapters import add_adapters, shapes_of
 from ppctl.geometry.adapters import frozen, with_adapters
 from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter
@@ -39,7 +44,7 @@ _UNBOUNDED = 1 << 20
 """Positions of a model whose config names no limit."""
 
 
-def proved(config: Any, directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Proof:
+def proved(config: Any, directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> CutProof:
     """The proof that a model can be cut. Raises ConfigError (PP-E528) naming what stands against it; `overrides` are
     the fields that were typed, which may not fit each other."""
     try:
@@ -87,36 +92,30 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
     config = read_own_config(directory, overrides)
     refuse_dropout(config, directory)
     proof = proved(config, directory, overrides)
-    anatomy = proof.anatomy
-    blank = make_model(config, "meta").train()
-    further = further_names(blank).keys() - {*anatomy.uses}
-    every = (*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank))
-    named = [name for name in every if name not in further]
-    _compare(anatomy, named, directory)
-    rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
+    anatomy, blank = proof.anatomy, make_model(config, "meta").train()
+    rows = _rows(blank, proof, directory)
     structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)
-    experts = _experts(config)
-    notes = list(_notes(anatomy, experts))
+    experts, notes = _experts(config), _notes(config, anatomy)
     if adapters is not None:
         rows = {name: frozen(row) for name, row in rows.items()}
         structures = _adapted(blank, anatomy, adapters, structures)
         traits = [(*own, *more) for own, more in zip(traits, training_of(structures), strict=True)]
         notes.append(_trained(structures, adapters))
-    different = list(dict.fromkeys(zip(structures, traits, strict=True)))
-    size = int(getattr(config, "hidden_size", 0) or rows[anatomy.uses[0]].shape[1])
-    positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
-    examples = [[*zip(structures, traits, strict=True)].index(each) for each in different]
+    layers = [*zip(structures, traits, strict=True)]
+    different = list(dict.fromkeys(layers))
+    sizes = _sizes(config, anatomy, rows[anatomy.uses[0]].shape)
+    size, positions = sizes["hidden_size"], sizes["max_position_embeddings"]
+    examples = [layers.index(each) for each in different]
     try:
         measured = measure(*_without_routers(config, anatomy), examples, size, positions, adapters)
     except (*CODE_FAILS, NotImplementedError) as error:
         measured = rough([kind for kind, _ in different], size, partial(_active, experts=experts))
         notes.append(f"its costs are estimated from its matrices, since its code reads values ({type(error).__name__})")
-    named = names_of([found for _, found in different])
-    kinds = tuple(LayerKind(name, kind) for name, (kind, _) in zip(named, different, strict=True))
-    outside = {name: row for name, row in rows.items() if not name.startswith(f"{anatomy.layers}.")}
-    first = tuple(row for name, row in outside.items() if name.rpartition(".")[0] in anatomy.first)
-    last = tuple(row for name, row in outside.items() if name.rpartition(".")[0] in anatomy.last)
-    active = sum(_active(rows, experts) for rows in (*structures, first, last))
+    names = names_of([kind_traits for _, kind_traits in different])
+    first, last = (
+        tuple(row for name, row in rows.items() if name.rpartition(".")[0] in modules)
+        for modules in (anatomy.first, anatomy.last)
+    )
     return ForeignModel(
         config=json.dumps(config.to_diff_dict() | {"model_type": config.model_type}, sort_keys=True),
         overrides=dict(overrides),
@@ -126,22 +125,45 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
         anatomy=anatomy,
         first=first,
         last=last,
-        layers=tuple(different.index(each) for each in zip(structures, traits, strict=True)),
-        kinds=kinds,
+        layers=tuple(map(different.index, layers)),
+        kinds=tuple(LayerKind(name, kind) for name, (kind, _) in zip(names, different, strict=True)),
         measured=measured,
-        sizes={
-            "num_layers": anatomy.count,
-            "hidden_size": size,
-            "vocab_size": rows[anatomy.uses[0]].shape[0],
-            "share_embeddings_and_output_weights": anatomy.tied,
-            "max_position_embeddings": min(positions, _UNBOUNDED),
-            "init_method_std": float(getattr(config, "initializer_range", None) or 0.02),
-        },
-        active=active,
+        sizes=sizes,
+        active=sum(_active(each, experts) for each in (*structures, first, last)),
         notes=tuple(notes),
         adapters=adapters,
         router_logits=_router_logits(config, directory, anatomy, size, examples),
     )
+
+
+def _rows(blank: nn.Module, proof: CutProof, directory: Path) -> dict[str, Parameter]:
+    """The row of every parameter and saved buffer, by name, a shared parameter once.
+
+    Raises ConfigError (PP-E528) where the model has other parts than its miniature.
+    """
+    anatomy = proof.anatomy
+    further = further_names(blank).keys() - {*anatomy.uses}
+    buffers = [f"{path}.{key}" for path, module in blank.named_modules() for key, _ in saved_buffers(module)]
+    every = (*dict(blank.named_parameters(remove_duplicate=False)), *buffers)
+    names = [name for name in every if name not in further]
+    outside = {name.rpartition(".")[0] for name in names if not name.startswith(f"{anatomy.layers}.")}
+    if wrong := sorted(outside ^ {*anatomy.first, *anatomy.last}):
+        message = f"{directory}: {', '.join(wrong)} is in its miniature or in the model, and not in both"
+        raise ConfigError(Problem("PP-E528", message, place=str(directory)))
+    return {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in names}
+
+
+def _sizes(config: Any, anatomy: Anatomy, table: Sequence[int]) -> dict[str, Any]:
+    """The fields of ModelConfig that the model decides over; `table` is the shape of its embedding."""
+    positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
+    return {
+        "num_layers": anatomy.count,
+        "hidden_size": int(getattr(config, "hidden_size", 0) or table[1]),
+        "vocab_size": table[0],
+        "share_embeddings_and_output_weights": anatomy.tied,
+        "max_position_embeddings": min(positions, _UNBOUNDED),
+        "init_method_std": float(getattr(config, "initializer_range", None) or 0.02),
+    }
 
 
 def _adapted(
@@ -158,24 +180,15 @@ def _adapted(
 
 
 def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> str:
-    """What is trained, in words."""
+    """A sentence that says how many parameters of adapters are trained."""
     trained = sum(row.size for rows in structures for row in rows if row.gradient != "none")
     where = f" in {len(adapters.layers)} of {len(structures)} layers" if adapters.layers else ""
     named = f"{trained:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)}{where}"
     return f"{named} are trained, all others are frozen"
 
 
-def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:
-    """Refuse a miniature of other parts than the model. Raises ConfigError (PP-E528)."""
-    outside = {name.rpartition(".")[0] for name in names if not name.startswith(f"{anatomy.layers}.")}
-    wrong = sorted(outside ^ {*anatomy.first, *anatomy.last})
-    if wrong:
-        message = f"{directory}: {', '.join(wrong)} is in its miniature or in the model, and not in both"
-        raise ConfigError(Problem("PP-E528", message, place=str(directory)))
-
-
 def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
-    """The model without what it adds to the loss: what hops and stages hold for that is told by `router_logits`."""
+    """The model without what it adds to the loss: what hops and stages hold for that is in `router_logits`."""
     if not anatomy.routers:
         return config, anatomy
     plain = deepcopy(config)
@@ -186,7 +199,7 @@ def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
 def _router_logits(
     config: Any, directory: Path, anatomy: Anatomy, size: int, layers: Iterable[int]
 ) -> RouterLogits | None:
-    """What routers record for a loss that the model's own code adds; looked up in one layer of each kind.
+    """The form of what routers record for the model's own loss, looked up in one layer of each kind.
 
     Raises ConfigError (PP-E528) where a hop cannot carry it.
     """
@@ -203,23 +216,12 @@ def _router_logits(
     return next(iter(found), None)
 
 
-def _notes(anatomy: Anatomy, experts: tuple[int, int] | None) -> tuple[str, ...]:
+def _notes(config: Any, anatomy: Anatomy) -> list[str]:
     if anatomy.routers:
-        return ("what it adds to the loss itself is added as aux_loss, the mean over the microbatches",)
-    if experts is None:
-        return ()
-    return (
-        "its experts are trained without a load-balancing loss (transformers' default, output_router_logits=false)",
-    )
-
-
-def _saved_buffers(model: nn.Module) -> list[str]:
-    return [
-        f"{path}.{key}" if path else key
-        for path, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key not in module._non_persistent_buffers_set
-    ]
+        return ["what it adds to the loss itself is added as aux_loss, the mean over the microbatches"]
+    if _experts(config) is None:
+        return []
+    return ["its experts are trained without a load-balancing loss (transformers' default, output_router_logits=false)"]
 
 
 def _inside(anatomy: Anatomy, rows: Mapping[str, Parameter], index: int) -> tuple[Parameter, ...]:
@@ -245,3 +247,92 @@ def _active(rows: Sequence[Parameter], experts: tuple[int, int] | None) -> int:
         )
         total += 0 if row.copy_of else row.size * experts[1] // experts[0] if routed and experts else row.size
     return total
+
+
+Traits = tuple[tuple[str, str], ...]
+"""(Where in a layer, what is there), of that in which layers differ."""
+
+_SHOWN = 3
+"""Values in the name of a kind."""
+
+
+def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
+    """By layer, in what it differs from others. What numbers the layers tells nothing: it differs in all of them."""
+    found = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
+    places = dict.fromkeys(place for values in found for place in values)
+    telling = [place for place in places if _tells([values[place] for values in found if place in values], len(found))]
+    return [tuple((place, str(values[place])) for place in telling if place in values) for values in found]
+
+
+def _values(layer: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, module in layer.named_modules():
+        found[path or "layer"] = type(module).__name__
+        for name, value in vars(module).items():
+            if not name.startswith("_") and (value is None or isinstance(value, bool | int | float | str)):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _tells(values: Sequence[Any], layers: int) -> bool:
+    """Whether layers differ in this place, which so many of them have, and not as layers that are counted do."""
+    different = len(set(values))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    numbered = numbers and different == len(values) > 1
+    return not numbered and (different > 1 or len(values) < layers)
+
+
+def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
+    """By layer, what its backward is, where weights are frozen: none before the first layer that has something to
+    train, in that one no gradient of its input, and behind it that alone in layers with nothing to train."""
+    trained = [any(row.gradient != "none" for row in rows) for rows in layers]
+    first = trained.index(True)
+    found: list[Traits] = []
+    for index, own in enumerate(trained):
+        backward = "none" if index < first else "of its weights" if index == first else "" if own else "of its input"
+        found.append((("backward", backward),) if backward else ())
+    return found
+
+
+def names_of(kinds: Sequence[Traits]) -> list[str]:
+    """A name for each kind: what it has that another one has not. Empty where there is one kind."""
+    if len(kinds) < 2:
+        return [""] * len(kinds)
+    shared = set.intersection(*map(set, kinds))
+    return [_name({place: value for place, value in kind if (place, value) not in shared}) for kind in kinds]
+
+
+def _name(values: Mapping[str, str]) -> str:
+    """The few that say most: names of types before switches before numbers, and nothing within what differs itself."""
+    order = sorted(values, key=lambda place: (not _is_word(values[place]), place.count("."), len(place)))
+    outer = [place for place in order if not any(place.startswith(f"{other}.") for other in values)]
+    return ", ".join(f"{place}={values[place]}" for place in outer[:_SHOWN])
+
+
+def _is_word(value: str) -> bool:
+    return value not in ("True", "False", "None") and not value.replace(".", "").replace("-", "").isdigit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the answer into a file; returns 0."""
+    parser = argparse.ArgumentParser(prog="python -m ppctl.foreign.describe")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--overrides", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--adapters", type=json.loads, metavar="JSON")
+    args = parser.parse_args(argv)
+    args.out.write_text(_described(args.directory, args.overrides, args.adapters), encoding="utf-8")
+    return 0
+
+
+def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
+    """JSON: the description as text, or the problems."""
+    try:
+        asked = None if adapters is None else Adapters.from_list(adapters)
+        return json.dumps({"model": describe(directory, overrides, asked).to_text()})
+    except PpctlError as error:
+        return json.dumps({"problems": [problem.to_json() for problem in error.problems]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,13 +1,13 @@
-"""A stage of a model of transformers: the model's whole forward, in which only what lies beyond the cut is replaced.
+"""A stage of a model of transformers, as training asks for it (`model/stage_model.py`).
 
-Knows how modules of other stages stand in for themselves, what training asks of a stage (`model/stage_model.py`), and
-how a description becomes a stage with initial weights. Must not know families, files or ranks.
+Knows how transformers' modules stand in for themselves, what crosses a cut beside the hidden state, and how a
+description becomes a stage with initial weights. Must not know families, files or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.foreign.adapters import add_adapters, canonical
-from ppctl.foreign.anatomy import CannotCut, further_names
-from ppctl.foreign.library import call, config_from, make_model, mask_hides, recorded, rows_are_packed, rows_are_whole
-from ppctl.foreign.stage_memory import give_memory, make_buffers
+from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.cut import cut_around, saved
+from ppctl.foreign.cut_stage import CutStage, Departed, Forward
+from ppctl.foreign.library import call, config_from, known_rows, make_model, recorded
+from ppctl.foreign.peft_adapters import add_adapters, canonical
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
 from ppctl.geometry.layers import Layer
@@ -30,26 +31,17 @@ from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage_model import Run, StageModel
 from ppctl.plan import StageSpec
 
-Forward = Callable[..., Any]
+_FILLED = "_is_hf_initialized"
+"""An attribute of tensors that the functions with which transformers fills tensors leave alone."""
 
 
-class _Departed(Exception):
-    """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
+class ForeignStage(CutStage, StageModel):
+    """One stage of a model of transformers: a layer before the cut returns what arrived, the last layer of the stage
+    ends the forward.
 
-    def __init__(self, state: Tensor, router_logits: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self.state, self.router_logits = state, router_logits
-
-
-class ForeignStage(nn.Module, StageModel):
-    """One stage of a model, which is called as a whole.
-
-    `model` is the whole model on meta (`library.make_model`), which the stage keeps and changes. Parameters of this
-    stage get memory on `device` without values; those of others are one number each, spread over their shape, so that
-    code which reads a dtype, a device or a shape finds them. A layer before the cut returns what arrived, the last
-    layer of the stage ends the forward. Buffers that are not saved are made again by the model's own code. Names are
-    those of the whole model; a tied head is a parameter of its own (decision 3). Other ranks share neither weights nor
-    sequences with it: plans refuse these axes (`config/model_rules.py`).
+    `model` is the whole model on meta (`library.make_model`). Parameters get memory on `device` without values; buffers
+    that are not saved are made again by the model's own code. A tied head is a parameter of its own (decision 3). Other
+    ranks share neither weights nor sequences with it: plans refuse these axes (`config/model_rules.py`).
     """
 
     def __init__(
@@ -61,32 +53,17 @@ class ForeignStage(nn.Module, StageModel):
         *,
         adapted: bool = False,
     ) -> None:
-        super().__init__()
-        self.anatomy = anatomy
+        self.anatomy, self.adapted = anatomy, adapted
         self.embeds, self.ends = Layer("embedding") in layers, Layer("loss") in layers
         self.own = [layer.index for layer in layers if layer.kind == "decoder"]
-        self.empty = not layers
-        self._arrived: Tensor | None = None
+        self._own_layers: dict[int, _OwnLayer] = {}
         self._arrived_logits: Sequence[Tensor] = ()
-        self._beside: Mapping[str, Tensor] = {}
-        self._known: tuple[bool | None, bool | None] = None, None
-        self.model = model
-        untie(model, anatomy)
-        shared = further_names(model)
-        for name, module in model.named_modules():
-            give_memory(module, torch.device(device), owned=self._holds(name))
-        for name, owner in shared.items():
-            path, _, key = name.rpartition(".")
-            model.get_submodule(path)._parameters[key] = model.get_parameter(owner)
-        make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
-        held = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
-        self._names = {canonical(name): name for name in held} if adapted else {name: name for name in held}
-        """Canonical name -> the module's own, which differs beside adapters."""
-        self.adapted = adapted
-        self._own_layers = {index: _own_layer(self._layer(index), anatomy.layer(index)) for index in self.own}
-        self._connect()
+        super().__init__(model, cut_around(anatomy, layers), 1, torch.device(device), uses=anatomy.uses[1:])
+        if adapted:
+            self._names = {canonical(name): name for name in self._names}
+        _make_buffers(self.model, [name for name, _ in self.model.named_modules() if self.holds(name)])
 
-    def forward(
+    def forward(  # type: ignore[override]  # training calls its stages in its own way
         self,
         *inputs: Tensor,
         tokens: Tensor | None = None,
@@ -95,7 +72,7 @@ class ForeignStage(nn.Module, StageModel):
         hides: bool | None = None,
         packed: bool | None = None,
     ) -> tuple[Tensor, ...]:
-        """As `StageModel`: token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out.
+        """Token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out (`StageModel`).
 
         Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
         of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
@@ -107,30 +84,27 @@ class ForeignStage(nn.Module, StageModel):
         if packing.documents is not None or packing.positions is not None:
             raise ValueError("a model of transformers takes whole rows, without documents or positions")
         given, *logits = inputs
-        if self.empty:
+        if not self.cut.parts[self.number]:
             return tuple(each.clone() for each in inputs)
-        self._arrived, self._beside = None if self.embeds else given, beside
-        self._known = hides, packed if "position_ids" in beside else False
         self._arrived_logits = [each for stacked in logits for each in stacked.unbind()]
         try:
-            return self._called(given)
-        except _Departed as departed:
-            state = departed.state
-            outputs = (state.clone() if state is given else state,)
-            return (*outputs, _stacked(departed.router_logits)) if departed.router_logits else outputs
+            left = self._left(None if self.embeds else given, partial(self._called, given, beside, hides, packed))
         finally:
-            self._arrived, self._arrived_logits, self._beside = None, (), {}
+            self._arrived_logits = ()
+        return left if isinstance(left, tuple) else (left,)
 
-    def _called(self, given: Tensor) -> tuple[Tensor, ...]:
-        """What the whole model returns; raises _Departed at the cut behind this stage."""
+    def _called(
+        self, given: Tensor, beside: Mapping[str, Tensor], hides: bool | None, packed: bool | None
+    ) -> tuple[Tensor, ...]:
+        """The outputs of the whole model; raises Departed at the cut behind this stage."""
+        # On other stages the embedding is a stand-in that nobody reads.
+        begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:
-            logits, added = call(self.model, **self._begin(given))
+            logits, added = call(self.model, **begin)
             return (logits,) if added is None else (logits, added)
-        hides, packed = self._known
-        documents = nullcontext() if packed is None else rows_are_packed() if packed else rows_are_whole()
-        with documents, nullcontext() if hides is None else mask_hides(some=hides):
-            given_to_all = {**self._begin(given), **self._beside}
-            return (self.model(**given_to_all, use_cache=False, return_dict=True).logits,)
+        packed = packed if "position_ids" in beside else False
+        with known_rows(packed=packed, hides=hides):
+            return (self.model(**begin, **beside, use_cache=False, return_dict=True).logits,)
 
     @property
     def adds_to_loss(self) -> bool:
@@ -144,30 +118,20 @@ class ForeignStage(nn.Module, StageModel):
         return (self.model.get_parameter(f"{self.anatomy.head}.weight"),) if trained else ()
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
-        """By the names that the whole model gives them."""
-        return {name: found for name, found in self._all().items() if found.requires_grad}
+        """This stage's trained parameters by the names that the whole model gives them."""
+        return {name: each for name, each in super().canonical_parameters().items() if each.requires_grad}
 
     @property
     def frozen(self) -> Mapping[str, nn.Parameter]:
-        """What is not trained, by canonical name: weights beside adapters, and what the model's own code leaves."""
-        return {name: found for name, found in self._all().items() if not found.requires_grad}
-
-    def _all(self) -> dict[str, nn.Parameter]:
-        return {name: self.model.get_parameter(own) for name, own in self._names.items()}
+        """Parameters that are not trained, by canonical name: weights beside adapters, and what the model freezes."""
+        return {name: each for name, each in super().canonical_parameters().items() if not each.requires_grad}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
         """The buffers of this stage that a state dict has, and weights that are not trained."""
-        saved = {
-            f"{path}.{key}": buffer
-            for path, module in self.model.named_modules()
-            if self._holds(path)
-            for key, buffer in module._buffers.items()
-            if buffer is not None and key not in module._non_persistent_buffers_set
-        }
-        return {**{name: found.detach() for name, found in self.frozen.items()}, **saved}
+        return {**{name: each.detach() for name, each in self.frozen.items()}, **super().canonical_buffers()}
 
     def parameter_rows(self) -> Mapping[str, Parameter]:
-        """Names, shapes and roles, told by the kind of module and the number of dims; buffers included."""
+        """Names, shapes and roles, found by the kind of module and the number of dims; buffers included."""
         rows = {
             name: row_of(self.model, self.anatomy, self._names.get(name, name), self.adapted)._replace(name=name)
             for name in (*self.canonical_parameters(), *self.canonical_buffers())
@@ -194,64 +158,49 @@ class ForeignStage(nn.Module, StageModel):
 
     # --- what is replaced --------------------------------------------------------------------------------------------
 
-    def _layer(self, index: int) -> nn.Module:
-        return self.model.get_submodule(self.anatomy.layer(index))
+    def _index(self, name: str) -> int | None:
+        """The index of the layer with this name; None for modules outside the layers."""
+        inside = name.removeprefix(f"{self.anatomy.layers}.")
+        return None if inside == name else int(inside)
 
-    def _holds(self, path: str) -> bool:
-        """Whether the module with this name computes on this stage; what has no weights does on every one."""
-        inside = path.removeprefix(f"{self.anatomy.layers}.")
-        if inside != path:
-            return int(inside.split(".")[0]) in self.own
-        return not ((path in self.anatomy.first and not self.embeds) or (path in self.anatomy.last and not self.ends))
-
-    def _begin(self, given: Tensor) -> dict[str, Tensor]:
-        """What the model's forward starts from: token ids, or a stand-in for their embedding."""
-        if self.embeds:
-            return {"input_ids": given}
-        return {"inputs_embeds": torch.zeros_like(given)}
-
-    def _connect(self) -> None:
-        """Replace the forwards of what other stages hold, and of the layers on both sides of the cuts."""
-        for index in range(self.anatomy.count):
-            layer: Any = self._layer(index)
-            layer.forward = self._calling(index) if index in self.own else self._standing_in(index)
-        for name in () if self.embeds else self.anatomy.first:
-            if name != self.anatomy.embedding:
-                module: Any = self.model.get_submodule(name)
-                module.forward = _beside_embedding(module)
-
-    def _standing_in(self, index: int) -> Forward:
-        """The forward of a layer of another stage."""
-
-        def forward(*arguments: Any, **named: Any) -> Any:
-            if self._arrived is None:  # this stage has the embedding and no layer
-                raise _Departed(_hidden_state(arguments, named))
-            if index == 0:  # what all routers of earlier stages recorded, in the order of layers
-                recorded().extend(self._arrived_logits)
-            return self._returned(self._arrived)
-
-        return forward
-
-    def _calling(self, index: int) -> Forward:
+    def _own(self, name: str, forward: Forward) -> Forward:
         """The forward of an own layer, through whatever stands for it (`call_decoder_as`)."""
-        layer, leaves = self._own_layers[index], index == self.own[-1] and not self.ends
+        index = self._index(name)
+        if index is None:
+            return forward
+        layer = _OwnLayer(forward, f"{name} ({type(self.model.get_submodule(name)).__name__})")
+        self._own_layers[index] = layer
 
-        def forward(*arguments: Any, **named: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             state, rest = _hidden_state(arguments, named), arguments[1:]
             if index == 0 and self._arrived is not None:
                 state = self._arrived
             others = {key: value for key, value in named.items() if key != "hidden_states"}
             output = (layer.run or layer)(state, rest, others)
-            if leaves:
-                logits = list(recorded()) if self.adds_to_loss else ()
-                raise _Departed(output[0] if self.anatomy.returned else output, logits)
+            if index == self.own[-1] and not self.ends:
+                logits = recorded() if self.adds_to_loss else ()
+                raise Departed(output[0] if self.anatomy.returned else output, *_stacked(logits))
             return output
 
-        return forward
+        return run
 
-    def _returned(self, state: Tensor) -> Any:
-        """A hidden state in the form in which this model's layers return it."""
-        return (state, *[None] * (self.anatomy.returned - 1)) if self.anatomy.returned else state
+    def _before(self, name: str, module: nn.Module) -> Forward:
+        """The forward of a module of an earlier stage: a layer returns what arrived."""
+        index = self._index(name)
+        if index is None:
+            return _beside_embedding(module) if name != self.anatomy.embedding else module.forward
+
+        def stand_in(*_: Any, **__: Any) -> Any:
+            if index == 0:  # what all routers of earlier stages recorded, in the order of layers
+                recorded().extend(self._arrived_logits)
+            others = [None] * (self.anatomy.returned - 1)
+            return (self._arrived, *others) if self.anatomy.returned else self._arrived
+
+        return stand_in
+
+    def _behind(self, *positional: Any, **named: Any) -> Any:
+        """The forward of a module of a later stage, which only a stage without layers reaches."""
+        raise Departed(_hidden_state(positional, named))
 
 
 def build_foreign_stage(
@@ -299,7 +248,7 @@ class _OwnLayer(nn.Module):
         self.function = function
         self.name = name
         self.run: Forward | None = None
-        """What is called in its place."""
+        """The function that is called in its place, if there is one."""
 
     def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The layer's own forward."""
@@ -307,7 +256,7 @@ class _OwnLayer(nn.Module):
         return tuple(output) if isinstance(output, list) else output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, in one graph. A call raises ConfigError (PP-E551) where the compiler refuses it."""
+        """Compile in one graph. A call raises ConfigError (PP-E551) where the compiler refuses it."""
         super().compile(*args, fullgraph=True, **kwargs)
         compiled: Any = self._compiled_call_impl
 
@@ -320,10 +269,6 @@ class _OwnLayer(nn.Module):
                 raise ConfigError(Problem("PP-E551", message, "train.compile=false")) from error
 
         self._compiled_call_impl = call
-
-
-def _own_layer(layer: nn.Module, name: str) -> _OwnLayer:
-    return _OwnLayer(layer.forward, f"{name} ({type(layer).__name__})")
 
 
 def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False) -> Parameter:
@@ -341,7 +286,7 @@ def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False)
 
 
 def _role(module: nn.Module, own: str, dims: int, *, inside: bool) -> Role:
-    """What optimizers and the norm have to know: matrices decay, embeddings, norms and biases do not.
+    """The role of a parameter: matrices decay, embeddings, norms and biases do not.
 
     Muon's, by structure: what a module `inside` the layers calls its weight, and stacks of experts' matrices.
     """
@@ -363,14 +308,15 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
         model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
 
 
-def _stacked(router_logits: Sequence[Tensor]) -> Tensor:
+def _stacked(router_logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors of all routers as one; nothing where there are none."""
     if len({(each.shape, each.dtype) for each in router_logits}) > 1:
         raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
-    return torch.stack(tuple(router_logits))
+    return (torch.stack(tuple(router_logits)),) if router_logits else ()
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """What a layer gets from the one before: its first argument in every model of transformers."""
+    """A layer's hidden state: its first argument in every model of transformers."""
     state: Tensor = arguments[0] if arguments else named["hidden_states"]
     return state
 
@@ -387,3 +333,39 @@ def _beside_embedding(module: nn.Module) -> Forward:
         return given
 
     return forward
+
+
+@torch.no_grad()
+def _make_buffers(model: nn.Module, names: Sequence[str]) -> None:
+    """Let the model's own code make the buffers in these modules that no state dict has, such as rotary frequencies.
+
+    transformers builds every model on meta before it reads weights, so each class can (`_init_weights`): that of the
+    buffer's module, or of some buffers that of a module around it, the nearest first.
+    """
+    for module in model.modules():
+        stand_ins = (each for each in vars(module).values() if isinstance(each, Tensor))
+        for tensor in (*(each for _, each in saved(module)), *stand_ins):
+            setattr(tensor, _FILLED, True)
+    for name in names:
+        if model.get_submodule(name)._non_persistent_buffers_set:
+            _initializer(model, name)(model.get_submodule(name))
+    for name in reversed(names):
+        if any(map(_is_unset, model.get_submodule(name).modules())):
+            _initializer(model, name)(model.get_submodule(name))
+
+
+def _initializer(model: nn.Module, name: str) -> Callable[..., Any]:
+    """`_init_weights` of the module with this name, or of the nearest one around it: as transformers chooses it."""
+    while name and not hasattr(model.get_submodule(name), "_init_weights"):
+        name = name.rpartition(".")[0]
+    owner: Any = model.get_submodule(name)
+    found: Callable[..., Any] = owner._init_weights
+    return found
+
+
+def _is_unset(module: nn.Module) -> bool:
+    """Whether a buffer of a module, which has memory and is in no state dict, has no values yet."""
+    buffers = [module._buffers.get(key) for key in module._non_persistent_buffers_set]
+    if torch._C._len_torch_dispatch_stack():
+        return False  # a layer is measured or rehearsed: nothing has values
+    return any(b is not None and not hasattr(b, _FILLED) and bool(b.isnan().any()) for b in buffers)

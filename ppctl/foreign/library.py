@@ -1,12 +1,14 @@
 """transformers, imported when a model of its own is asked for, and what of its models is refused from the start.
 
-Knows which part of transformers is needed. Must not know stages. No other module imports transformers.
+Knows which part of transformers is needed, and how fields of a config get other values (`model.hf_overrides`), each
+compared with what the config has. Must not know stages. No other module imports transformers.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -17,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.metadata import MOST_STAGES
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file, told_quantised
-from ppctl.foreign.overrides import overridden
 
 _OLDEST = 5
-"""Of transformers' versions: before it models record, name and convert otherwise."""
+"""The oldest major version that is supported: before it models record, name and convert otherwise."""
 
 
 try:
@@ -33,7 +35,7 @@ except ImportError:  # it comes with transformers, and is asked for beside it
     ConfigFails: type[Exception] = ValueError
 else:
     ConfigFails = errors.StrictDataclassError
-"""What configs raise that check their own values."""
+"""The exception of configs that check their own values."""
 
 
 def _transformers() -> Any:
@@ -53,7 +55,7 @@ def _without_library(reason: str) -> ConfigError:
 
 
 def library_version() -> str:
-    """Of transformers. Raises as every use of it."""
+    """The installed version of transformers. Raises ConfigError (PP-E526) where it cannot be used."""
     return str(_transformers().__version__)
 
 
@@ -114,13 +116,13 @@ def _refuse_quantised(config: Any, directory: Path) -> None:
         message = f"{directory}: its config.json has quantization_config ({method or 'of no named method'}), and "
         message += "transformers' own code trains weights as they are"
         remedy = "model.implementation=ppctl" if config.model_type in known_families() and method == "fp8" else ""
-        with suppress(CheckpointError):  # damaged weights are told where they are read
+        with suppress(CheckpointError):  # damaged weights are reported where they are read
             remedy = "model.hf_overrides.quantization_config=null" if told_quantised(directory) else remedy
         raise ConfigError(Problem("PP-E550", message, remedy, str(directory / CONFIG)))
 
 
 def _config_in(library: Any, directory: Path, **fields: Any) -> Any:
-    """As transformers reads it, with these fields. Raises ConfigError (PP-E527) in the words of the library."""
+    """The config in a directory, with these fields set. Raises ConfigError (PP-E527) in the library's own words."""
     try:
         return library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
     except Exception as error:  # each class has rules and errors of its own
@@ -143,57 +145,44 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
 
 
 @contextmanager
-def rows_are_whole() -> Iterator[None]:
-    """Let the library not look in positions for several documents in a row, and take each for one.
+def known_rows(*, packed: bool | None = False, hides: bool | None = None) -> Iterator[None]:
+    """Let the library take it as known whether positions begin anew within rows, and whether a mask hides tokens.
 
-    Looking reads a value in every forward: a host waits there until its GPU is through with all that it was given.
-    Tensors without values have none to read.
+    None leaves it to look. Looking reads a value in every forward: a host waits there until its GPU is through with all
+    that it was given, and tensors without values have none to read.
     """
-    with _instead("find_packed_sequence_indices", lambda *_, **__: None):
-        yield
-
-
-@contextmanager
-def rows_are_packed() -> Iterator[None]:
-    """Let the library take it as known that positions begin anew within rows: it does not read them to find out."""
     masks: Any = importlib.import_module("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
 
     def without_reading(*arguments: Any, **named: Any) -> Any:
         assert look is not None  # else nobody calls this
-        with _instead("is_tracing", lambda *_: True):
+        with _patched(masks, {"is_tracing": lambda *_: True}):
             return look(*arguments, **named)
 
-    with _instead("find_packed_sequence_indices", without_reading):
+    functions: dict[str, Callable[..., Any]] = {}
+    if packed is not None:
+        functions["find_packed_sequence_indices"] = without_reading if packed else lambda *_, **__: None
+    if hides is not None:
+        functions["fast_all"] = lambda _: not hides  # kernels are faster without a mask
+    with _patched(masks, functions):
         yield
 
 
 @contextmanager
-def mask_hides(*, some: bool) -> Iterator[None]:
-    """Let the library take it as known whether the mask [rows, tokens] of a forward hides some of its tokens.
-
-    It looks in every forward, as for documents, because kernels are faster without a mask.
-    """
-    with _instead("fast_all", lambda _: not some):
-        yield
-
-
-@contextmanager
-def _instead(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another function in the place of one with which the library makes masks; older versions may not have it."""
-    masks: Any = importlib.import_module("transformers.masking_utils")
-    before = getattr(masks, name, None)
-    if before is not None:
-        setattr(masks, name, function)
+def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """A module with other functions in the place of those that it has: older versions may not have all."""
+    before = {name: own for name in functions if (own := getattr(module, name, None)) is not None}
+    for name in before:
+        setattr(module, name, functions[name])
     try:
         yield
     finally:
-        if before is not None:
-            setattr(masks, name, before)
+        for name, own in before.items():
+            setattr(module, name, own)
 
 
 def recorded() -> list[Tensor]:
-    """What routers have recorded so far in the forward that runs; to be added to by what stands for routers elsewhere.
+    """The list of what routers have recorded so far in the forward that runs; stand-ins of other stages add to it.
 
     transformers collects what a module returns by hooks, in the order of the calls (`OutputRecorder`).
     """
@@ -217,7 +206,7 @@ def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
         return torch.zeros((), device=device)
 
     model.loss_function = nothing
-    with rows_are_whole():
+    with known_rows():
         labels = torch.zeros(shape, dtype=torch.int64, device=device)
         result = model(**given, labels=labels, use_cache=False, return_dict=True)
     if asked:
@@ -268,3 +257,98 @@ class Conversions:
         (tensor,) = found.values()
         whole: Tensor = tensor[0] if isinstance(tensor, list) else tensor
         return whole
+
+
+KEY = "model.hf_overrides"
+CODE = "PP-E552"
+_KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
+    (bool, (bool,), "true or false"),
+    (int, (int,), "a whole number"),
+    (float, (int, float), "a number"),
+    (str, (str,), "text"),
+    (list, (list,), "a list, as JSON"),
+    (dict, (dict,), "a mapping, as JSON"),
+)
+"""A type of a field's own value, the types that may stand in its place, and their name; the first that fits counts."""
+
+_PRECISION = ("dtype", "torch_dtype")
+"""Fields that name the dtype of the weights in a file."""
+
+
+def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """The config that `make` makes with the values of these texts. `config` is without them.
+
+    Raises ConfigError (PP-E552) with a problem for each field that is unknown, of another kind than the config's own
+    value, or not finite; and for one that `make` refuses with a ConfigError, by itself or beside the others.
+    """
+    values = {name: value_of(text) for name, text in overrides.items()}
+    problems = [problem for name, value in values.items() for problem in _misfits(config, name, value, overrides[name])]
+    if problems:
+        raise ConfigError(problems)
+    values = {name: _as_own(getattr(config, name), value) for name, value in values.items()}
+    try:
+        return make(values)
+    except ConfigError as refused:
+        alone = [found for name, value in values.items() if (found := _refusal(config, name, value, make)) is not None]
+        raise ConfigError(alone or [_problem(", ".join(values), _reason(refused), "")]) from None
+
+
+def value_of(text: str) -> Any:
+    """A field's value as it was typed: a number, true, null, a list, a mapping; else text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _as_own(own: Any, value: Any) -> Any:
+    """A whole number as the float that a field is: transformers' configs no longer take the one for the other."""
+    return float(value) if isinstance(own, float) and isinstance(value, int) else value
+
+
+def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]:
+    if name.startswith("__") or not hasattr(config, name) or callable(getattr(config, name)):
+        fields = [field for field in vars(config) if not field.startswith("_")]
+        message = f"the config of {config.model_type} has no such field{did_you_mean(name, fields)}"
+        yield _problem(name, message, next((_typed(each, text) for each in nearest(name, fields)), ""))
+        return
+    if name in _PRECISION:
+        yield _problem(name, "has no effect: the run's precision is the dtype of its weights", "parallel.bf16=true")
+        return
+    own = getattr(config, name)
+    kind = next((row for row in _KINDS if isinstance(own, row[0])), None)
+    fits = (
+        kind is None or value is None or (isinstance(value, kind[1]) and (kind[0] is bool) == isinstance(value, bool))
+    )
+    if isinstance(value, float) and not math.isfinite(value):
+        yield _problem(name, f"{text} is not finite", _typed(name, own))
+    elif kind is not None and not fits:
+        yield _problem(name, f"takes {kind[2]}, not {text!r}: its config.json has {_text(own)}", _typed(name, own))
+
+
+def _refusal(config: Any, name: str, value: Any, make: Callable[[Mapping[str, Any]], Any]) -> Problem | None:
+    """The problem of a field that is refused by itself."""
+    try:
+        make({name: value})
+    except ConfigError as refused:
+        return _problem(name, _reason(refused), _typed(name, getattr(config, name)))
+    return None
+
+
+def _reason(refused: ConfigError) -> str:
+    return refused.problems[0].message
+
+
+def _problem(name: str, message: str, remedy: str) -> Problem:
+    return Problem(CODE, f"{KEY}.{name}: {message}", remedy, KEY)
+
+
+def _typed(name: str, value: Any) -> str:
+    return pasted(f"{KEY}.{name}={value if isinstance(value, str) else _text(value)}")
+
+
+def _text(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return str(value)

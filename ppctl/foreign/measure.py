@@ -1,8 +1,8 @@
-"""What the parts of a model of transformers cost, measured on tensors that have shapes and no values.
+"""Measured costs of the parts of a model of transformers, on tensors that have shapes and no values.
 
-Knows which parts, which batches, and what is counted where. Must not know plans. Five batches give what grows with
-sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so that each moment grows by itself,
-and no peak is taken for that of other sizes.
+Knows which parts, which batches, what is counted where, and the polynomials through it. Must not know plans. Five
+batches give what grows with sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so that
+each moment grows by itself, and no peak is taken for that of other sizes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppctl.foreign.adapters import add_adapters
+from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import ForeignStage
-from ppctl.foreign.growth import BATCHES, fitted, peak
 from ppctl.foreign.library import make_model
-from ppctl.foreign.measured_pass import PassCosts, held_tensors, operators_of, pass_costs, storage_of
+from ppctl.foreign.measured_pass import (
+    PassCosts,
+    held_tensors,
+    operators_of,
+    storage_of,
+    tensors_of,
+    valueless,
+)
 from ppctl.foreign.miniature import lower_windows
-from ppctl.foreign.valueless import tensors_of, valueless
-from ppctl.geometry.foreign_costs import Growth, LayerCost, Measured, Peak
-from ppctl.geometry.foreign_model import Adapters, Anatomy
+from ppctl.foreign.peft_adapters import add_adapters
+from ppctl.geometry.foreign_costs import Growth, LayerCost, PartCosts, Peak
+from ppctl.geometry.foreign_model import Adapters, Anatomy, RouterLogits
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
 
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
 _LONGEST_LOOP = 64
-"""The same where a layer goes from token to token in a loop, of which each turn takes a millisecond to measure."""
+"""Tokens of the longest sequence where a layer loops over tokens: each turn takes a millisecond to measure."""
 _FEW = (2, 4)
 """Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
 _LEAST = 16
@@ -45,8 +51,8 @@ def measure(
     hidden: int,
     positions: int,
     adapters: Adapters | None = None,
-) -> tuple[Measured, ...]:
-    """Of a model and its layers with the indices `kinds`, one of each kind, which allows so many `positions`.
+) -> tuple[PartCosts, ...]:
+    """The costs of a model that allows so many `positions`, with those of its layers `kinds`, one of each kind.
 
     In float32 and bfloat16; once more for sequences that are at least as long as a window, or chunk, of its attention.
     Raises what torch does for code that reads values which nothing has.
@@ -72,22 +78,22 @@ def measure(
 
 def _model_of(
     config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, dtype: torch.dtype, adapters: Adapters | None
-) -> _Model:
+) -> _MeasuredModel:
     """The model up to the last layer that is measured: a stage of all layers takes seconds to make.
 
     Beside adapters all layers are there: the first that has one decides what runs backwards.
     """
     blank = make_model(config, "meta", dtype).train()
     if adapters is not None:
-        return _Model(add_adapters(blank, adapters, anatomy, dtype), anatomy, kinds, hidden, dtype, True)
+        return _MeasuredModel(add_adapters(blank, adapters, anatomy, dtype), anatomy, kinds, hidden, dtype, True)
     count = max(kinds) + 1
     layers: Any = blank.get_submodule(anatomy.layers)
     del layers[count:]
-    return _Model(blank, replace(anatomy, count=count), kinds, hidden, dtype)
+    return _MeasuredModel(blank, replace(anatomy, count=count), kinds, hidden, dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _MeasuredModel:
     """A model on meta, and what of it is measured."""
 
     blank: nn.Module
@@ -104,13 +110,13 @@ class _Model:
             numbers = [[operators_of(each, self._given(each, 1, length)) for length in _FEW] for each in stages]
         return any(short != long for short, long in numbers)
 
-    def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> Measured:
+    def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> PartCosts:
         """All of it, in sequences of so many tokens."""
         batches = [(rows, lengths[place]) for rows, place in BATCHES]
         with valueless():
-            surveys = self._tables(batches)
-            numbers = surveys[0].numbers
-            tables = [fitted(batches, [survey.sizes[n] for survey in surveys]) for n in range(len(surveys[0].sizes))]
+            tables = self._tables(batches)
+            numbers = tables[0].numbers
+            grown = [fitted(batches, [each.sizes[n] for each in tables]) for n in range(len(tables[0].sizes))]
             runs = [self._runs([Layer("decoder", index)], batches) for index in self.kinds]
             parts = [
                 self._part(batches, found, numbers[index], causal=True)
@@ -120,10 +126,10 @@ class _Model:
                 self._part(batches, self._runs([layer], batches), ()) for layer in (Layer("embedding"), Layer("loss"))
             )
         before = fitted(batches, [each.before for each in runs[0]])
-        return Measured(element, above, tuple(tables), before, first, last, tuple(parts))
+        return PartCosts(element, above, tuple(grown), before, first, last, tuple(parts))
 
     def _stage(self, layers: Sequence[Layer]) -> ForeignStage:
-        return ForeignStage(deepcopy(self.blank), self.anatomy, layers, adapted=self.adapted)
+        return ForeignStage(self.blank, self.anatomy, layers, adapted=self.adapted)
 
     def _given(self, stage: ForeignStage, rows: int, length: int) -> Tensor:
         if stage.embeds:
@@ -140,13 +146,13 @@ class _Model:
         trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
         return min(int(name.removeprefix(f"{self.anatomy.layers}.").split(".")[0]) for name in trained)
 
-    def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_Tables]:
-        """What a forward makes for its layers, once for all of them: seen from behind the last kind of layer."""
-        stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_Tables]()
+    def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_LayerTables]:
+        """The tables that a forward makes once for all layers, by batch: seen from behind the last kind of layer."""
+        stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_LayerTables]()
         for batch in batches:
             given = self._given(stage, *batch)
             own = {storage_of(tensor) for tensor in (*held_tensors(stage), given)}
-            found.append(_Tables(own))
+            found.append(_LayerTables(own))
             with found[-1].watching(stage, self.kinds):
                 stage(given)
         return found
@@ -156,7 +162,7 @@ class _Model:
         stage = self._stage(layers)
         for parameter in stage.canonical_parameters().values():
             parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free
-        return [pass_costs(stage, self._given(stage, *batch)) for batch in batches]
+        return [PassCosts(stage, self._given(stage, *batch)) for batch in batches]
 
     def _part(
         self,
@@ -167,19 +173,19 @@ class _Model:
         causal: bool = False,
     ) -> LayerCost:
         """One part; `numbers` are the tables that it is called with, in the order of its arguments."""
-        flops, longest = fitted(batches, [each.flops for each in found]), max(length for _, length in batches)
+        longest, one = max(length for _, length in batches), found[0]
+        flops, *halves = (
+            fitted(batches, [getattr(each, name) for each in found])
+            for name in ("flops", "input_flops", "weight_flops")
+        )
         if causal:
-            flops = _causal(flops, longest)
-        one = found[0]
+            flops, *halves = (_causal(each, longest) for each in (flops, *halves))
         keeps = {n for storage, n in zip(one.arguments, numbers, strict=True) if storage in one.kept}
         kept = [
             sum(size for storage, size in each.kept.items() if storage not in {each.given, *each.arguments})
             for each in found
         ]
         waiting = [each.waiting for each in found]
-        halves = [fitted(batches, [getattr(each, name) for each in found]) for name in ("input_flops", "weight_flops")]
-        if causal:
-            halves = [_causal(half, longest) for half in halves]
 
         def beside(name: str, there: Sequence[float]) -> Peak:
             return peak(
@@ -203,7 +209,7 @@ class _Model:
 
 
 def _causal(flops: Growth, longest: int) -> Growth:
-    """Of operations of attention with whole rows: half of all pairs are masked, a token does not see those behind it.
+    """The operations of causal attention, of those counted with whole rows: half of all pairs are masked.
 
     Operations for all sequences alike (of matrices alone) count by token.
     """
@@ -211,7 +217,7 @@ def _causal(flops: Growth, longest: int) -> Growth:
 
 
 @dataclass(slots=True)
-class _Tables:
+class _LayerTables:
     """The tensors that layers are called with beside their hidden state, as storages: which kind reads which."""
 
     own: set[int]
@@ -252,7 +258,7 @@ class _Tables:
 
 def rough(
     kinds: Sequence[Sequence[Parameter]], hidden: int, active: Callable[[Sequence[Parameter]], int]
-) -> tuple[Measured, ...]:
+) -> tuple[PartCosts, ...]:
     """A model whose code reads values: by its matrices, of which a token meets `active` elements.
 
     Every product keeps its input; scores are those of heads as wide as the residual stream together.
@@ -265,8 +271,84 @@ def rough(
         kept, running = Growth(0.0, float(element * widths)), Growth(float(element * weights), 2.0 * element * hidden)
         return LayerCost(flops, kept, True, (), (running,), (running,), kept, (Growth(float(element * weights)),))
 
-    def whole(element: int) -> Measured:
+    def whole(element: int) -> PartCosts:
         beside = layer((), element)
-        return Measured(element, 0, (), Growth(), beside, beside, tuple(layer(rows, element) for rows in kinds))
+        return PartCosts(element, 0, (), Growth(), beside, beside, tuple(layer(rows, element) for rows in kinds))
 
     return tuple(map(whole, _WIDTHS))
+
+
+BATCHES = ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
+"""Batches that are measured: sequences, and the place of one of three lengths. As many as a `Growth` has numbers."""
+_SEQUENCES = (1, 2, 4, 16, 64)
+_LENGTHS = tuple(2**n for n in range(5, 21))
+
+
+def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growth:
+    """The growth through the values that were measured with batches of (sequences, tokens of each)."""
+    return _growth(_solved(batches, torch.tensor([values], dtype=torch.float64))[0], batches, max(values))
+
+
+def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
+    """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured.
+
+    Where other operators ran for other lengths, the moments cannot be told: the largest of each batch are one.
+    """
+    if len({len(trace) for trace in traces}) > 1 or not traces[0]:
+        return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
+    values = torch.tensor(traces, dtype=torch.float64).T
+    values = torch.unique(values, dim=0)
+    solved = _solved(batches, values)
+    grid = torch.tensor([_terms(b, s) for b in _SEQUENCES for s in _LENGTHS], dtype=torch.float64)
+    chosen = sorted({int(place) for place in (solved @ grid.T).argmax(dim=0)})
+    return tuple(_growth(solved[place], batches, float(values[place].max())) for place in chosen)
+
+
+def _terms(sequences: int, length: int) -> list[float]:
+    return [1.0, sequences * length, sequences * length**2, length, length**2]
+
+
+def _solved(batches: Sequence[tuple[int, int]], values: Tensor) -> Tensor:
+    """The numbers of a `Growth` [n, 5] for measurements [n, batches]."""
+    matrix = torch.tensor([_terms(*batch) for batch in batches], dtype=torch.float64)
+    found: Tensor = torch.linalg.solve(matrix, values.T).T
+    return found
+
+
+def _growth(solved: Tensor, batches: Sequence[tuple[int, int]], largest: float) -> Growth:
+    """The growth with these numbers, those that only rounding has made set to 0."""
+    scale = [_terms(*batch) for batch in batches]
+    bounds = [1e-6 * max(1.0, largest) / max(row[n] for row in scale) for n in range(5)]
+    return Growth(
+        *(0.0 if abs(each) < bound else round(each, 6) for each, bound in zip(solved.tolist(), bounds, strict=True))
+    )
+
+
+_ROUTED = (3, 5)
+"""Sequences, and tokens of each, of the forward in which routers are watched."""
+
+
+def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> RouterLogits:
+    """The form of what each router of the layer with this index records.
+
+    Raises what torch does for code that reads values, and CannotCut where it is not one number for each token and
+    expert.
+    """
+    recorded = [_recorded(config, anatomy, index, hidden, cast) for cast in (False, True)]
+    for each in recorded:
+        if each.dim() != 3 or each.shape[1] != _ROUTED[0] * _ROUTED[1]:
+            shape, given = list(each.shape[1:]), " x ".join(map(str, _ROUTED))
+            message = f"the routers of {anatomy.layer(index)} record {shape} of {given} tokens"
+            raise CannotCut(f"{message}: a message carries [tokens, experts]")
+    return RouterLogits(recorded[0].shape[2], *(each.dtype == torch.float32 for each in recorded))
+
+
+def _recorded(config: Any, anatomy: Anatomy, index: int, hidden: int, cast: bool) -> Tensor:
+    """The tensor beside a layer's hidden state, with 16-bit weights, or with products `cast`."""
+    dtype = torch.float32 if cast else torch.bfloat16
+    blank = make_model(config, "meta", dtype).train()
+    with valueless(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        stage = ForeignStage(blank, anatomy, [Layer("decoder", index)])
+        recorded: Tensor
+        _, recorded = stage(torch.zeros(*_ROUTED, hidden, dtype=dtype))
+    return recorded

@@ -1,29 +1,145 @@
-"""What one forward and backward of a stage computes, keeps and holds, on tensors that have shapes and no values.
+"""One forward and backward of a stage on tensors that have shapes and no values: what it computes, keeps and holds.
 
-Knows torch's operators and storages. Must not know batches of several sizes, nor what grows with what. Operations are
-counted by torch's FlopCounterMode, kept bytes by what autograd saves, and what lives only for a moment by the storages
-that exist, operator by operator.
+Knows torch's operators and storages. Must not know batches of several sizes, nor what grows with what. Floating-point
+tensors have no values, whole numbers have: code that asks how many rows an expert gets, or which of them, is answered,
+and every choice of the largest scores is a balanced one. Operations are counted by torch's FlopCounterMode, kept bytes
+by what autograd saves, and what lives only for a moment by the storages that exist, operator by operator.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ppctl.foreign.foreign_stage import ForeignStage
-from ppctl.foreign.valueless import OperatorMode, grouped_flops, tensors_of
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PutOff
+from ppctl.weight_gradients.put_off import PLAIN, PutOff
 
 _aten = torch.ops.aten
+GROUPED = _aten._grouped_mm.default
+_DEVICE = torch.ops.prim.device.default
+
+
+@contextmanager
+def valueless() -> Iterator[None]:
+    """Inside, what is made has no values but for whole numbers."""
+    PLAIN.add(FakeTensor)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _NumbersHaveValues():
+            yield
+    finally:
+        PLAIN.discard(FakeTensor)
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator but one: more than half of what torch calls asks a tensor without values for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard against that takes as long as a cheap operator."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        return self.operator(func, args, kwargs or {})
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of `func`, a function of torch's dispatcher."""
+        raise NotImplementedError
+
+
+class _NumbersHaveValues(OperatorMode):
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = tensors_of((args, kwargs))
+        known = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        if known and (given or _makes_numbers(func, kwargs)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        stand_in: Callable[..., Any] | None = _STAND_INS.get(func)
+        return func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """All tensors in lists, tuples and dicts: torch's own walk through these takes a tenth of a measurement's time."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def _makes_numbers(func: Any, kwargs: Any) -> bool:
+    """Whether a factory makes whole numbers: `arange` also where no dtype says so."""
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return func.overloadpacket is _aten.arange
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> Any:
+    """The result of `topk` where rows take turns: row r has the numbers from r * count on."""
+    values, _ = _aten.topk.default(scores, count, dim, largest, in_order)
+    size, length = scores.shape[dim], values.numel() // max(1, count)
+    with unset_fake_temporarily():
+        numbers = (torch.arange(length)[:, None] * count + torch.arange(count)) % size
+        front = values.movedim(dim, -1).shape
+        chosen = numbers.view(front).movedim(-1, dim).contiguous()
+    return values, chosen
+
+
+def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The result of a grouped product has a shape; torch's own stand-in for tensors without values takes bf16 alone."""
+    if one.dim() == 2 and other.dim() == 2:  # of columns and rows, for each group one matrix
+        assert offs is not None
+        return one.new_empty(len(offs), one.shape[0], other.shape[1])
+    return one.new_empty(one.shape[0], other.shape[-1])
+
+
+def _chosen(func: Any) -> Callable[..., Any]:
+    """`index` and the like with places for switches: these have values, what they index has none."""
+
+    def call(tensor: Tensor, indices: Sequence[Tensor | None], *others: Any, **named: Any) -> Any:
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+                with unset_fake_temporarily():
+                    places += index.nonzero().unbind(1)
+            else:
+                places.append(index)
+        return func(tensor, places, *others, **named)
+
+    return call
+
+
+_INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    _aten.topk.default: _largest,
+    GROUPED: grouped,
+    **{func: _chosen(func) for func in _INDEXED},
+}
+
+
+def grouped_flops(one: Sequence[int], other: Sequence[int]) -> int:
+    """Operations of a grouped product of these shapes: every row, or column, meets one group's matrix."""
+    rows, inner = one
+    return 2 * rows * inner * other[-1]
+
+
 COUNTED = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query, key, value
@@ -36,54 +152,27 @@ COUNTED = {
 """Operators whose operations torch's counter does not know."""
 
 
-@dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Of one forward and backward, and of one whose backward is split: bytes."""
+    """A forward and backward of one microbatch, and a forward with both halves of a split backward: bytes."""
 
-    flops: float
-    kept: dict[int, float]
-    """Storages that autograd saved -> their bytes."""
-    given: int
-    """The storage of what arrived."""
-    arguments: tuple[int, ...]
-    """The storages of the tensors that the layer was called with."""
-    before: float
-    """What lives when its forward begins, beside tables and what arrived."""
-    forward: list[float]
-    """By operator what lives beside all that."""
-    backward: list[float]
-    inputs: list[float]
-    weights: list[float]
-    waiting: float
-    input_flops: float
-    """Of the I."""
-    weight_flops: float
-
-
-def pass_costs(stage: ForeignStage, given: Tensor) -> PassCosts:
-    """A forward and backward of one microbatch, and a forward with both halves of a split backward."""
-    whole = _Pass(stage, given)
-    backward = whole.backward()
-    split = _Pass(stage, given, PutOff(stage.whole))
-    inputs = split.backward()
-    waiting, weights = split.weights()
-    flops, input_flops, weight_flops = (
-        float(each.get_total_flops()) for each in (whole.counter, split.of_inputs, split.of_weights)
-    )
-    return PassCosts(
-        flops,
-        whole.kept,
-        storage_of(given),
-        whole.arguments,
-        whole.before,
-        whole.forward,
-        backward,
-        inputs,
-        weights,
-        waiting,
-        input_flops,
-        weight_flops,
-    )
+    def __init__(self, stage: ForeignStage, given: Tensor) -> None:
+        whole = _Pass(stage, given)
+        self.given = storage_of(given)
+        self.kept = whole.kept
+        """Storages that autograd saved -> their bytes."""
+        self.arguments = whole.arguments
+        """The storages of the tensors that the layer was called with."""
+        self.before = whole.before
+        """Live bytes when its forward begins, beside tables and what arrived."""
+        self.forward = whole.forward
+        """Live bytes by operator beside all that; so are those of the backward and of its halves."""
+        self.backward = whole.backward()
+        split = _Pass(stage, given, PutOff(stage.whole))
+        self.inputs = split.backward()
+        self.waiting, self.weights = split.weights()
+        self.flops, self.input_flops, self.weight_flops = (
+            float(each.get_total_flops()) for each in (whole.counter, split.of_inputs, split.of_weights)
+        )
 
 
 def operators_of(stage: ForeignStage, given: Tensor) -> int:
@@ -138,7 +227,7 @@ class _Pass:
         return found
 
     def backward(self) -> list[float]:
-        """What lives by operator of the backward, or of its I: an output is a message, or the next layer's input."""
+        """Live bytes by operator of the backward, or of its I: an output is a message, or the next layer's input."""
         self.live.trace.clear()
         self.live.forget(storage_of(self.output))
         if self.stage.ends and self.stage.adapted:
@@ -154,7 +243,7 @@ class _Pass:
         return list(self.live.trace)
 
     def _backward_of_loss(self) -> list[float]:
-        """The same with the gradient of the logits, which takes their place and is gone behind the head's product."""
+        """Live bytes where the logits' gradient takes their place, and is gone behind the head's product."""
         with self.of_inputs, self.live, self._collecting(backward=True):
             loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output
@@ -232,6 +321,6 @@ def held_tensors(stage: nn.Module) -> Iterator[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of its storage, by which tensors that share memory are told."""
+    """The address of its storage, by which tensors that share memory are recognised."""
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -1,17 +1,27 @@
-"""A small model of the same architecture: the same class and the same layers in the same order, of small widths.
+"""A miniature of a model: the same class and the same layers in the same order, of small widths, with weights; and why
+none can be made of a config.
 
-Knows the usual names of sizes in configs of transformers. Must not know what is done with the miniature.
+Knows the usual names of sizes in configs of transformers, and in which order reasons are looked for: the cheapest and
+plainest first. Must not know stages.
 """
 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from ppctl.foreign.library import ConfigFails
+import torch
+from torch import Tensor, nn
+
+from ppctl.foreign.anatomy import CannotCut, structure, survey
+from ppctl.foreign.library import ConfigFails, make_model
+from ppctl.geometry.foreign_model import Anatomy
+from ppctl.geometry.rows import Start
 
 VOCABULARY = 256
 _WIDTH, _EXPERTS, _RANK, _WINDOW = 64, 32, 32, 8
@@ -35,7 +45,7 @@ _AS_WIDE = ("word_embed_proj_dim", "attention_hidden_size", "embedding_dim")
 """Sizes beside the residual stream's: where they are equal, there is no projection between the two."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _OTHER_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "index_n_heads")
-"""Of linear attention, and of what chooses the tokens that attention sees."""
+"""Heads of linear attention, and of what chooses the tokens that attention sees."""
 _STATE_SPACES = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
     ("num_heads", "head_dim", "expand", "n_groups"),
@@ -176,7 +186,7 @@ def _lower_other_heads(config: Any, most: int) -> None:
 
 
 def _fit_state_spaces(small: Any, config: Any) -> None:
-    """As many heads of a state space as the narrower residual stream has room for, where they filled the wide one."""
+    """Lower the heads of a state space that filled the residual stream to what its narrower one has room for."""
     for heads_, width_, factor_, groups_ in _STATE_SPACES:
         heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
         filled = _own(config, _STATE_WIDTH)
@@ -200,3 +210,79 @@ def _lower_nested(small: Any, config: Any) -> None:
         if wide is not None and wide == _own(config, "hidden_size"):
             inner.hidden_size = _own(small, "hidden_size")
         _lower(inner, "kv_n_heads", _own(small, "num_attention_heads") or 1)
+
+
+_MOST_PARAMETERS = 100_000_000
+"""Parameters of a miniature: more would take minutes, and memory that a login node does not have."""
+CODE_FAILS = (
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
+    ConfigFails,
+)
+"""The exceptions of a model's own code where its sizes do not go together, or something that it reads is not there."""
+
+
+def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
+    """The smallest miniature that runs: on meta, with weights, its anatomy, and how its weights began.
+
+    Raises CannotCut: for a config of which transformers makes no model, for what stands against a cut by its structure,
+    and where no sizes are found with which the model's own code runs.
+    """
+    _check_code(config)
+    failed: Exception | None = None
+    for small in miniatures(config):
+        try:
+            blank = make_model(small, "meta").train()
+            structure(blank)
+            if (number := sum(parameter.numel() for parameter in blank.parameters())) > _MOST_PARAMETERS:
+                failed = failed or ValueError(f"it has {number:,} parameters, most of them in {_largest(blank)}")
+                continue
+            torch.manual_seed(0)
+            whole = make_model(small, "cpu").train()
+            starts = {name: _start(tensor) for name, tensor in whole.state_dict().items()}
+            _shake(whole)
+            return blank, whole, survey(whole), starts
+        except CODE_FAILS as error:
+            failed = failed or error
+    assert failed is not None  # a miniature was tried
+    raise CannotCut(f"its small copy, on which the cut is tried, cannot be made: {line_of(failed)}") from failed
+
+
+def _check_code(config: Any) -> None:
+    """Refuse a config of which the model's own code makes no model. Raises CannotCut."""
+    try:
+        make_model(config, "meta")
+    except CODE_FAILS as error:
+        reason = f"transformers cannot build a model from this config: {line_of(error)}"
+        raise CannotCut(f"{reason} ({_place(error)})") from error
+
+
+def _place(error: BaseException) -> str:
+    """Where a model's own code failed: the class or function that was running, and its file."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.name} in {Path(last.filename).name}, line {last.lineno}"
+
+
+def _largest(model: nn.Module) -> str:
+    """The child of a model that has most of its parameters, with its class."""
+    sizes = {
+        path: sum(each.numel() for each in module.parameters(recurse=False)) for path, module in model.named_modules()
+    }
+    path = max(sizes, key=lambda each: sizes[each])
+    return f"{path} ({type(model.get_submodule(path)).__name__})"
+
+
+def _start(tensor: Tensor) -> Start:
+    """Constants stay what they are in any size; all else is drawn."""
+    return "ones" if bool((tensor == 1).all()) else "zeros" if bool((tensor == 0).all()) else "normal"
+
+
+def _shake(model: nn.Module) -> None:
+    """Move every parameter off its start: biases of zeros and norms of ones would hide that they are mixed up."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+
+def line_of(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

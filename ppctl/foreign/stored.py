@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.safetensors import Stored, read_directory
+from ppctl.foreign.cut import further_names
 from ppctl.foreign.library import Conversions, make_model
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -53,8 +54,7 @@ class StoredWeights:
         self._refuse("holds tensors whose dtype transformers' own code is not trained with", other)
         mixed = [name for name in shapes if len({self._headers[part].dtype for _, part in self._parts[name]}) > 1]
         self._refuse("holds the parts of one tensor in several dtypes", mixed)
-        owners = {parameter: name for name, parameter in model.named_parameters()}
-        shared = {name: owners[p] for name, p in model.named_parameters(remove_duplicate=False) if owners[p] != name}
+        shared = further_names(model)
         self.shapes = {**{name: self.shapes[of] for name, of in shared.items() if of in shapes}, **shapes}
         both = [(name, of) for name, of in shared.items() if name in self._parts and of in self._parts]
         values = ((f"{name} and {of}", self.tensor(of), self.tensor(name)) for name, of in both)

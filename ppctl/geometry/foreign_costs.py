@@ -82,7 +82,7 @@ class LayerCost(NamedTuple):
         )
 
 
-class Measured(NamedTuple):
+class PartCosts(NamedTuple):
     """All parts of a model in numbers of one width, for sequences of some lengths."""
 
     element: int
@@ -110,15 +110,15 @@ class Measured(NamedTuple):
         """Bytes of these tables, each once."""
         return sum(self.tables[number].of(sequences, length) for number in set(numbers))
 
-    def scaled(self, factor: float) -> Measured:
+    def scaled(self, factor: float) -> PartCosts:
         """In numbers that are so many times as wide."""
         parts = (self.first.scaled(factor), self.last.scaled(factor))
         tables = tuple(table.scaled(factor) for table in self.tables)
         layers = tuple(each.scaled(factor) for each in self.layers)
-        return Measured(self.element, self.above, tables, self.before.scaled(factor), *parts, layers)
+        return PartCosts(self.element, self.above, tables, self.before.scaled(factor), *parts, layers)
 
 
-def measured_for(found: Sequence[Measured], element: int, length: int) -> Measured:
+def measured_for(found: Sequence[PartCosts], element: int, length: int) -> PartCosts:
     """The one for numbers of so many bytes in sequences of this length; wider ones cost in proportion to the widest."""
     width = element if any(each.element == element for each in found) else max(each.element for each in found)
     fitting = sorted((each for each in found if each.element == width), key=lambda each: each.above)
@@ -126,10 +126,10 @@ def measured_for(found: Sequence[Measured], element: int, length: int) -> Measur
     return chosen if width == element else chosen.scaled(element / width)
 
 
-def measured_from(data: Sequence[Any]) -> tuple[Measured, ...]:
+def measured_from(data: Sequence[Any]) -> tuple[PartCosts, ...]:
     """From JSON's lists."""
     return tuple(
-        Measured(
+        PartCosts(
             element,
             above,
             _peak(tables),

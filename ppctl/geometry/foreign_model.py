@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.foreign_costs import Measured, measured_for, measured_from
+from ppctl.geometry.foreign_costs import PartCosts, measured_for, measured_from
 from ppctl.geometry.rows import Parameter
 
 VERSION = 3
@@ -116,7 +116,7 @@ class ForeignModel(NamedTuple):
     layers: tuple[int, ...]
     """For each layer, its index in `kinds`."""
     kinds: tuple[LayerKind, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[PartCosts, ...]
     """What the parts cost, by width of numbers and by length."""
     sizes: Mapping[str, Any]
     """The fields of ModelConfig that the model decides over."""
@@ -146,7 +146,7 @@ class ForeignModel(NamedTuple):
             return self.kinds[structure].rows
         return {"embedding": self.first, "loss": self.last}.get(kind, ())
 
-    def measured_in(self, element: int, length: int) -> Measured:
+    def measured_in(self, element: int, length: int) -> PartCosts:
         """Costs of the parts in numbers of `element` bytes, in sequences of this length."""
         return measured_for(self.measured, element, length)
 

@@ -108,7 +108,8 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
     """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
     with own_directory() as temporary:
         answer = temporary / "answer.json"
-        command = [*python("ppctl.foreign"), str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
+        command = [*python("ppctl.foreign.describe"), str(directory), str(answer)]
+        command += ["--overrides", json.dumps(dict(overrides))]
         command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)

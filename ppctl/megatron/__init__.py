@@ -12,8 +12,15 @@ from ppctl.megatron.functions import (
 )
 from ppctl.megatron.loss_function import forward_step_calc_loss
 from ppctl.megatron.message_shapes import get_tensor_shapes
-from ppctl.megatron.microbatches import check_first_val_step, get_pp_rank_microbatches, set_current_microbatch
-from ppctl.megatron.steps import backward_step, custom_backward, deallocate_output_tensor, forward_step
+from ppctl.megatron.steps import (
+    backward_step,
+    check_first_val_step,
+    custom_backward,
+    deallocate_output_tensor,
+    forward_step,
+    get_pp_rank_microbatches,
+    set_current_microbatch,
+)
 from ppctl.megatron.wgrad import clear_embedding_activation_buffer, finish_embedding_wgrad_compute
 from ppctl.schedule.schedule_table import convert_schedule_table_to_order, get_schedule_table
 

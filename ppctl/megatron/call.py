@@ -5,10 +5,11 @@ Knows stages' programs, sync and the config's hooks. Must not know which schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,14 +18,12 @@ from ppctl.comm.buffers import Message
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.megatron.message_shapes import Edges, group_size
-from ppctl.megatron.microbatches import check_first_val_step
-from ppctl.megatron.models import misuse, setting
+from ppctl.megatron.models import misuse, per_chunk, setting, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.steps import ForwardStep, check_attached, forward_step, timed
-from ppctl.megatron.sync_functions import Synchroniser
+from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
-from ppctl.schedule.sync_events import SyncPlan
+from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,57 +52,53 @@ class Call:
             raise misuse(message, "forward_step_func=...")
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What runs: the schedule, this rank's sync events and checkpoint flags, and its stages' edges."""
+class CallOnRank:
+    """A call on one rank: its schedule, sync events, checkpoint flags and edges, and what the last stage stores."""
 
-    schedule: Schedule
-    pp_rank: int
-    sync: SyncPlan
-    flags: Mapping[Action, bool]
-    edges: Callable[[int], Edges]
-
-
-def execute(call: Call, order: Order, communicator: P2PCommunicator | None) -> list[Any]:
-    """Run the call on this rank. Returns what the last stage stored; an empty list on ranks without it.
-
-    Raises EngineError, which names the action, where an action fails.
-    """
-    config = call.config
-    with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
-        running = _Running(call, order)
-        with ExitStack() as contexts:
-            running.enter(contexts)
-            running.sync.start()
-            run_schedule(
-                order.schedule,
-                [running.program(chunk) for chunk in range(len(call.chunks))],
-                communicator,
-                deallocate_pipeline_outputs=bool(setting(config, "deallocate_pipeline_outputs", False)),
-                variable_shapes=bool(setting(config, "variable_seq_lengths", False)),
-                timed=None if setting(config, "timers") is None else partial(timed, config),
-            )
-            if running.deferral is not None:
-                running.deferral.finish(getattr(call.groups, "tp", None))
-            running.sync.end()
-    running.finalize()
-    return running.store
-
-
-class _Running:
-    """A call while it runs on one rank: programs, sync, and what they store."""
-
-    def __init__(self, call: Call, order: Order) -> None:
-        self._call, self._order = call, order
-        self._stages = order.schedule.placement.stages_of(order.pp_rank)
-        self._last = order.schedule.placement.num_stages - 1
+    def __init__(
+        self,
+        call: Call,
+        schedule: Schedule,
+        pp_rank: int,
+        sync: SyncPlan,
+        flags: Mapping[Action, bool],
+        edges: Callable[[int], Edges],
+    ) -> None:
+        self._call, self._schedule, self._flags, self._edges = call, schedule, flags, edges
+        self._stages = schedule.placement.stages_of(pp_rank)
+        self._last = schedule.placement.num_stages - 1
         self._cp = group_size(call.groups, "cp", setting(call.config, "context_parallel_size", 1))
-        self.sync = Synchroniser(order.sync, call.config, call.chunks, self._stages)
-        self.deferral = self._deferral()
-        self.store: list[Any] = []
+        self._plan = sync
+        self._store: list[Any] = []
         self._tokens: Tensor | None = None
 
-    def _deferral(self) -> Deferral | None:
+    def run(self, communicator: P2PCommunicator | None) -> list[Any]:
+        """Run the call. Returns what the last stage stored; an empty list on ranks without it.
+
+        Raises EngineError, which names the action, where an action fails.
+        """
+        call, config = self._call, self._call.config
+        with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
+            self._sync = Synchroniser(self._plan, config, call.chunks, self._stages)
+            self._deferral = self._make_deferral()
+            with ExitStack() as contexts:
+                self._enter(contexts)
+                self._sync.start()
+                run_schedule(
+                    self._schedule,
+                    [self._program(chunk) for chunk in range(len(call.chunks))],
+                    communicator,
+                    deallocate_pipeline_outputs=bool(setting(config, "deallocate_pipeline_outputs", False)),
+                    variable_shapes=bool(setting(config, "variable_seq_lengths", False)),
+                    timed=None if setting(config, "timers") is None else partial(timed, config),
+                )
+                if self._deferral is not None:
+                    self._deferral.finish(getattr(call.groups, "tp", None))
+                self._sync.end()
+        self._finalize()
+        return self._store
+
+    def _make_deferral(self) -> Deferral | None:
         call = self._call
         if call.forward_only or not setting(call.config, "defer_embedding_wgrad_compute", False):
             return None
@@ -112,49 +107,49 @@ class _Running:
             raise misuse(message, "gradient_accumulation_fusion=True")
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 
-    def enter(self, contexts: ExitStack) -> None:
+    def _enter(self, contexts: ExitStack) -> None:
         """Enter what holds for the whole call."""
-        contexts.enter_context(self.sync)
+        contexts.enter_context(self._sync)
         if not self._call.forward_only and setting(self._call.config, "gradient_accumulation_fusion", False):
             contexts.enter_context(main_gradients(self._call.chunks))
-        if self.deferral is not None:
-            contexts.enter_context(self.deferral.applied())
+        if self._deferral is not None:
+            contexts.enter_context(self._deferral.applied())
 
-    def program(self, chunk: int) -> StageProgram:
-        """What the engine runs for a chunk."""
+    def _program(self, chunk: int) -> StageProgram:
+        """The program that the engine runs for a chunk."""
         stage = self._stages[chunk]
-        edges = self._order.edges(stage)
+        edges = self._edges(stage)
 
         def forward(mb: int, inputs: Message) -> Message:
-            self.sync.before(Action(Op.F, stage, mb))
+            self._sync.before(Action(Op.F, stage, mb))
             outputs = self._forward(chunk, mb, list(inputs) or [None] * max(len(edges.receives), 1))
-            self.sync.after(Action(Op.F, stage, mb))
+            self._sync.after(Action(Op.F, stage, mb))
             return outputs
 
         def around_backward(mb: int, run: Callable[[], None]) -> None:
-            backward = weight_gradient_of(stage, mb, self._order.schedule)
-            self.sync.before(backward)
+            backward = weight_gradient_of(stage, mb, self._schedule)
+            self._sync.before(backward)
             with timed(self._call.config, "backward-compute"):
                 run()
-            self.sync.after(backward)
+            self._sync.after(backward)
 
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward)
 
     def _forward(self, chunk: int, mb: int, inputs: list[Tensor | None]) -> Message:
         call, stage = self._call, self._stages[chunk]
-        if self.deferral is not None:
-            self.deferral.microbatch = mb
+        if self._deferral is not None:
+            self._deferral.microbatch = mb
         outputs, num_tokens = forward_step(
             call.forward_step_func,
             call.iterators[chunk],
             call.chunks[chunk],
             call.num_microbatches,
             inputs,
-            self.store,
+            self._store,
             call.config,
             self._cp,
             call.collect_non_loss_data,
-            self._order.flags.get(Action(Op.F, stage, mb)),
+            self._flags.get(Action(Op.F, stage, mb)),
             check_first_val_step(call.first_val_step, call.forward_only, mb == 0),
             mb,
             chunk if call.interleaved else None,
@@ -168,7 +163,7 @@ class _Running:
             outputs = [scale(outputs[0]), *outputs[1:]]
         return tuple(outputs)
 
-    def finalize(self) -> None:
+    def _finalize(self) -> None:
         """Call `finalize_model_grads_func(chunks, tokens, pg_collection=...)`: the tokens only for losses per token."""
         call = self._call
         finalize = setting(call.config, "finalize_model_grads_func")
@@ -177,3 +172,73 @@ class _Running:
         tokens = self._tokens if setting(call.config, "calculate_per_token_loss", False) else None
         more = {} if call.force_all_reduce is None else {"force_all_reduce": call.force_all_reduce}
         finalize(list(call.chunks), tokens, pg_collection=call.groups, **more)
+
+
+class Synchroniser:
+    """Runs a plan's events; a context that leaves `no_sync` on every path, exceptions included.
+
+    `no_sync_func` makes a context; a list of them makes one each, entered together. `grad_sync_func` and
+    `param_sync_func` take an iterable of parameters; a list has one function per chunk. The config is only read.
+    """
+
+    def __init__(self, plan: SyncPlan, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
+        self._plan = plan
+        no_sync = setting(config, "no_sync_func")
+        self._holds = no_sync if isinstance(no_sync, list | tuple) else [no_sync] if no_sync is not None else []
+        self._calls: dict[SyncKind, Mapping[int, Callable[[], object]]] = {
+            kind: _calls(setting(config, name), name, chunks, stages)
+            for kind, name in ((SyncKind.REDUCE, "grad_sync_func"), (SyncKind.GATHER, "param_sync_func"))
+        }
+        self._held = ExitStack()
+
+    def __enter__(self) -> Synchroniser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.__exit__(kind, error, trace)
+
+    def start(self) -> None:
+        """Run what comes before the first action."""
+        self._run(self._plan.start)
+
+    def before(self, action: Action) -> None:
+        """Run what comes before an action."""
+        self._run(self._plan.before.get(action, ()))
+
+    def after(self, action: Action) -> None:
+        """Run what comes after an action."""
+        self._run(self._plan.after.get(action, ()))
+
+    def end(self) -> None:
+        """Run what comes when all messages are through."""
+        self._run(self._plan.end)
+
+    def _run(self, events: Iterable[Sync]) -> None:
+        for kind, stage in events:
+            if kind is SyncKind.HOLD:
+                self._hold()
+            elif kind is SyncKind.RELEASE:
+                self._held.close()
+            else:
+                self._calls[kind][stage]()
+
+    def _hold(self) -> None:
+        for make in self._holds:
+            context: AbstractContextManager[Any] = make()
+            self._held.enter_context(context)
+
+
+def _calls(
+    functions: Any, name: str, chunks: Sequence[nn.Module], stages: Sequence[int]
+) -> dict[int, Callable[[], object]]:
+    """Stage -> the call of its function on its parameters."""
+    if functions is None:
+        return {}
+
+    def call(function: Callable[..., object], chunk: nn.Module) -> Callable[[], object]:
+        return lambda: function(chunk.parameters())
+
+    listed = per_chunk(functions, chunks, name)
+    return {stage: call(f, chunk) for stage, f, chunk in zip(stages, listed, chunks, strict=True)}

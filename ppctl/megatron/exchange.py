@@ -1,19 +1,43 @@
-"""One exchange with the two neighbours of a rank: checks of what is sent and received, then the exchange.
+"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are made of.
 
-Knows shapes, dtypes and what would leave the other rank waiting. Must not know how bytes travel.
+Knows four moves (to and from either side), ends, fused exchanges, and what would leave the other rank waiting. Must not
+know schedules.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ppctl.comm.modes import Modes
-from ppctl.comm.variable_shapes import MessageError, empty_header, header, shapes_of
+from ppctl.comm.channel_ends import HEADER_TAGS, TAGS, other_end
+from ppctl.comm.channels import PeerLost, Pending, wait_for
+from ppctl.comm.communicator import Communicator
+from ppctl.comm.variable_shapes import MessageError, VariableEnd, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
-from ppctl.megatron.neighbours import Handle, Neighbours
+from ppctl.schedule.action import Channel
+
+MOVES = ("send_prev", "recv_next", "send_next", "recv_prev")
+"""In this order both ends of a pair list what they exchange, gradients first: one rank may be both neighbours."""
+
+Moves = Mapping[str, torch.Tensor]
+"""Name of the move -> the tensor to send, or to receive into."""
+
+
+class Handle(NamedTuple):
+    """One move under way."""
+
+    works: Sequence[Pending]
+    channel: Channel
+
+    def wait(self) -> bool:
+        """Return when it is over. Raises PeerLost."""
+        wait_for(self.works, self.channel)
+        return True
+
 
 Sends = Mapping[str, torch.Tensor | None]
 """Move (`send_next`, `send_prev`) -> the tensor, or None for nothing."""
@@ -39,18 +63,26 @@ def shapes_in(shapes: Any) -> list[Any]:
 
 
 class NeighbourExchange:
-    """Checks, then moves. Headers of variable shapes live on `header_device`."""
+    """Checks what is sent and received, then moves it over the ends of a communicator."""
 
-    def __init__(self, neighbours: Neighbours, modes: Modes, device: torch.device, header_device: torch.device) -> None:
-        self._neighbours = neighbours
-        self._modes = modes
-        self._device = device
-        self._header_device = header_device
+    def __init__(self, communicator: Communicator) -> None:
+        self._group, self._end, self._modes = communicator.pp_group, communicator.end, communicator.modes
+        self._device, self._sync, self.fused = communicator.device, communicator.sync, communicator.fused
+        self._header_device = torch.device("cpu") if communicator.staged else communicator.device
+        rank, size = self._group.rank(), self._group.size()
+        before, after = (rank - 1) % size, (rank + 1) % size
+        self._channels = {
+            "send_prev": Channel(rank, before, "B"),
+            "recv_next": Channel(after, rank, "B"),
+            "send_next": Channel(rank, after, "F"),
+            "recv_prev": Channel(before, rank, "F"),
+        }
+        self._own: dict[tuple[str, bool], deque[torch.Tensor]] = {(d, h): deque() for d in "FB" for h in (True, False)}
 
     def __call__(
         self, sends: Sends, receives: Receives, shape: Any, *, wait: bool = True
     ) -> tuple[dict[str, torch.Tensor], dict[str, Handle]]:
-        """What was received (or, without `wait`, will be) and what to wait for, both by move. Raises MessageError."""
+        """Start the moves: what is received, with `wait` at once, and what to wait for. Raises MessageError."""
         if self._modes.batched and not wait:
             message = "overlap_p2p_comm asks for messages that nobody waits for; batch_p2p_comm waits for its batches"
             raise OverlapError(Problem("PP-E117", message, "parallel.batch_p2p_comm=false"))
@@ -58,25 +90,25 @@ class NeighbourExchange:
         wanted = [name for name, comes in receives.items() if comes]
         for name in wanted:
             self._check_receive(name, shape)
-        shapes = self.shapes(sends, receives) if self._modes.variable else dict.fromkeys(wanted, shape)
+        shapes = self._shapes(sends, receives) if self._modes.variable else dict.fromkeys(wanted, shape)
         got = {name: self._empty(shapes[name]) for name in wanted}
-        handles = self._neighbours.start(moves | {name: tensor.detach() for name, tensor in got.items()})
+        handles = self._start(moves | {name: tensor.detach() for name, tensor in got.items()})
         if wait:
-            self._neighbours.finish(handles)
+            self._finish(handles)
         return got, handles
 
-    def shapes(self, sends: Sends, receives: Receives) -> dict[str, list[int]]:
+    def _shapes(self, sends: Sends, receives: Receives) -> dict[str, list[int]]:
         """Exchange shapes alone: those of what comes, by move."""
         moves = {name: header((t,), self._header_device) for name, t in sends.items() if t is not None}
         received = {name: empty_header(1, self._header_device) for name, comes in receives.items() if comes}
-        self._neighbours.finish(self._neighbours.start(moves | received, headers=True))
+        self._finish(self._start(moves | received, headers=True))
         return {name: shapes_of(sizes)[0] for name, sizes in received.items()}
 
     def listed(self, tensors: Any, what: str) -> list[torch.Tensor | None]:
         """The tensors to send, as a list; a None among them is not sent. Raises MessageError where all are None."""
         listed = tensors if isinstance(tensors, list) else [tensors]
         if listed and all(tensor is None for tensor in listed):
-            rank = self._neighbours.pp_rank
+            rank = self._group.rank()
             message = f"pp_rank {rank} was given None as {what} to send: the other rank would wait for it for ever"
             remedy = "let the stage's output depend on its input, so that there is a gradient" if "grad" in what else ""
             raise MessageError(Problem("PP-E716", message, remedy))
@@ -115,3 +147,62 @@ class NeighbourExchange:
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         """A new tensor to receive into: the caller keeps it, so that it cannot come from a pool."""
         return torch.empty(tuple(shape), dtype=self._modes.dtype, device=self._device, requires_grad=True)
+
+    # --- how it moves ------------------------------------------------------------------------------------------------
+
+    def _start(self, moves: Moves, *, headers: bool = False) -> dict[str, Handle]:
+        """Start the moves, receives first where each goes by itself. Returns what to wait for, by move."""
+        if self._group.size() == 1:
+            return {name: self._to_itself(name, moves[name], headers) for name in MOVES if name in moves}
+        if self.fused:
+            return self._fuse(moves, headers)
+        receives_first = sorted((name for name in MOVES if name in moves), key=lambda name: name.startswith("send"))
+        return {name: self._start_one(name, moves[name], headers) for name in receives_first}
+
+    def _finish(self, handles: Mapping[str, Handle]) -> None:
+        """Wait for moves; after a fused exchange with batch_p2p_sync, for the whole device."""
+        for handle in handles.values():
+            handle.wait()
+        if self.fused and self._sync is not None:
+            torch.cuda.synchronize(self._sync)
+
+    def _start_one(self, name: str, tensor: torch.Tensor, headers: bool) -> Handle:
+        channel = self._channels[name]
+        end = self._end(channel)
+        if isinstance(end, VariableEnd):
+            end = end.headers if headers else end.body
+        works = end.start_send((tensor,)) if name.startswith("send") else end.receive_into((tensor,))
+        return Handle(works, channel)
+
+    def _fuse(self, moves: Moves, headers: bool) -> dict[str, Handle]:
+        tags = HEADER_TAGS if headers else TAGS
+        names = [name for name in MOVES if name in moves]
+        ops = []
+        for name in names:
+            channel = self._channels[name]
+            op = dist.isend if name.startswith("send") else dist.irecv
+            peer, tag = other_end(channel, self._group.rank()), tags[channel.direction]
+            ops.append(dist.P2POp(op, moves[name], group=self._group, tag=tag, group_peer=peer))
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise PeerLost(self._channels[names[0]], error) from error
+        # A backend that fuses gives one work for all; waiting for it more than once does no harm.
+        each = [[work] for work in works] if len(works) == len(ops) else [works] * len(ops)
+        return {name: Handle(own, self._channels[name]) for name, own in zip(names, each, strict=True)}
+
+    def _to_itself(self, name: str, tensor: torch.Tensor, headers: bool) -> Handle:
+        """A pipeline of one rank is its own neighbour; what it sends is kept here until it is received."""
+        channel = self._channels[name]
+        kept = self._own[channel.direction, headers]
+        if name.startswith("send"):
+            kept.append(tensor.clone())
+            return Handle((), channel)
+        if not kept:
+            message = f"{name}: a pipeline of one rank is its own neighbour, and this one has sent nothing"
+            raise MessageError(Problem("PP-E716", message, "send before, or in the same call"))
+        if kept[0].shape != tensor.shape:
+            message = f"{name}: a tensor of shape {list(kept[0].shape)} was sent and {list(tensor.shape)} is received"
+            raise MessageError(Problem("PP-E716", message, "receive what was sent"))
+        tensor.copy_(kept.popleft())
+        return Handle((), channel)

@@ -25,7 +25,7 @@ class EdgeTensor(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """What a stage receives from the one before and sends to the one after."""
+    """The tensors that a stage receives from the one before and sends to the one after."""
 
     receives: tuple[EdgeTensor, ...]
     sends: tuple[EdgeTensor, ...]

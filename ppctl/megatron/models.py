@@ -1,9 +1,10 @@
-"""What the forward-backward functions ask of a user's models, configs and iterators."""
+"""Access to a user's models, configs and iterators, as the forward-backward functions need them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -48,6 +49,20 @@ def config_of(model: nn.Module) -> Any:
 def setting(config: Any, name: str, default: Any = None) -> Any:
     """A field of the config; `default` where the config does not have it."""
     return getattr(config, name, default)
+
+
+@contextmanager
+def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
+    """Run the config's timer of that name, if it has timers."""
+    timers = setting(config, "timers")
+    timer = None if timers is None else timers(name, log_level=level)
+    if timer is not None:
+        timer.start(**start)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.stop()
 
 
 def give_input(model: Any, tensors: list[Any]) -> None:

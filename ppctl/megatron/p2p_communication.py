@@ -11,8 +11,7 @@ together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem
-from ppctl.megatron.exchange import NeighbourExchange, is_single_shape, shapes_in
-from ppctl.megatron.neighbours import Neighbours
+from ppctl.megatron.exchange import NeighbourExchange, Sends, is_single_shape, shapes_in
+from ppctl.megatron.models import timed
 from ppctl.schedule.action import Channel
 
 Shape = list[int] | torch.Size
@@ -64,9 +63,7 @@ class P2PCommunicator(Communicator):
         self.config = config
         self.ran: set[str] = set()
         """The functions that have run over it: on a GPU the first call of each is lowered differently."""
-        neighbours = Neighbours(pp_group, self.end, fused=self.fused, sync=self.sync)
-        headers = torch.device("cpu") if self.staged else self.device
-        self._exchange = NeighbourExchange(neighbours, self.modes, self.device, headers)
+        self._exchange = NeighbourExchange(self)
 
     @property
     def current_stage(self) -> int:
@@ -115,16 +112,12 @@ class P2PCommunicator(Communicator):
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         """Send one activation, or a list of them, to the next rank, and wait for delivery; nothing on the last."""
         if not is_last_stage:
-            for tensor in self._exchange.listed(output_tensors, "an activation"):
-                with self._timed("forward-send"):
-                    self._exchange({"send_next": tensor}, {}, None)
+            self._send(output_tensors, "send_next", "forward-send", "an activation")
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         """Send one gradient, or a list of them, to the previous rank, and wait for delivery; nothing on the first."""
         if not is_first_stage:
-            for tensor in self._exchange.listed(input_tensor_grads, "a gradient"):
-                with self._timed("backward-send"):
-                    self._exchange({"send_prev": tensor}, {}, None)
+            self._send(input_tensor_grads, "send_prev", "backward-send", "a gradient")
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Shape | list[Shape], is_last_stage: bool
@@ -154,10 +147,8 @@ class P2PCommunicator(Communicator):
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
         """Send an activation on and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
-        sends, receives = {"send_next": output_tensor}, {"recv_prev": recv_prev}
-        with self._timed("forward-send-forward-recv"):
-            got, handles = self._exchange(sends, receives, tensor_shape, wait=not overlap_p2p_comm)
-        return (got.get("recv_prev"), handles) if overlap_p2p_comm else got.get("recv_prev")
+        moves = ({"send_next": output_tensor}, "recv_prev", recv_prev, "forward-send-forward-recv")
+        return self._pass_on(*moves, tensor_shape, overlap_p2p_comm)
 
     def send_backward_recv_backward(
         self,
@@ -167,10 +158,8 @@ class P2PCommunicator(Communicator):
         overlap_p2p_comm: bool = False,
     ) -> Any:
         """Send a gradient back and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
-        sends, receives = {"send_prev": input_tensor_grad}, {"recv_next": recv_next}
-        with self._timed("backward-send-backward-recv"):
-            got, handles = self._exchange(sends, receives, tensor_shape, wait=not overlap_p2p_comm)
-        return (got.get("recv_next"), handles) if overlap_p2p_comm else got.get("recv_next")
+        moves = ({"send_prev": input_tensor_grad}, "recv_next", recv_next, "backward-send-backward-recv")
+        return self._pass_on(*moves, tensor_shape, overlap_p2p_comm)
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -183,9 +172,20 @@ class P2PCommunicator(Communicator):
         """All four at once: (activation from the previous rank, gradient from the next), None where not received."""
         sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
         receives = {"recv_prev": recv_prev, "recv_next": recv_next}
-        with self._timed("forward-backward-send-forward-backward-recv"):
+        with timed(self.config, "forward-backward-send-forward-backward-recv"):
             got, _ = self._exchange(sends, receives, tensor_shape)
         return got.get("recv_prev"), got.get("recv_next")
+
+    def _send(self, tensors: Tensors, send: str, timer: str, what: str) -> None:
+        for tensor in self._exchange.listed(tensors, what):
+            with timed(self.config, timer):
+                self._exchange({send: tensor}, {}, None)
+
+    def _pass_on(self, sends: Sends, receive: str, comes: bool, timer: str, shape: Shape, overlap: bool) -> Any:
+        """Send to one neighbour and receive from the other."""
+        with timed(self.config, timer):
+            got, handles = self._exchange(sends, {receive: comes}, shape, wait=not overlap)
+        return (got.get(receive), handles) if overlap else got.get(receive)
 
     def _receive(self, name: str, timer: str, shapes: Any, at_the_end: bool) -> Any:
         wanted: list[Any] = [shapes] if is_single_shape(shapes) else list(shapes)
@@ -194,7 +194,7 @@ class P2PCommunicator(Communicator):
             if at_the_end:
                 got.append(None)
                 continue
-            with self._timed(timer):
+            with timed(self.config, timer):
                 got.append(self._exchange({}, {name: True}, shape)[0][name])
         return got[0] if is_single_shape(shapes) else got
 
@@ -202,22 +202,11 @@ class P2PCommunicator(Communicator):
         """Send one tensor or several, and receive one for each from the same rank: one for one, a list for a list."""
         got = []
         for tensor, shape in self._exchange.paired(sent, shapes, receive, what):
-            with self._timed(timer):
+            with timed(self.config, timer):
                 got.append(self._exchange({send: tensor}, {receive: True}, shape)[0][receive])
         return got if isinstance(sent, list) else got[0]
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """The config's timers around a call, under Megatron's names."""
-        timers = getattr(self.config, "timers", None)
-        if timers is None:
-            yield
-            return
-        timers(name, log_level=2).start()
-        yield
-        timers(name, log_level=2).stop()
-
 
 def _nothing(sent: Any, shapes: Any) -> Any:
-    """What comes from where there is no neighbour: None, or as many as there would have been."""
+    """The result of a call where there is no neighbour: None, or as many as there would have been."""
     return [None] * min(len(sent), len(shapes_in(shapes))) if isinstance(sent, list) else None

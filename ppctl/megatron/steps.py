@@ -6,19 +6,21 @@ forward-backward functions run `forward_step` as a stage's program; their backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
 from ppctl.megatron.loss_function import forward_step_calc_loss
-from ppctl.megatron.microbatches import set_current_microbatch
-from ppctl.megatron.models import give_input, holder_of, setting
+from ppctl.megatron.models import give_input, holder_of, setting, timed
+from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.schedule.schedule_table import WarmupCounts, warmup_counts
 
 ForwardStep = Callable[..., tuple[Any, Callable[..., Any] | None]]
 
@@ -89,7 +91,7 @@ def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
 
 
 def _output_and_loss(forward_step_func: ForwardStep, data_iterator: Any, *more: Any) -> tuple[Any, Any]:
-    """What the user's step returned. Raises TrainingError where that is no pair, or where the data had ended."""
+    """The output and the loss function of the user's step. Raises TrainingError for no pair, or at the data's end."""
     try:
         returned = forward_step_func(data_iterator, *more)
     except StopIteration as ended:
@@ -168,20 +170,6 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 
-@contextmanager
-def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
-    """Run the config's timer of that name, if it has timers."""
-    timers = setting(config, "timers")
-    timer = None if timers is None else timers(name, log_level=level)
-    if timer is not None:
-        timer.start(**start)
-    try:
-        yield
-    finally:
-        if timer is not None:
-            timer.stop()
-
-
 def _announce(model: nn.Module, is_first_microbatch: bool, current_microbatch: int | None) -> None:
     holder = holder_of(model, "set_is_first_microbatch")
     if is_first_microbatch and holder is not None:
@@ -211,3 +199,48 @@ def _gradient_of(tensor: Tensor) -> Tensor:
 
 def _describe(thing: object) -> str:
     return f"a tensor of shape {list(thing.shape)}" if isinstance(thing, Tensor) else f"a {type(thing).__name__}"
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    p2p_communicator: P2PCommunicator | None = None,
+) -> WarmupCounts:
+    """How this rank's microbatches divide: (total, all_in_warmup, warmup, remaining), counted over all chunks.
+
+    The communicator has the group's size and rank, and the virtual pipeline size: with one, even 1, the counts are
+    those of the interleaved schedule. Without a communicator the pipeline is the world, if there is one.
+    """
+    if p2p_communicator is None:
+        pp, pp_rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        interleaved = num_model_chunks > 1
+    else:
+        pp, pp_rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
+        interleaved = p2p_communicator.virtual_pipeline_model_parallel_size is not None
+    return warmup_counts(
+        pp,
+        pp_rank,
+        num_microbatches=num_microbatches,
+        num_model_chunks=num_model_chunks,
+        microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+        interleaved=interleaved,
+        forward_only=forward_only,
+        overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
+    )
+
+
+def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
+    """The flag for the first microbatch: `cond`, and in a validation with `first_val_step` only in its first step."""
+    return bool(first_val_step and cond) if forward_only and first_val_step is not None else cond
+
+
+def set_current_microbatch(model: Any, microbatch_id: int) -> None:
+    """Tell every layer of the model's decoder, and of its multi-token prediction, its microbatch."""
+    holder = holder_of(model, "decoder")
+    for layer in getattr(getattr(holder, "decoder", None), "layers", ()):
+        layer.current_microbatch = microbatch_id
+    for layer in getattr(getattr(holder, "mtp", None), "layers", ()):
+        getattr(layer, "transformer_layer", layer).current_microbatch = microbatch_id

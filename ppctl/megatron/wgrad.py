@@ -1,4 +1,4 @@
-"""Weight gradients that go elsewhere or come later: float32 accumulators, and the output layer's, put off to the flush.
+"""Weight gradients that go elsewhere or come later: float32 accumulators, and deferred ones of the output layer.
 
 Knows parameters, `main_grad`, and Megatron's buffers on the module that holds the output layer. Must not know the
 schedule. All in plain torch: what a fused kernel would add in place is a product and an addition here.
@@ -52,7 +52,7 @@ def add_to_main_grad(parameter: Any, gradient: Tensor) -> None:
 
 
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
-    """The module that holds the output layer, its buffers empty; None where nothing is put off.
+    """The module that holds the output layer, its buffers empty; None where nothing is deferred.
 
     `model` is a stage or the list of a rank's chunks, whose last one it is. Raises ConfigError where no module in it
     has an `output_layer`.
@@ -74,7 +74,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
 
 
 def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
-    """Compute the output layer's weight gradients that were put off, and add them to its `main_grad`, oldest first.
+    """Compute the output layer's deferred weight gradients, and add them to its `main_grad`, oldest first.
 
     Raises TrainingError where tensor parallelism with a split sequence would have to gather the activations first.
     """
@@ -100,16 +100,16 @@ def _weight_gradient(gradient: Tensor, activation: Tensor) -> Tensor:
 
 
 class Deferral:
-    """The output layer's weight gradients of the last microbatches of a step, put off.
+    """The output layer's weight gradients of the last microbatches of a step, deferred.
 
     A layer that fills the buffers by itself is left alone; for an `nn.Linear` this does it. Of `num_microbatches` the
-    last `limit` are put off (0: all), so that gradients still accumulate in microbatch order.
+    last `limit` are deferred (0: all), so that gradients still accumulate in microbatch order.
     """
 
     def __init__(self, config: Any, chunks: list[nn.Module], num_microbatches: int) -> None:
         self._config = config
         last = holder_of(chunks[-1], "output_layer")
-        self._foreign = last is not None and hasattr(last, "embedding_activation_buffer")
+        self._fills_buffers = last is not None and hasattr(last, "embedding_activation_buffer")
         self.module = clear_embedding_activation_buffer(config, chunks, True)
         limit = setting(config, "wgrad_deferral_limit", 0)
         self._from = max(num_microbatches - limit, 0) if limit else 0
@@ -120,7 +120,7 @@ class Deferral:
     def applied(self) -> Iterator[Deferral]:
         """While it lasts, the output layer puts its weight gradients into the buffers."""
         layer = self.module.output_layer
-        if self._foreign:
+        if self._fills_buffers:
             yield self
             return
         if not isinstance(layer, nn.Linear):
@@ -135,35 +135,35 @@ class Deferral:
             del self.module.embedding_activation_buffer, self.module.grad_output_buffer
 
     def finish(self, tp_group: Any) -> None:
-        """Compute what was put off."""
+        """Compute what was deferred."""
         finish_embedding_wgrad_compute(self._config, self.module, True, tp_group)
 
     def _forward(self, x: Tensor) -> Tensor:
         layer = self.module.output_layer
         if self.microbatch < self._from or not torch.is_grad_enabled() or not layer.weight.requires_grad:
             return F.linear(x, layer.weight, layer.bias)
-        put_off = _LinearPutOff.apply(x, layer.weight, layer.bias, self._put_off)  # type: ignore[no-untyped-call]  # torch's
-        result: Tensor = put_off
+        output = _DeferredLinear.apply(x, layer.weight, layer.bias, self._defer)  # type: ignore[no-untyped-call]  # torch's
+        result: Tensor = output
         return result
 
-    def _put_off(self, activation: Tensor, gradient: Tensor) -> None:
+    def _defer(self, activation: Tensor, gradient: Tensor) -> None:
         self.module.embedding_activation_buffer.append(activation)
         self.module.grad_output_buffer.append(gradient)
 
 
-class _LinearPutOff(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     """A linear map whose backward hands the weight's part to a function instead of computing it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Callable[..., None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Callable[..., None]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.put_off, ctx.has_bias = put_off, bias is not None
+        ctx.defer, ctx.has_bias = defer, bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.put_off(x, gradient)
+        ctx.defer(x, gradient)
         bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias else None
         return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, bias, None

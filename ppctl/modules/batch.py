@@ -1,11 +1,12 @@
-"""A batch as a step reads it: the model's arguments and the labels, by microbatch.
+"""The batch and the loss of a step: the model's arguments and the labels by microbatch, and a function of the user's or
+cross entropy.
 
-Knows tensors and their rows. Must not know schedules or stages.
+Knows tensors, their rows and outputs. Must not know schedules or stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import ConfigError, Problem
+from ppctl.model.loss import NO_TOKEN, microbatch_loss
 
 CODE = "PP-E130"
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What the model is called with, and what its loss reads."""
+    """The arguments of the model, and the labels for its loss."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
@@ -33,7 +35,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class GivenBatch:
     """A batch in microbatches, in the order of its rows."""
 
     microbatches: tuple[Microbatch, ...]
@@ -54,12 +56,12 @@ class Batch:
     def shapes(self) -> str:
         """Shapes and dtypes of a microbatch, as text that ranks can compare."""
         first = self.microbatches[0]
-        told = tree_map(_told, (first.positional, first.named))
+        described = tree_map(_form, (first.positional, first.named))
         under = "" if self.autocast is None else f" under autocast to {_short(self.autocast)}"
-        return f"{len(self.microbatches)} microbatches in calls of {self.per_call}{under}: {told}"
+        return f"{len(self.microbatches)} microbatches in calls of {self.per_call}{under}: {described}"
 
 
-def _told(value: Any) -> str:
+def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{_short(value.dtype)}{list(value.shape)}"
     return type(value).__name__
@@ -69,7 +71,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_masks: bool = False) -> Batch:
+def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_masks: bool = False) -> GivenBatch:
     """The microbatches of `(inputs, labels)` or of a mapping with `labels`, on the device.
 
     `inputs` is the model's argument, or a tuple of them; of a mapping all else goes to the model by name. Tensors whose
@@ -114,7 +116,7 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
 
     made = tuple(map(microbatch, range(number)))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return Batch(made, call // size if call > 1 else number, as_given, autocast)
+    return GivenBatch(made, call // size if call > 1 else number, as_given, autocast)
 
 
 def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
@@ -168,3 +170,75 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _refused(message: str, remedy: str) -> ConfigError:
     return ConfigError(Problem(CODE, message, remedy))
+
+
+class StepLoss:
+    """Each microbatch's share of a step's loss, whose sum over the step is the loss that is differentiated.
+
+    With `loss_fn` a share is `loss_fn(output, labels)`, with scale_grads_in_schedule divided by the number of
+    microbatches. Without, it is cross entropy in nats over the tokens that count, divided by their number in the whole
+    batch; with scale_grads_in_schedule the mean over the microbatch's own, divided by the number of microbatches.
+    """
+
+    def __init__(self, config: PipelineConfig, microbatches: Sequence[Microbatch]) -> None:
+        self.function, self.shares = config.loss_fn, len(microbatches) if config.scale_grads_in_schedule else 1
+        self.scales = config.scale_grads_in_schedule
+        self.total: Tensor | None = None
+        if self.function is None:
+            if not all(_are_tokens(each.labels) for each in microbatches):
+                message = "without loss_fn the labels are token ids [rows, tokens], int64, -100 where none counts"
+                raise ConfigError(Problem("PP-E130", message, "PipelineConfig(loss_fn=torch.nn.functional.mse_loss)"))
+            if not self.scales:
+                self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
+
+    def try_out(self, output: Any, labels: Any, device: torch.device) -> None:
+        """Raise ConfigError (PP-E130) where no loss can be taken of such a result, which is without values.
+
+        A `loss_fn` is called once with zeros, ahead of all messages: what it raises is raised here.
+        """
+        if self.function is None:
+            self._check(output, labels)
+            return
+        if not all(isinstance(each, Tensor) for each in tree_leaves(output)):
+            return  # of an object of the model's own, which zeros cannot stand for
+        zeros = tree_map(
+            lambda each: torch.zeros_like(each, device=device).requires_grad_(each.is_floating_point()), output
+        )
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            found = self.function(zeros, labels)
+        if not isinstance(found, Tensor) or found.dim():
+            what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            remedy = "loss_fn=lambda output, labels: torch.nn.functional.mse_loss(output, labels)"
+            raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, but a loss is one number", remedy))
+
+    def _check(self, output: Any, labels: Any) -> None:
+        """Raise ConfigError (PP-E130) for a result that cross entropy cannot be taken of."""
+        logits = _logits_of(output)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
+            what = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+            message = f"without loss_fn the model returns logits [rows, tokens, words] for labels {list(labels.shape)}"
+            raise ConfigError(Problem("PP-E130", f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)"))
+
+    def __call__(self, output: Any, labels: Any) -> Tensor:
+        """The share of one microbatch."""
+        if self.function is not None:
+            loss: Tensor = self.function(output, labels)
+        else:
+            self._check(output, labels)
+            logits = _logits_of(output)
+            mask = _mask(labels)
+            wanted = labels.masked_fill(labels == NO_TOKEN, 0)  # other negative ones are no tokens: torch refuses them
+            loss = microbatch_loss(logits, wanted, mask, mask.sum().clamp(min=1) if self.total is None else self.total)
+        return loss / self.shares if self.scales else loss
+
+
+def _logits_of(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
+
+
+def _are_tokens(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and labels.dim() == 2 and labels.dtype == torch.int64
+
+
+def _mask(labels: Tensor) -> Tensor:
+    return (labels != NO_TOKEN).float()

@@ -20,12 +20,11 @@ from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.pace import HELD
 from ppctl.engine.stage import AroundBackward, StageProgram, no_gradient, refuse_other_loss, refuse_other_outputs
 from ppctl.errors import ConfigError, Problem, TrainingError
-from ppctl.modules.batch import Batch
-from ppctl.modules.build import message_dtype
-from ppctl.modules.loss import StepLoss
-from ppctl.modules.sources import Source
-from ppctl.modules.stages import RankStages
-from ppctl.modules.survey import Survey
+from ppctl.foreign.cut_proof import Crossing
+from ppctl.modules.batch import GivenBatch, StepLoss
+from ppctl.modules.pipeline_parts import message_dtype
+from ppctl.modules.rank_stages import RankStages
+from ppctl.modules.sources import PipelineModel
 from ppctl.schedule.action import BACKWARDS, LIFE_ENDS, Op, Schedule, stages_with_backwards
 
 CODE = "PP-E557"
@@ -34,9 +33,9 @@ FAILED = "PP-E558"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is known of batches of one shape."""
+    """The schedules and messages of batches of one shape."""
 
-    survey: Survey
+    crossing: Crossing
     schedule: Schedule
     """The schedule of a call in a step, with its messages."""
     forwards: Schedule
@@ -51,10 +50,10 @@ class BatchRun:
     NaN, for which other ranks would wait, and computes nothing any more.
     """
 
-    source: Source
+    source: PipelineModel
     stages: RankStages
     config: PipelineConfig
-    batch: Batch
+    batch: GivenBatch
     prepared: Prepared
     pp_rank: int
     device: torch.device
@@ -75,12 +74,12 @@ class BatchRun:
         return [self._program(number, first, last_call=last_call) for number in self.stages.numbers]
 
     def _program(self, number: int, first: int, *, last_call: bool) -> StageProgram:
-        survey, module = self.prepared.survey, self.stages.modules[number]
+        crossing, module = self.prepared.crossing, self.stages.modules[number]
         is_last = number == self.prepared.schedule.placement.num_stages - 1
-        if survey.forms:
-            self.stages.made[number].forms = survey.forms
-        arrives = survey.edges[number - 1] if number else None
-        leaves = None if is_last else survey.edges[number]
+        if crossing.forms:
+            self.stages.made[number].forms = crossing.forms
+        arrives = crossing.edges[number - 1] if number else None
+        leaves = None if is_last else crossing.edges[number]
         dtype = message_dtype(self.config)
         receives, sends = (() if edge is None else (in_messages(edge, dtype),) for edge in (arrives, leaves))
 
@@ -160,7 +159,7 @@ class BatchRun:
 
 
 def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What travels for a stage's result, on meta."""
+    """The message that carries a stage's result, on meta."""
     return edge if dtype is None else torch.empty_like(edge, dtype=dtype)
 
 
@@ -201,7 +200,7 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
 
 def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> None:
     """Take from the driver what a step needs beside the dry pass: microbatches in flight, and posted receives."""
-    schedule, survey = run.prepared.schedule, run.prepared.survey
+    schedule, crossing = run.prepared.schedule, run.prepared.crossing
     row, alive = schedule.actions[run.pp_rank], list[int]()
     trained, most, in_flight = stages_with_backwards(row), 0, 0
     for op, stage, _ in row:
@@ -211,6 +210,6 @@ def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> No
             alive.remove(stage)
         most, in_flight = max(most, sum(kept[each] for each in alive)), max(in_flight, len(alive))
     posted = sum(capacity for channel, capacity in schedule.capacities.items() if channel.target == run.pp_rank)
-    messages = (posted + HELD) * max(edge.nbytes for edge in survey.edges)
+    messages = (posted + HELD) * max(edge.nbytes for edge in crossing.edges)
     peak = torch.cuda.memory_reserved(device) + most + messages
     reserve(device, peak, in_flight)

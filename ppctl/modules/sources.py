@@ -1,4 +1,4 @@
-"""What is cut: a user's module by names, or a model of transformers by its layers; both give stages in one form.
+"""The two kinds of models that are cut: a user's module by names, one of transformers by its layers.
 
 Knows which kind of stage a model gets, its weights, and which of its parameters are tied. Must not know groups, ranks
 or schedules.
@@ -8,64 +8,36 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ppctl.config.pipeline_config import PipelineConfig, calculate_virtual_stages
 from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.foreign.cut import CODE as NAMES_CODE
+from ppctl.foreign.cut import cut_by_names, further_names
+from ppctl.foreign.cut_proof import Crossing, look_at
+from ppctl.foreign.cut_stage import CutStage, copied
+from ppctl.foreign.fully_shard import Casts, StageDtypes, imitate
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.layout import even_layout
 from ppctl.layout.reader import read_layout
 from ppctl.model.loss import NO_TOKEN
 from ppctl.modules.batch import Microbatch
-from ppctl.modules.dtypes import Casts, StageDtypes, imitate
-from ppctl.modules.names import CODE as NAMES_CODE
-from ppctl.modules.names import cut_by_names
-from ppctl.modules.own_stage import OwnStage
-from ppctl.modules.survey import Survey, blank_of, look_at
 from ppctl.plan.split_options import Unfit, stages_by_names
 from ppctl.schedule.policies import POLICIES
 
 
-class Use(NamedTuple):
-    """A use of a shared parameter: the stage that holds it, and its name."""
-
-    stage: int
-    name: str
-
-
-class Source(Protocol):
-    """A model that can be cut."""
-
-    num_stages: int
-    ties: tuple[tuple[Use, ...], ...]
-    """The uses of every shared parameter, the owner first."""
-    reads_masks: bool
-    """Whether its stages' forwards want to know what is in a mask and in positions."""
-
-    def make_stage(self, number: int, device: torch.device) -> Any:
-        """The module of a stage: `canonical_parameters()` and `canonical_buffers()` by the whole model's names."""
-
-    def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """Know in which dtypes the stages compute: what travels follows from that."""
-
-    def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
-        """What travels between the stages for such a microbatch. Raises ConfigError (PP-E130, PP-E132)."""
-
-    def refuse_values(self, microbatch: Microbatch) -> None:
-        """Read a microbatch. Raises ConfigError (PP-E130) for values that mean something else than they seem to."""
-
-    def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
-        """The forward of a stage: what the next one receives; of the last stage what the loss reads."""
-
-
 class OwnModel:
-    """A user's module. Raises ConfigError as `cut_by_names`, and PP-E130, PP-E132 for what cannot be cut so."""
+    """A user's module. Raises ConfigError as `cut_by_names`, and PP-E130, PP-E132 for what cannot be cut so.
+
+    `ties` has the stage of every use of each shared parameter, by name, the owner first. `reads_masks` says whether the
+    stages' forwards want to know what is in a mask and in positions.
+    """
 
     reads_masks = False
 
@@ -73,42 +45,40 @@ class OwnModel:
         for field in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
             if getattr(config, field) is not None and config.module_fqns_per_model_part is None:
                 message = f"{field} counts layers of a model of transformers; {type(model).__name__} is cut by names"
-                raise ConfigError(
-                    Problem("PP-E130", message, f"{field}=None module_fqns_per_model_part=[[...], [...]]")
-                )
+                remedy = f"{field}=None module_fqns_per_model_part=[[...], [...]]"
+                raise ConfigError(Problem("PP-E130", message, remedy))
         self.model, self.cut = model, cut_by_names(model, config.module_fqns_per_model_part, pp)
         self.num_stages = len(self.cut.parts)
         asked = ((config.patch_causal_lm_model, ""), (config.patch_inner_model, self.cut.inner))
         self.aware = frozenset(name for patched, name in asked if not patched)
-        self.ties = _ties(model, lambda name: self.cut.part_of(name.rpartition(".")[0]))
-        self._further = [use.name for uses in self.ties for use in uses[1:]]
+        self._further = further_names(model)
+        uses: dict[str, dict[str, int]] = defaultdict(dict)
+        for name in (each for further, owner in self._further.items() for each in (owner, further)):
+            uses[self._further.get(name, name)][name] = self.cut.part_of(name.rpartition(".")[0]) or 0
+        self.ties = tuple(uses.values())
         _refuse_lost_buffers(model)
         self._around: tuple[Casts, ...] = ()
-        self._blank: nn.Module = blank_of(model)
-        for name in self._further:  # each use is a parameter of its own
-            path, _, own = name.rpartition(".")
-            tensor = self._blank.get_parameter(name)
-            self._blank.get_submodule(path)._parameters[own] = nn.Parameter(tensor.detach().clone())
+        self._blank = copied(model, torch.device("meta"), self._further)
 
-    def make_stage(self, number: int, device: torch.device) -> OwnStage:
-        """As `Source`."""
-        return OwnStage(self.model, self.cut, number, device, self.aware, self._further)
+    def make_stage(self, number: int, device: torch.device) -> CutStage:
+        """The module of a stage, whose parameters and buffers have the whole model's names."""
+        return CutStage(self.model, self.cut, number, device, self.aware, self._further)
 
     def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """As `Source`."""
+        """Know in which dtypes the stages compute: what travels follows from that."""
         imitate(self._blank, stages)
         self._around = tuple(stage.around for stage in stages)
 
-    def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
-        """As `Source`."""
+    def look_at(self, microbatch: Microbatch, device: torch.device) -> Crossing:
+        """The messages between the stages for such a microbatch. Raises ConfigError (PP-E130, PP-E132)."""
         arguments = microbatch.positional, microbatch.named
         return look_at(self._blank, self.cut, arguments, self.aware, self._around, device)
 
     def refuse_values(self, microbatch: Microbatch) -> None:
-        """As `Source`: only the model knows what they mean."""
+        """Read a microbatch. Raises ConfigError (PP-E130) for values that mean something else than they seem to."""
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
-        """As `Source`."""
+        """The forward of a stage: what the next one receives; of the last stage what the loss reads."""
         return module(arrived, microbatch.positional, microbatch.named)
 
 
@@ -129,23 +99,21 @@ class TransformersModel:
         letters = _letters(wanted, anatomy, pp)
         self.num_stages = len(letters)
         self.layers: list[list[Layer]] = []
-        index = 0
+        decoders = (Layer("decoder", index) for index in range(anatomy.count))
         for stage in letters:
-            decoders = [Layer("decoder", index + n) for n in range(stage.count("t"))]
-            index += len(decoders)
-            ends = [Layer("embedding")] * ("E" in stage), [Layer("loss")] * ("L" in stage)
-            self.layers.append([*ends[0], *decoders, *ends[1]])
-        first, last = Use(0, anatomy.uses[0]), Use(self.num_stages - 1, anatomy.uses[-1])
-        self.ties: tuple[tuple[Use, ...], ...] = ((first, last),) if anatomy.tied else ()
+            kinds = {"E": Layer("embedding"), "L": Layer("loss")}
+            self.layers.append([kinds.get(letter) or next(decoders) for letter in stage])
+        ends = {anatomy.uses[0]: 0, anatomy.uses[-1]: self.num_stages - 1}
+        self.ties = (ends,) if anatomy.tied else ()
 
-    def make_stage(self, number: int, device: torch.device) -> Any:
-        """As `Source`."""
+    def make_stage(self, number: int, device: torch.device) -> CutStage:
+        """The module of a stage, with the weights where there are any."""
         from ppctl.foreign.foreign_stage import ForeignStage
         from ppctl.foreign.library import make_model
 
         model = make_model(self.config, "meta", self.dtype).train()
         stage = ForeignStage(model, self.anatomy, self.layers[number], device)
-        owner = {use.name: uses[0].name for uses in self.ties for use in uses}
+        owner = {name: next(iter(uses)) for uses in self.ties for name in uses}
         tensors: Mapping[str, Tensor] = {**stage.canonical_parameters(), **stage.canonical_buffers()}
         if self.weights is not None:
             with torch.no_grad():
@@ -154,26 +122,26 @@ class TransformersModel:
         return stage
 
     def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """As `Source`. A decoder layer returns what it gets: the dtype of the embedding, or of its stage's weights."""
+        """Know the dtypes of what is sent: a decoder layer returns what it gets, which is as wide as its weights."""
         self._sent = [stage.around.result or stage.weights or self.dtype for stage in stages]
 
-    def look_at(self, microbatch: Microbatch, device: torch.device) -> Survey:
-        """As `Source`."""
+    def look_at(self, microbatch: Microbatch, device: torch.device) -> Crossing:
+        """The messages: hidden states, and the logits at the end. Raises ConfigError (PP-E130)."""
         tokens, _ = self._arguments(microbatch)
         rows, length = tokens.shape
         table = self.config.get_text_config()
         *sent, last = self._sent
         states = [torch.empty(rows, length, table.hidden_size, dtype=dtype, device="meta") for dtype in sent]
         logits = torch.empty(rows, length, table.vocab_size, dtype=last, device="meta")
-        return Survey(tuple(states), output=logits)
+        return Crossing(tuple(states), output=logits)
 
     def refuse_values(self, microbatch: Microbatch) -> None:
-        """As `Source`: labels that are the tokens themselves. Nothing shifts them here."""
+        """Refuse labels that are the tokens themselves: nothing shifts them here. Raises ConfigError (PP-E130)."""
         if self._own_loss:
             _refuse_unshifted(self._arguments(microbatch)[0], microbatch.labels)
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
-        """As `Source`."""
+        """The hidden state that a stage sends, or the logits."""
         tokens, beside = self._arguments(microbatch)
         known = dict(hides=microbatch.hides, packed=microbatch.packed)
         return module(tokens if arrived is None else arrived, beside=beside, **known)[0]
@@ -193,6 +161,8 @@ class TransformersModel:
             raise ConfigError(Problem("PP-E130", message, remedy))
         return tokens, beside
 
+
+PipelineModel = OwnModel | TransformersModel
 
 _BESIDE = ("attention_mask", "position_ids")
 """Arguments of a model of transformers that its own code makes masks and positions of, on every stage."""
@@ -297,18 +267,9 @@ def weights_in(directory: Path, config: Any) -> Callable[[str], Tensor] | None:
         message = f"{directory} has a config.json and no weights"
         raise CheckpointError(Problem("PP-E538", message, "a model on meta, then pipeline.load_state_dict(...)"))
     model: Any = make_model(config, "meta")
-    # A tied head is stored once, under the table's name.
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    further = further_names(model)  # a tied head is stored once, under the table's name
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in further}
     return StoredWeights(directory, config, shapes).tensor
-
-
-def _ties(model: nn.Module, stage_of: Callable[[str], int | None]) -> tuple[tuple[Use, ...], ...]:
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    shared: Iterable[Sequence[str]] = (each for each in names.values() if len(each) > 1)
-    return tuple(tuple(Use(stage_of(name) or 0, name) for name in each) for each in shared)
 
 
 def _refuse_lost_buffers(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ import torch.distributed._tools.fake_collectives  # collectives of tensors witho
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppctl.foreign.valueless import GROUPED, grouped
+from ppctl.foreign.measured_pass import GROUPED, grouped
 from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, Operations, Traffic
 
 BLOCK = 512

@@ -24,7 +24,7 @@ from ppctl.comm.message_batches import BatchedEnd
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.foreign.adapters import canonical
+from ppctl.foreign.peft_adapters import canonical
 from ppctl.launch.weights import model_values
 from ppctl.model.initialize import initial_value
 from ppctl.model.loss import microbatch_loss

@@ -11,7 +11,7 @@ from command import ppctl
 from foreign_models import KEPT, model_of
 
 from ppctl.errors import PpctlError
-from ppctl.modules.pipeline import pipeline
+from ppctl.modules.python_pipeline import pipeline
 
 RUN = (
     "data.path=corpus.txt",

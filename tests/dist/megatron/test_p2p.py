@@ -27,7 +27,7 @@ def communicator(mode="channels", group=None, **fields):
     config = dict(pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=2)
     modes = P2P_MODES["batched" if mode == FUSED else mode]
     made = P2PCommunicator(group or dist.group.WORLD, SimpleNamespace(**config | modes | fields))
-    made._exchange._neighbours.fused = mode == FUSED
+    made._exchange.fused = mode == FUSED
     return made
 
 

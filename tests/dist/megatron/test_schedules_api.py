@@ -16,9 +16,9 @@ from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError
 from ppctl.megatron import (
-    communicators,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    functions,
     get_forward_backward_func,
 )
 from ppctl.megatron.p2p_communication import P2PCommunicator
@@ -112,7 +112,7 @@ def on_the_world(vpp):
             model=chunks if vpp else chunks[0],
             **sizes(),
         )
-        (kept,) = [communicator for _, communicator in communicators._made.values()]
+        (kept,) = [communicator for _, communicator in functions._made.values()]
         buffers.append((id(kept), kept.pool.allocated))
     assert buffers[0] == buffers[-1], "the model keeps its last input, and yet a step needs no new buffers"
     return store, [chunk.linear.weight.grad for chunk in chunks]

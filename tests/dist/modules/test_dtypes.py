@@ -48,7 +48,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def sent_by(pipeline: ppctl.Pipeline) -> set[torch.dtype]:
-    return {edge.dtype for known in pipeline._known.values() for edge in known.survey.edges}
+    return {edge.dtype for known in pipeline._known.values() for edge in known.crossing.edges}
 
 
 # --- policies of fully_shard ----------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def test_configs_and_models_that_differ_between_ranks_are_errors() -> None:
     assert first == second and len(first) == 3
     assert "different configs: rank 0 pp_microbatch_size=1, rank 1 pp_microbatch_size=2" in first[0]
     assert "different configs" in first[1]
-    assert "different models: rank 0 0.weight [4, rank 1 0.weight [5" in first[2]
+    assert "different models: rank 0 0.weight [4, 3], rank 1 0.weight [5, 3]" in first[2]
 
 
 def after_groups_of_ones_own(mended: bool) -> str:

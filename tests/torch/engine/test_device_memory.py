@@ -149,8 +149,8 @@ def test_a_module_s_step_reserves_what_its_dry_pass_measured_for_all_in_flight(m
     asked: list[tuple] = []
     monkeypatch.setattr(calls, "reserve", lambda *of: asked.append(of))
     schedule = lower(make_schedule("interleaved_1f1b", pp=2, vpp=2, num_microbatches=4))
-    survey = SimpleNamespace(edges=[torch.empty(5, 7, device="meta")])
-    run = SimpleNamespace(prepared=SimpleNamespace(schedule=schedule, survey=survey), pp_rank=0)
+    crossing = SimpleNamespace(edges=[torch.empty(5, 7, device="meta")])
+    run = SimpleNamespace(prepared=SimpleNamespace(schedule=schedule, crossing=crossing), pp_rank=0)
     calls._reserve(run, CPU, {0: 1000, 2: 10})
     posted = sum(capacity for channel, capacity in schedule.capacities.items() if channel.target == 0)
     assert posted > 0

@@ -12,7 +12,7 @@ from ppctl.comm import communicator
 from ppctl.comm.modes import Modes
 from ppctl.devices import MOST_QUEUES, QUEUES
 from ppctl.errors import ConfigError
-from ppctl.modules.build import device_of
+from ppctl.modules.pipeline_parts import device_of
 
 
 def connected(monkeypatch: pytest.MonkeyPatch, size: int, modes: Modes | None = None) -> communicator.Communicator:

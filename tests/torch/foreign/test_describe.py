@@ -15,8 +15,7 @@ from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import active_parameters, total_parameters
 from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.errors import ConfigError
-from ppctl.foreign.__main__ import main
-from ppctl.foreign.describe import _experts, describe
+from ppctl.foreign.describe import _experts, describe, main
 from ppctl.foreign.library import make_model, read_own_config
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.foreign_model import ForeignModel

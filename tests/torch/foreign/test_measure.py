@@ -15,14 +15,11 @@ from ppctl.cost.activations import stage_activations
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.foreign.anatomy import survey
-from ppctl.foreign.describe import describe
+from ppctl.foreign.describe import describe, names_of, traits_of
 from ppctl.foreign.foreign_stage import ForeignStage
-from ppctl.foreign.growth import BATCHES, fitted, peak
 from ppctl.foreign.library import make_model, read_own_config
-from ppctl.foreign.measure import measure
-from ppctl.foreign.measured_pass import COUNTED
-from ppctl.foreign.traits import names_of, traits_of
-from ppctl.foreign.valueless import valueless
+from ppctl.foreign.measure import BATCHES, fitted, measure, peak
+from ppctl.foreign.measured_pass import COUNTED, valueless
 from ppctl.geometry.foreign_costs import measured_for, most
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.geometry.layers import Layer, parse_layers

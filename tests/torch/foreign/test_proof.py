@@ -11,17 +11,16 @@ import pytest
 import torch
 import transformers
 from foreign_models import FEW, config_of, model_of
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.errors import ConfigError
 from ppctl.foreign import foreign_stage, library
-from ppctl.foreign.__main__ import main
 from ppctl.foreign.anatomy import CannotCut, survey
-from ppctl.foreign.describe import describe
+from ppctl.foreign.describe import describe, main
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
-from ppctl.foreign.proof import drops_of, prove
+from ppctl.foreign.miniature_proof import drops_of, prove
 from ppctl.geometry.layers import Layer
 
 
@@ -139,7 +138,7 @@ def test_the_librarys_own_sizes_become_a_miniature_and_are_proved(case: str) -> 
 
 
 def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_stage, "make_buffers", lambda *_: None)
+    monkeypatch.setattr(foreign_stage, "_make_buffers", lambda *_: None)
     with pytest.raises(CannotCut, match=r"model\.layers\.0: with the same hidden state before it"):
         prove(config_of("Llama"))
 
@@ -177,9 +176,9 @@ PLANTED = {
 def test_an_error_in_what_a_hop_carries_for_that_loss_is_found(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
     unaltered = ForeignStage._called
 
-    def altered(stage: ForeignStage, given: torch.Tensor) -> Any:
+    def altered(stage: ForeignStage, *called: Any) -> Any:
         plant(stage)
-        return unaltered(stage, given)
+        return unaltered(stage, *called)
 
     monkeypatch.setattr(ForeignStage, "_called", altered)
     with pytest.raises(CannotCut, match=PLANTED[plant]):
@@ -224,8 +223,11 @@ def test_modules_of_other_stages_have_shapes_and_no_memory() -> None:
     config = config_of("Llama")
     proof = prove(config)
     held = ForeignStage(make_model(config, "meta"), proof.anatomy, [Layer("decoder", 1)])
-    memory = {p.untyped_storage().nbytes() for n, p in held.model.named_parameters() if ".layers.1." not in n}
-    assert memory == {4}
+    stand_ins = [each for module in held.model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
+    assert {each.untyped_storage().nbytes() for each in stand_ins} == {4}
+    shapes = [tuple(each.shape) for name, each in model_of("Llama").state_dict().items() if ".layers.1." not in name]
+    assert sorted(tuple(each.shape) for each in stand_ins) == sorted(shapes)
+    assert {name for name, _ in held.model.named_parameters()} == set(held.canonical_parameters())
     assert set(held.canonical_parameters()) == set(held.parameter_rows())
     assert all(name.startswith("model.layers.1.") for name in held.canonical_parameters())
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import ConfigError
-from ppctl.modules.batch import Batch, Microbatch, divide
+from ppctl.modules.batch import GivenBatch, Microbatch, divide
 
 ROWS, TOKENS, WIDTH = 8, 6, 5
 
 
-def divided(first: Tensor, **more: Tensor) -> Batch:
+def divided(first: Tensor, **more: Tensor) -> GivenBatch:
     labels = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     return divide(
         {"input_ids": first, **more, "labels": labels}, PipelineConfig(pp_microbatch_size=2), torch.device("cpu")

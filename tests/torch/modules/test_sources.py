@@ -10,7 +10,7 @@ import torch
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import ConfigError
 from ppctl.geometry.foreign_model import Anatomy
-from ppctl.modules.sources import TransformersModel, Use
+from ppctl.modules.sources import TransformersModel
 
 MODEL = Anatomy(
     "transformer.h", 10, ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head"),
@@ -49,7 +49,7 @@ def test_the_layers_of_each_stage(pp: int, fields: dict[str, Any], decoders: lis
     assert str(model.layers[0][0]) == "embedding"
     assert str(model.layers[-1][-1]) == "loss"
     last = model.num_stages - 1
-    assert model.ties == ((Use(0, "transformer.wte.weight"), Use(last, "lm_head.weight")),)
+    assert model.ties == ({"transformer.wte.weight": 0, "lm_head.weight": last},)
 
 
 @pytest.mark.parametrize(

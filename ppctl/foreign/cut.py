@@ -1,6 +1,7 @@
-"""Which part of a module is on which stage, by names of modules (`PipelineConfig.module_fqns_per_model_part`).
+"""Where a module is cut: which of its modules are on which stage.
 
-Knows modules and their names. Must not know what a stage does with them.
+A user's module is cut by names (`PipelineConfig.module_fqns_per_model_part`), a model of transformers by the layers of
+its anatomy. Knows modules and their names. Must not know what a stage does with them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from ppctl.config.keys import nearest
 from ppctl.errors import ConfigError, Problem
+from ppctl.geometry.foreign_model import Anatomy
+from ppctl.geometry.layers import Layer
 
 FIELD = "module_fqns_per_model_part"
 CODE = "PP-E131"
@@ -21,22 +25,30 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+@dataclass(frozen=True)
+class ModuleCut:
     """The modules of every part. Parts are in model order; what has nothing that is saved runs on every stage."""
 
     parts: tuple[tuple[str, ...], ...]
     """Modules with parameters or saved buffers, by name."""
-    inner: str
+    inner: str = ""
     """The inner model: the one child that holds several of these modules and is no container; "" without one."""
+
+    @cached_property
+    def _parts_by_name(self) -> dict[str, int]:
+        return {name: part for part, names in enumerate(self.parts) for name in names}
 
     def part_of(self, path: str) -> int | None:
         """The part that holds a module, at or below a named one; None for what is on every stage."""
-        return next((k for k, names in enumerate(self.parts) if any(is_below(path, name) for name in names)), None)
+        while path:
+            if path in self._parts_by_name:
+                return self._parts_by_name[path]
+            path = path.rpartition(".")[0]
+        return None
 
     def forward_around(self, path: str) -> str:
         """Whose forward calls a module: that of the inner model, or "" for the model's own."""
-        return self.inner if self.inner and is_below(path, self.inner) else ""
+        return self.inner if self.inner and f"{path}.".startswith(f"{self.inner}.") else ""
 
     @property
     def inner_parts(self) -> list[int]:
@@ -44,19 +56,41 @@ class Cut:
         return [k for k, names in enumerate(self.parts) if any(map(self.forward_around, names))]
 
 
-def is_below(path: str, name: str) -> bool:
-    """Whether a module is the one with this name, or in it."""
-    return path == name or path.startswith(f"{name}.")
+UNCUT = ModuleCut(())
+"""No cut: all modules are everywhere."""
+
+
+def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
+    """Three parts of a model of transformers: what runs before these neighbouring layers, the layers, the rest."""
+    inside = [anatomy.layer(index) for index in range(anatomy.count)]
+    order = [*anatomy.first, *inside, *anatomy.last]
+    ends = {"embedding": anatomy.first, "loss": anatomy.last}
+    own = [name for layer in layers for name in ends.get(layer.kind) or (inside[layer.index],)]
+    begin = order.index(own[0]) if own else 0
+    return ModuleCut((tuple(order[:begin]), tuple(own), tuple(order[begin + len(own) :])))
 
 
 def saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module itself that a state dict has."""
     yield from ((key, tensor) for key, tensor in module._parameters.items() if tensor is not None)
+    yield from saved_buffers(module)
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a module itself that a state dict has."""
     transient = module._non_persistent_buffers_set
     yield from ((k, buffer) for k, buffer in module._buffers.items() if buffer is not None and k not in transient)
 
 
-def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: int) -> Cut:
+def further_names(model: nn.Module) -> dict[str, str]:
+    """For parameters with several names: each further one, and the first."""
+    owners: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    pairs = {name: owners.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: owner for name, owner in pairs.items() if name != owner}
+
+
+def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: int) -> ModuleCut:
     """The cut that names describe. Raises ConfigError (PP-E131) with all that is wrong: unknown names, a module named
     in two parts or in none, an empty part, a number of parts that pp ranks cannot share.
     """
@@ -76,7 +110,7 @@ def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: in
     if empty := [k for k, part in enumerate(named) if not any(holds.get(n) or n not in modules for n in part)]:
         listed = ", ".join(map(str, empty))
         problems.append(Problem(CODE, f"{FIELD}: part {listed} names no module with parameters", _proposal(model, pp)))
-    cut = Cut(owned, _inner(modules, owned))
+    cut = ModuleCut(owned, _inner(modules, owned))
     problems += _shared(modules)
     problems += _uncovered(modules, cut)
     if len(named) % pp or not named:
@@ -124,7 +158,7 @@ def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
     return found
 
 
-def _uncovered(modules: dict[str, nn.Module], cut: Cut) -> list[Problem]:
+def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
     """Parameters and saved buffers that no part holds."""
     lost = [
         f"{path}.{key}" if path else key

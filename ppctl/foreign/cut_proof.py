@@ -7,7 +7,6 @@ would be lost without a word. Must not know stages' programs or ranks.
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.modules.dtypes import Casts, cast
-from ppctl.modules.names import Cut, saved
-from ppctl.modules.own_stage import Arguments, Forms, OwnStage, first_tensor, is_tensor, with_first_tensor
+from ppctl.foreign.cut import ModuleCut, saved
+from ppctl.foreign.cut_stage import Arguments, CutStage, Forms, copied, first_tensor, is_tensor, with_first_tensor
+from ppctl.foreign.fully_shard import Casts, cast
 
 CODE = "PP-E132"
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -34,44 +33,28 @@ _SHAPE_ALONE = {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", 
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """What one forward of some shape showed."""
+class Crossing:
+    """The tensors that cross the cuts in a forward of some shape."""
 
     edges: tuple[Tensor, ...]
-    """What travels from each part to the next one, on meta."""
+    """The message from each part to the next one, on meta."""
     forms: Forms = field(default_factory=dict)
     """Module -> what it returns, on meta."""
     output: Any = None
-    """What the model returns, on meta; None where that was not seen."""
-
-
-def blank_of(model: nn.Module, device: torch.device = _META) -> nn.Module:
-    """A copy of a module without values on `device`, by default meta: no memory."""
-    tensors = {
-        id(t): t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-    }
-    return copy.deepcopy(model, {key: _blank(tensor, device) for key, tensor in tensors.items()})
-
-
-def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "meta":
-        made = tensor.detach().to(device)
-    else:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    """The model's result, on meta; None where that was not seen."""
 
 
 def look_at(
     blank: nn.Module,
-    cut: Cut,
+    cut: ModuleCut,
     arguments: Arguments,
     aware: Collection[str] = (),
     around: Sequence[Casts] = (),
     device: torch.device = _CPU,
-) -> Survey:
-    """What travels between the parts of a model on meta, called with arguments of these shapes.
+) -> Crossing:
+    """The tensors that travel between the parts of a model on meta, called with arguments of these shapes.
 
-    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. `around` says what each
+    `aware` as in `CutStage`: what such a forward does with its own modules is not followed. `around` says what each
     stage casts, `device` where it will run: autocast there counts. Raises ConfigError (PP-E132) naming the module that
     reads what another part has, is called out of order or not at all, or needs values.
     """
@@ -92,36 +75,36 @@ def look_at(
         raise ConfigError(Problem(CODE, message, remedy, _line_of(error))) from None
 
 
-def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Survey:
-    """What the forward gives under autocast, which leaves tensors on meta alone: on torch's fake ones of the device."""
+def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Crossing:
+    """Follow the forward under autocast, which leaves tensors on meta alone: on torch's fake ones of the device."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # not before it is needed: it knows all of torch
 
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
-        found = forward(blank_of(blank, device), device)
+        found = forward(copied(blank, device), device)
         assert found is not None  # it is, where the device is the one that autocast is for
-    edges = tuple(torch.empty(each.shape, dtype=each.dtype, device=_META) for each in found.edges)
-    return Survey(edges, tree_map(_on_meta, found.forms), tree_map(_on_meta, found.output))
+    return Crossing(*(tree_map(partial(_in_place, _META), each) for each in (found.edges, found.forms, found.output)))
 
 
-def _on_meta(each: Any) -> Any:
-    return torch.empty(each.shape, dtype=each.dtype, device=_META) if is_tensor(each) else each
+def _in_place(place: torch.device, each: Any) -> Any:
+    """A tensor of the same form and dtype on this device, without values; all else as it is."""
+    return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=place) if is_tensor(each) else each
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
     """One forward of a whole model without values."""
 
-    cut: Cut
+    cut: ModuleCut
     arguments: Arguments
     aware: frozenset[str]
     around: tuple[Casts, ...]
     device: torch.device
 
-    def __call__(self, blank: nn.Module, place: torch.device) -> Survey | None:
+    def __call__(self, blank: nn.Module, place: torch.device) -> Crossing | None:
         """On tensors in `place`; None where the model's own code switches on an autocast that does not reach them."""
-        arguments = tree_map(lambda each: _blank(each, place) if is_tensor(each) else each, self.arguments)
+        arguments = tree_map(partial(_in_place, place), self.arguments)
         with torch.no_grad():
             positional, named = cast(arguments, self.around[0].inputs)
             followed = self._follow(blank, (positional, named), place)
@@ -129,11 +112,11 @@ class _Forward:
                 return followed
             return self._chain(blank, arguments, place)
 
-    def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Survey:
+    def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing:
         """The edges between parts that are called one after another."""
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
-            stage = OwnStage(blank, self.cut, number, place, self.aware)
+            stage = CutStage(blank, self.cut, number, place, self.aware)
             found = cast(stage(*cast((edges[-1] if edges else None, *arguments), casts.inputs)), casts.result)
             if not isinstance(found, Tensor):
                 message = (
@@ -141,9 +124,9 @@ class _Forward:
                 )
                 raise ConfigError(Problem(CODE, message, "return the hidden state alone where the head is None"))
             edges.append(found)
-        return Survey(tuple(edges))
+        return Crossing(tuple(edges))
 
-    def _follow(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Survey | None:
+    def _follow(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing | None:
         watch, autocast = _Watch(blank, self.cut, self.aware, self.around), _Autocast(self.device.type)
         try:
             with watch, autocast:
@@ -153,7 +136,7 @@ class _Forward:
         if autocast.seen and place.type != self.device.type:
             return None
         watch.conclude()
-        return Survey(tuple(watch.edges), watch.forms, cast(output, self.around[-1].result))
+        return Crossing(tuple(watch.edges), watch.forms, cast(output, self.around[-1].result))
 
 
 _READS = ("meta tensor", "meta device", "data-dependent", "is_nonzero", "_local_scalar_dense")
@@ -192,7 +175,7 @@ class _Watch(TorchDispatchMode):
     module, which begins in its first part and ends in its last.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, aware: frozenset[str], around: Sequence[Casts]) -> None:
+    def __init__(self, model: nn.Module, cut: ModuleCut, aware: frozenset[str], around: Sequence[Casts]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.part, self.around = 0, around
         self.watched = [[name for name in names if cut.forward_around(name) not in aware] for names in cut.parts]

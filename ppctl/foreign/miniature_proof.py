@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,8 +18,7 @@ from ppctl.comm.buffers import Message
 from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import ForeignStage, untie
 from ppctl.foreign.library import call, make_model
-from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
-from ppctl.foreign.small_model import CODE_FAILS, line_of, small_model
+from ppctl.foreign.miniature import CODE_FAILS, VOCABULARY, dropout_fields, line_of, miniatures, small_model
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Start
@@ -32,12 +30,12 @@ _RUNS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class CutProof:
     """A model whose cut gives the bits of the whole."""
 
     anatomy: Anatomy
     stages: tuple[str, ...]
-    """What each stage of the cut model held."""
+    """The layers of each stage of the cut model."""
     gradients: int
     """How many were compared."""
     loss: float
@@ -57,7 +55,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
-def prove(config: Any) -> Proof:
+def prove(config: Any) -> CutProof:
     """Run a miniature of a model whole and cut, in float32 on the CPU, and compare all results to the bit.
 
     Two microbatches go forward and backward, with ppctl's loss on the model's logits and what the model's own code adds
@@ -74,7 +72,7 @@ def prove(config: Any) -> Proof:
     _run_cut(stages, anatomy, batches, states, loss)
     gradients = [(n, p.grad) for stage in stages for n, p in stage.canonical_parameters().items()]
     _compare_gradients(dict(gradients), expected)
-    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each, _ in loss), starts)
+    return CutProof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each, _ in loss), starts)
 
 
 @_one_thread()
@@ -125,35 +123,35 @@ def _run_whole(
     model: nn.Module, anatomy: Anatomy, batches: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor | None], list[_Losses]]:
     """By microbatch what enters the first layer and what every layer returns; gradients by name; losses."""
-    states: list[list[Tensor]] = []
-
-    def keep(_: nn.Module, arguments: Any, output: Any) -> None:
-        states[-1].append((output[0] if anatomy.returned else output).detach().clone())
-
-    hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
-    losses = list[_Losses]()
+    states, losses = list[list[Tensor]](), list[_Losses]()
     for tokens, labels, mask in batches:
-        states.append([])
-        logits, added = call(model, input_ids=tokens)
+        with _watched(model, anatomy) as found:
+            logits, added = call(model, input_ids=tokens)
+        states.append(found)
         losses.append(_losses((logits,) if added is None else (logits, added), labels, mask))
         _objective(losses[-1]).backward()
-    for hook in hooks:
-        hook.remove()
     trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     return states, trained, losses
 
 
-def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Sequence[Tensor]) -> None:
-    """Refuse a model that gives other results for the same tokens. Raises CannotCut naming the first layer."""
-    again = list[Tensor]()
+@contextmanager
+def _watched(model: nn.Module, anatomy: Anatomy) -> Iterator[list[Tensor]]:
+    """A list of what every layer returns inside."""
+    states: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: Any, output: Any) -> None:
-        again.append(output[0] if anatomy.returned else output)
+        states.append((output[0] if anatomy.returned else output).detach().clone())
 
     hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
-    model(input_ids=tokens, use_cache=False)  # as before, with gradients: a mask that has one takes another kernel
+    yield states
     for hook in hooks:
         hook.remove()
+
+
+def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Sequence[Tensor]) -> None:
+    """Refuse a model that gives other results for the same tokens. Raises CannotCut naming the first layer."""
+    with _watched(model, anatomy) as again:  # with gradients, as before: a mask that has one takes another kernel
+        model(input_ids=tokens, use_cache=False)
     for index, (one, other) in enumerate(zip(states, again, strict=True)):
         if not torch.equal(one, other):
             reason = (
@@ -179,7 +177,7 @@ def _text(part: tuple[Layer, ...]) -> str:
 def _stage(blank: nn.Module, anatomy: Anatomy, part: tuple[Layer, ...], whole: nn.Module) -> ForeignStage:
     """A stage with the whole model's parameters and saved buffers; all other buffers are its own."""
     try:
-        stage = ForeignStage(deepcopy(blank), anatomy, part)
+        stage = ForeignStage(blank, anatomy, part)
     except CODE_FAILS as error:
         raise CannotCut(
             f"the buffers of {_text(part)} cannot be made apart from the model: {line_of(error)}"
@@ -254,10 +252,6 @@ def _compare_gradients(found: Mapping[str, Tensor | None], expected: Mapping[str
     for name, gradient in expected.items():
         own = found[name]
         if (own is None) != (gradient is None) or (
-            own is not None and gradient is not None and not _same(own, gradient)
+            own is not None and gradient is not None and not torch.equal(own, gradient)
         ):
             raise CannotCut(f"{name}: its gradient differs, so something besides the hidden state connects the stages")
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other)

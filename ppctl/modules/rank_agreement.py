@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline agree on before messages: results, errors, and that all of them make the same call.
+"""Agreement of the ranks of a pipeline before messages: on results, errors, and that all of them make the same call.
 
 Knows a process group. Must not know models, batches or schedules. A rank that went on alone would wait for messages
 that nobody sends.
@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,34 +32,25 @@ def agreed(
     work: Callable[[], Any],
     *,
     of: Any = None,
-    to: Any = None,
     own: bool = False,
-    told: Callable[[Any], str] | None = None,
     joined: Callable[[list[Any]], Any] | None = None,
+    to: Any = None,
 ) -> Any:
     """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
 
-    `joined` makes one result of all ranks', in rank order. `told` makes a text of a rank's result, which has to be the
-    same on all. Without `own`, `of` is the annotation of what `work` returns (`ppctl.wire`), `to` of what `joined`
-    makes. Raises ConfigError and CheckpointError: what the work raises, PP-E553 for an exception of other code, and
-    PP-E130 where ranks differ.
+    `joined` makes one result of all ranks', in rank order. Without `own`, `of` is the annotation of what `work` returns
+    (`ppctl.wire`), `to` of what `joined` makes. Raises ConfigError and CheckpointError: what the work raises, and
+    PP-E553 for an exception of other code.
     """
     mine: list[Any] = []
 
     def attempt() -> Any:
         mine.append(work())
-        return told(mine[0]) if told is not None else None if own else mine[0]
+        return None if own else mine[0]
 
-    def conclude(found: list[Any]) -> Any:
-        if told is not None and len(set(found)) > 1:
-            listed = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(found))
-            message = f"ranks were given different batches: {listed}"
-            raise ConfigError(Problem(CODE, message, "the same batch on every rank"))
-        return found[0] if joined is None else joined(found)
-
-    each = str if told is not None else None if own else of
+    conclude = joined or (lambda results: results[0])
     try:
-        verdict = ranks.agree(what, attempt, conclude, each=each, result=each if joined is None else to)
+        verdict = ranks.agree(what, attempt, conclude, each=of, result=to if joined else of)
     except CheckpointError as error:
         # What ppctl itself raised has said all: the exception behind it would be the same text once more.
         cause = None if isinstance(error.__cause__, PpctlError) else error.__cause__
@@ -77,30 +69,19 @@ def _in_python(problem: Problem) -> Problem:
     return replace(problem, code=FAILED, remedy="the traceback above the exception of that rank")
 
 
-def refuse_unlike(ranks: AgreeingRanks, what: str, text: str) -> None:
-    """Compare a text over all ranks. Raises ConfigError (PP-E130) on all of them, with the first place that differs."""
+def refuse_unlike(ranks: AgreeingRanks, what: str, own: list[str]) -> None:
+    """Compare texts over all ranks. Raises ConfigError (PP-E130) on all of them, with the first one that differs."""
 
-    def conclude(found: list[str]) -> None:
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                one, two = next((a, b) for a, b in zip(*_parts(found[0], other), strict=True) if a != b)
-                message = (
-                    f"ranks were given different {what}: rank 0 {one or 'has no more'}, rank {rank} {two or 'no more'}"
-                )
+    def conclude(lists: list[list[str]]) -> None:
+        for rank, other in enumerate(lists):
+            pairs = zip_longest(lists[0], other)
+            one, two = next(((a, b) for a, b in pairs if a != b), (None, None))
+            if one != two:
+                message = f"rank 0 {one or 'has no more'}, rank {rank} {two or 'no more'}"
+                message = f"ranks were given different {what}: {message}"
                 raise ConfigError(Problem(CODE, message, f"the same {what} on every rank"))
 
-    try:
-        ranks.agree(f"compare {what}", lambda: text, conclude, each=str)
-    except CheckpointError as error:
-        raise ConfigError(error.problems) from None
-
-
-def _parts(one: str, other: str) -> tuple[list[str], list[str]]:
-    """The parts of two lists in text, the shorter one filled up."""
-    lists = one.split(", "), other.split(", ")
-    most = max(map(len, lists))
-    first, second = ([*each, *[""] * (most - len(each))] for each in lists)
-    return first, second
+    agreed(ranks, f"compare {what}", lambda: own, of=list[str], joined=conclude)
 
 
 def on_host(ranks: AgreeingRanks) -> bool:

@@ -23,9 +23,10 @@ from ppctl.comm.communicator import Communicator
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import ConfigError, Problem
-from ppctl.modules.agreement import CODE, SameCall, agreed, on_host
-from ppctl.modules.batch import Batch, divide
-from ppctl.modules.build import (
+from ppctl.foreign.cut_proof import Crossing
+from ppctl.modules.batch import GivenBatch, StepLoss, divide
+from ppctl.modules.calls import BatchRun, Prepared, run_dry
+from ppctl.modules.pipeline_parts import (
     check_kinds,
     device_of,
     message_dtype,
@@ -35,11 +36,9 @@ from ppctl.modules.build import (
     source_of,
     start_process_group,
 )
-from ppctl.modules.calls import BatchRun, Prepared, run_dry
-from ppctl.modules.loss import StepLoss
-from ppctl.modules.sources import Source
-from ppctl.modules.stages import RankStages
-from ppctl.modules.survey import Survey
+from ppctl.modules.rank_agreement import CODE, SameCall, agreed, on_host, refuse_unlike
+from ppctl.modules.rank_stages import RankStages
+from ppctl.modules.sources import PipelineModel
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
@@ -47,7 +46,7 @@ from ppctl.schedule.policies import forwards_alone
 
 @dataclass(frozen=True, slots=True)
 class PipelineInfo:
-    """What a pipeline is on this rank."""
+    """The stages and the schedule of a pipeline on this rank."""
 
     pp: int
     pp_rank: int
@@ -57,7 +56,7 @@ class PipelineInfo:
     has_first_stage: bool
     has_last_stage: bool
     schedule: Schedule | None
-    """Of the last step, with its messages; None before the first one."""
+    """The schedule of the last step, with its messages; None before the first one."""
 
 
 def pipeline(
@@ -98,7 +97,7 @@ class Pipeline:
 
     def __init__(
         self,
-        source: Source,
+        source: PipelineModel,
         config: PipelineConfig,
         device: torch.device,
         ranks: AgreeingRanks,
@@ -109,7 +108,7 @@ class Pipeline:
         self.placement = agreed(
             ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages), of=Placement
         )
-        tied = {self.placement.rank_of(use.stage) for uses in source.ties for use in uses}
+        tied = {self.placement.rank_of(stage) for uses in source.ties for stage in uses.values()}
         if members := tied if on_host(ranks) else set(range(ranks.size)):  # a group is made of them
             refuse_uneven_groups(ranks, members)
         self._stages = RankStages(source, config, device, ranks, self.placement, parallelize)
@@ -118,7 +117,7 @@ class Pipeline:
         self._schedule: Schedule | None = None
         self._same = SameCall(ranks)
         self._broken = ""
-        """What ended a step amid its messages."""
+        """The exception that ended a step amid its messages."""
         self._closed = False
 
     # --- what a training loop uses -----------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ class Pipeline:
             self._run_calls(run, training=training)
         return torch.stack(run.losses).sum() if run.losses else None
 
-    def _run_of(self, batch: Batch) -> BatchRun:
+    def _run_of(self, batch: GivenBatch) -> BatchRun:
         prepared = self._known[batch.shapes]
         return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
@@ -218,9 +217,9 @@ class Pipeline:
         if failed is not None:
             raise run.failure(failed) from run.failed
 
-    def _begin(self, given: Any, *, training: bool = True) -> Batch:
+    def _begin(self, given: Any, *, training: bool = True) -> GivenBatch:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
-        known: Batch | None = None
+        known: GivenBatch | None = None
         with suppress(Exception):  # all ranks raise it, below
             self._check(training=training)
             divided = self._divide(given)
@@ -232,14 +231,9 @@ class Pipeline:
         if self._same(f"{call} of {known.shapes}" if known is not None and ready else None, self._broken):
             assert known is not None  # the text is there
             return known
-        batch: Batch
-        batch, survey = agreed(
-            self._ranks,
-            "look at the batch",
-            partial(self._look_at, given, training),
-            own=True,
-            told=lambda found: f"{call} of {found[0].shapes}",
-        )
+        batch: GivenBatch
+        batch, crossing = agreed(self._ranks, "look at the batch", partial(self._look_at, given, training), own=True)
+        refuse_unlike(self._ranks, "batches", [f"{call} of {batch.shapes}"])
         self._stages.compare_ties()
         place, number = self.placement, batch.per_call
         schedule = agreed(
@@ -250,15 +244,15 @@ class Pipeline:
             group = self._ranks.group or dist.group.WORLD
             assert group is not None  # there is more than one rank
             self._communicator = Communicator(group, channels=schedule.capacities, device=self.device)
-        self._known[batch.shapes] = Prepared(survey, schedule, forwards)
+        self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":
             self._dry_pass(batch)
         return batch
 
-    def _dry_pass(self, batch: Batch) -> None:
+    def _dry_pass(self, batch: GivenBatch) -> None:
         run_dry(self._run_of(batch), self.device)
 
-    def _divide(self, given: Any) -> Batch:
+    def _divide(self, given: Any) -> GivenBatch:
         return divide(given, self.config, self.device, reads_masks=self._source.reads_masks)
 
     def _check(self, *, training: bool) -> None:
@@ -266,20 +260,20 @@ class Pipeline:
             raise ConfigError(Problem(CODE, "the pipeline is closed", "pipeline = ppctl.pipeline(model, config)"))
         _check_gradients(training)
 
-    def _look_at(self, given: Any, training: bool) -> tuple[Batch, Survey]:
+    def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
         self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
         self._source.refuse_values(batch.given)
-        survey = self._source.look_at(first, self.device)
+        crossing = self._source.look_at(first, self.device)
         ends = self.placement.num_stages - 1 in self._stages.numbers
-        if survey.output is not None and (ends or self.config.loss_fn is None):
-            loss.try_out(survey.output, first.labels, self.device)
-        wanted, others = message_dtype(self.config), [e.dtype for e in survey.edges if not e.is_floating_point()]
+        if crossing.output is not None and (ends or self.config.loss_fn is None):
+            loss.try_out(crossing.output, first.labels, self.device)
+        wanted, others = message_dtype(self.config), [e.dtype for e in crossing.edges if not e.is_floating_point()]
         if wanted is not None and others:
             message = f"dtype is {wanted}, and the stages send {others[0]}"
             raise ConfigError(Problem(CODE, message, "PipelineConfig(dtype=None)"))
-        return batch, survey
+        return batch, crossing
 
 
 def _check_gradients(training: bool) -> None:

@@ -17,7 +17,6 @@ from ppctl.geometry.foreign_model import Adapters, Anatomy
 
 _NAME = "default"
 """peft's own name of a model's only adapter."""
-REMEDY = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a pipeline is made of: the model in stages, their places, the schedule of a step; agreed on by all ranks.
+"""The parts of a pipeline: the model in stages, their places, the schedule of a step; agreed on by all ranks.
 
 Knows process groups and how a config's fields become values. Must not know how a step runs.
 """
@@ -22,10 +22,10 @@ from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.foreign_model import Anatomy
-from ppctl.modules.agreement import agreed, refuse_unlike
+from ppctl.modules.rank_agreement import agreed, refuse_unlike
 from ppctl.modules.sources import (
     OwnModel,
-    Source,
+    PipelineModel,
     TransformersModel,
     is_transformers,
     wanted_policy,
@@ -41,18 +41,18 @@ from ppctl.schedule.verify import verify
 CODE = "PP-E130"
 
 
-def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
-    """What is cut, agreed on by all ranks; a model of transformers is proved by the first one."""
+def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> PipelineModel:
+    """The model that is cut, agreed on by all ranks; one of transformers is proved by the first rank."""
     agreed(ranks, "read the config", lambda: _check_values(config))
-    refuse_unlike(ranks, "configs", _told(config))
+    refuse_unlike(ranks, "configs", _comparable(config))
     if config.pp_schedule_csv is None:
         agreed(ranks, "read the config", lambda: wanted_policy(config), of=str)
     pp = ranks.size
     directory = None if isinstance(model, nn.Module) else Path(model)
     patched = config.patch_inner_model and config.patch_causal_lm_model
     if directory is None and not (patched and is_transformers(model)):
-        own: Source = agreed(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
-        refuse_unlike(ranks, "models", _shapes_of(model))
+        own: PipelineModel = agreed(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
+        refuse_unlike(ranks, "models", [f"{name} {list(each.shape)}" for name, each in model.state_dict().items()])
         return own
     if not patched:
         message = "a directory is run by transformers' code, whose forward does not take hidden states"
@@ -136,14 +136,10 @@ def message_dtype(config: PipelineConfig) -> Any:
     return getattr(torch, wanted.removeprefix("torch."), wanted) if isinstance(wanted, str) else wanted
 
 
-def _told(config: PipelineConfig) -> str:
-    """The fields that all ranks must have alike; functions are compared by nobody."""
+def _comparable(config: PipelineConfig) -> list[str]:
+    """The fields that all ranks must have alike, which functions cannot show."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))
-
-
-def _shapes_of(model: nn.Module) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in model.state_dict().items())
+    return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
 
 
 def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:

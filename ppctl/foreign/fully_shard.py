@@ -1,11 +1,11 @@
-"""In which dtypes a stage computes and what it returns, once `parallelize` has been at it: fully_shard's policies.
+"""A stage that torch's fully_shard has divided: in which dtypes it computes and returns, and when it sums gradients.
 
-Knows fully_shard's mixed precision and modules. Must not know schedules, ranks or losses.
+Knows fully_shard's mixed precision, its switches and modules. Must not know schedules, ranks or losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ UNCHANGED = Casts()
 
 @dataclass(frozen=True, slots=True)
 class StageDtypes:
-    """What the forward of one stage does with dtypes, by names within the whole model."""
+    """The dtypes in the forward of one stage, by names within the whole model."""
 
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtype in which the forward reads its floating parameters and buffers."""
@@ -113,3 +113,23 @@ def _cast_inputs(casts: Casts, _: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _cast_result(casts: Casts, _: nn.Module, args: Any, result: Any) -> Any:
     return cast(result, casts.result)
+
+
+class GradientSync:
+    """The switches of one stage's sharded modules; `shards` says whether there are any."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # Nobody has sharded anything without importing this, which takes a second.
+        self._modules: list[Any] = [each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")]
+        self.shards = bool(self._modules)
+
+    def around(self, last: int, mb: int, run: Callable[[], None]) -> None:
+        """Run the backward of a microbatch; gradients are summed over the shards' ranks behind that of `last` alone."""
+        for module in self._modules:
+            module.set_requires_gradient_sync(mb == last, recurse=False)
+            module.set_is_last_backward(mb == last)
+        run()
+
+    def at_once(self, mb: int, run: Callable[[], None]) -> None:
+        """Run the backward of a microbatch, behind which gradients are summed."""
+        self.around(mb, mb, run)

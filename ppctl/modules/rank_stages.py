@@ -1,4 +1,4 @@
-"""What a pipeline has on this rank: its stages' modules, how they are sharded, and their parameters by name.
+"""The stages of a pipeline on this rank: their modules, how these are sharded, and their parameters by name.
 
 Knows modules and the ranks that hold the others. Must not know batches, losses or messages.
 """
@@ -18,10 +18,9 @@ from xxhash import xxh3_128_hexdigest
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed
-from ppctl.modules.agreement import CODE, agreed
-from ppctl.modules.dtypes import StageDtypes, dtypes_of
-from ppctl.modules.sources import Source, wanted_policy
-from ppctl.modules.sync import GradientSync
+from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
+from ppctl.modules.rank_agreement import CODE, agreed
+from ppctl.modules.sources import PipelineModel, wanted_policy
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.schedule.action import Placement
 from ppctl.schedule.policies import POLICIES
@@ -36,7 +35,7 @@ class RankStages:
 
     def __init__(
         self,
-        source: Source,
+        source: PipelineModel,
         config: PipelineConfig,
         device: torch.device,
         ranks: AgreeingRanks,
@@ -79,7 +78,7 @@ class RankStages:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's values from a state. Raises CheckpointError (PP-E537, PP-E539) with nothing taken."""
-        owner = {use.name: uses[0].name for uses in self._source.ties for use in uses}
+        owner = {name: next(iter(uses)) for uses in self._source.ties for name in uses}
         own = self.state_dict()
         first = {n: state[of] for n, of in owner.items() if n != of and of in state and n in state}
         unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not _equal(each, state[n])]
@@ -115,8 +114,8 @@ class RankStages:
 
         def conclude(ranks: list[dict[str, str]]) -> None:
             found = {name: digest for rank in ranks for name, digest in rank.items()}
-            uses = [[use.name for use in each] for each in self._source.ties]
-            unequal = [f"{name} and {each[0]}" for each in uses for name in each if found[name] != found[each[0]]]
+            owned = [(name, next(iter(uses))) for uses in self._source.ties for name in uses]
+            unequal = [f"{name} and {owner}" for name, owner in owned if found[name] != found[owner]]
             if unequal:
                 raise CheckpointError(_unequal(unequal, "PP-E504"))
 
@@ -187,7 +186,7 @@ class RankStages:
 
         here = 0 if self._ranks.alone else dist.get_rank()
         return [
-            TiedGradients([TiedUse(rank_of(stage), name) for stage, name in uses], own, here)
+            TiedGradients([TiedUse(rank_of(stage), name) for name, stage in uses.items()], own, here)
             for uses in self._source.ties
         ]
 

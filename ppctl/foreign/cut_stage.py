@@ -1,0 +1,254 @@
+"""One stage of a module that ppctl has not made: the module's whole forward, in which what lies beyond the cut stands
+in for itself.
+
+Knows modules and what stands beyond the two cuts of a stage. Must not know schedules, ranks or losses, nor whose module
+it is: a stage of transformers' code (`foreign_stage`) says how its modules stand in and where they leave.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and those by name."""
+Forms = Mapping[str, Any]
+"""Module -> what it returns, with tensors on meta in place of values."""
+Forward = Callable[..., Any]
+
+
+class Departed(Exception):
+    """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
+
+    def __init__(self, state: Tensor, *beside: Tensor) -> None:
+        super().__init__()
+        self.state, self.beside = state, beside
+
+
+class CutStage(nn.Module):
+    """One stage of a module, which is called as a whole.
+
+    `model` stays as it is; this stage has a copy of its tree of modules, in which its own parameters are the same
+    objects (moved to `device`; `uses` names further uses of shared ones, each of which becomes a parameter of its own),
+    and all others are one number each, spread over their shape: code that reads a dtype, a device or a shape finds
+    them. The first own module gets what arrived in place of its first tensor; a module of a later stage ends the
+    forward with its first tensor. `aware` names the forwards that take hidden states themselves and are called as they
+    are, "" for the model and the name of the inner one: modules of other stages are None there, or missing in their
+    container. Names are those of the whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: ModuleCut,
+        number: int,
+        device: torch.device,
+        aware: Collection[str] = (),
+        uses: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.cut, self.number, self.aware = cut, number, frozenset(aware)
+        self.forms: Forms = {}
+        self.model = copied(model, device, frozenset(uses), cut, number)
+        self._names = {name: name for name, _ in self.model.named_parameters()}
+        """Canonical name -> the module's own."""
+        self._arrived: Tensor | None = None
+        self._entered = True
+        self._connect()
+
+    def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The tensor that the next stage receives; on the last stage the model's result.
+
+        `arrived` is the tensor of the stage before; None on the first one. The arguments are the model's own, and the
+        same on every stage: masks and positions are made of them by the model's own code.
+        """
+        if "" in self.aware and arrived is not None:
+            positional, named = with_first_argument((positional, named), arrived)
+        if "" in self.aware:
+            return self.model(*positional, **named)
+        return self._left(arrived, partial(self.model, *positional, **named))
+
+    def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
+        """This stage's parameters by the names that the whole model gives them."""
+        return {name: self.model.get_parameter(own) for name, own in self._names.items()}
+
+    def canonical_buffers(self) -> Mapping[str, Tensor]:
+        """This stage's buffers that a state dict has, by the same names."""
+        modules = self.model.named_modules()
+        return {f"{path}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
+
+    def holds(self, path: str) -> bool:
+        """Whether the module with this name computes on this stage, as what has nothing that is saved does on each."""
+        return self.cut.part_of(path) in (None, self.number)
+
+    # --- what is replaced --------------------------------------------------------------------------------------------
+
+    def _left(self, arrived: Tensor | None, run: Forward) -> Any:
+        """The result of a forward of the whole model, or what it has when it leaves this stage."""
+        self._arrived, self._entered = arrived, arrived is None
+        try:
+            return run()
+        except Departed as departed:
+            state = departed.state.clone() if departed.state is arrived else departed.state
+            return (state, *departed.beside) if departed.beside else state
+        finally:
+            self._arrived = None
+
+    def _connect(self) -> None:
+        modules, inner = dict(self.model.named_modules()), self.cut.inner
+        for part, names in enumerate(self.cut.parts):
+            for name in names:
+                if self.cut.forward_around(name) not in self.aware:
+                    self._replace(modules[name], name, part)
+                elif part != self.number:
+                    _remove(self.model, name)
+        if inner and ("" in self.aware) != (inner in self.aware):
+            if inner in self.aware:  # to the forward around it, the inner model is one module of several stages
+                self._replace(modules[inner], inner, min(self.cut.inner_parts, key=self._distance))
+            else:
+                target: Any = modules[inner]
+                target.forward = partial(self._inside, target.forward)
+
+    def _distance(self, part: int) -> int:
+        return abs(part - self.number)
+
+    def _replace(self, module: nn.Module, name: str, part: int) -> None:
+        target: Any = module
+        if part == self.number:
+            target.forward = self._own(name, target.forward)
+            return
+        target._forward_hooks.clear()
+        target._forward_pre_hooks.clear()
+        target.forward = self._behind if part > self.number else self._before(name, target)
+
+    def _own(self, name: str, forward: Forward) -> Forward:
+        """The forward of an own module."""
+        return partial(self._run_own, forward)
+
+    def _before(self, name: str, module: nn.Module) -> Forward:
+        """The forward of a module of an earlier stage."""
+        return partial(self._stand_in, name)
+
+    def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
+        """Call an own module: the first one reads what arrived."""
+        if not self._entered:
+            self._entered = True
+            assert self._arrived is not None  # a stage that has received nothing counts as entered
+            positional, named = with_first_tensor((positional, named), self._arrived)
+        return forward(*positional, **named)
+
+    def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
+        """Return something of the form of an earlier module's result, whose values nobody reads."""
+        if name not in self.forms:
+            return self._arrived
+        device = None if self._arrived is None else self._arrived.device
+        return tree_map(
+            lambda each: torch.zeros_like(each, device=device) if is_tensor(each) else each, self.forms[name]
+        )
+
+    def _behind(self, *positional: Any, **named: Any) -> Any:
+        """The forward of a module of a later stage: what it would read is this stage's result."""
+        raise Departed(first_tensor((positional, named)))
+
+    def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
+        """The inner model's forward, given hidden states by the model's own."""
+        first = self.number == self.cut.inner_parts[0]
+        return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a leaf of arguments or results is a tensor."""
+    return isinstance(value, Tensor)
+
+
+def first_tensor(arguments: Arguments) -> Tensor:
+    """The first tensor of a module's arguments: its hidden state. Raises LookupError where there is none."""
+    positional, named = arguments
+    for value in (*positional, *named.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise LookupError("a module is called without a tensor")
+
+
+def with_first_tensor(arguments: Arguments, state: Tensor) -> Arguments:
+    """The arguments with another first tensor."""
+    positional, named = arguments
+    for place, value in enumerate(positional):
+        if isinstance(value, Tensor):
+            return (*positional[:place], state, *positional[place + 1 :]), named
+    name = next(name for name, value in named.items() if isinstance(value, Tensor))
+    return positional, {**named, name: state}
+
+
+def with_first_argument(arguments: Arguments, state: Tensor) -> Arguments:
+    """The arguments with another first one."""
+    positional, named = arguments
+    if positional:
+        return (state, *positional[1:]), named
+    first = next(iter(named))
+    return (state,), {name: value for name, value in named.items() if name != first}
+
+
+def _remove(model: nn.Module, name: str) -> None:
+    """Take a module out: of a container, whose other members keep their names; elsewhere None takes its place."""
+    around, _, own = name.rpartition(".")
+    parent = model.get_submodule(around)
+    if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        del parent._modules[own]
+    else:
+        parent._modules[own] = None
+
+
+def copied(
+    model: nn.Module, device: torch.device, uses: Collection[str] = (), cut: ModuleCut = UNCUT, number: int = 0
+) -> nn.Module:
+    """The model's tree of modules, whose tensors are on a device: of a part of a cut, its own alone.
+
+    `uses` get parameters of their own.
+    """
+    modules = dict(model.named_modules())
+    tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    twin = copy.deepcopy(model, {id(tensor): _Uncopied() for tensor in tensors})
+    moved: dict[int, Tensor] = {}
+    for path, module in twin.named_modules():
+        owned = cut.part_of(path) in (None, number)
+        for table in ("_parameters", "_buffers"):
+            for key, tensor in getattr(modules[path], table).items():
+                if tensor is None:
+                    continue
+                if not owned:
+                    del getattr(module, table)[key]
+                    module.__dict__[key] = _unset(tensor, (), device).expand(tensor.shape)
+                elif (f"{path}.{key}" if path else key) in uses:
+                    getattr(module, table)[key] = _moved(tensor, device, copied=True)
+                else:
+                    if id(tensor) not in moved:  # one with several names stays one
+                        moved[id(tensor)] = _moved(tensor, device)
+                    getattr(module, table)[key] = moved[id(tensor)]
+    return twin
+
+
+class _Uncopied:
+    """Stands for a tensor while modules are copied, so that no values are."""
+
+
+def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:
+    """A tensor on a device: the same object where it is there, without values where it has none."""
+    if tensor.device == device and not copied:
+        return tensor
+    unset = tensor.device.type == "meta"
+    made = _unset(tensor, tensor.shape, device) if unset else tensor.detach().to(device, copy=True)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _unset(tensor: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Memory of this shape and the tensor's dtype. Values that nobody sets are seen: they make every result NaN."""
+    return torch.full(shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)
