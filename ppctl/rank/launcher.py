@@ -19,7 +19,7 @@ from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank.watchdog import NodeWatch
 from ppctl.rundir import RunDir
-from ppctl.train.loop import TrainingEnd
+from ppctl.train.callback import TrainingEnd
 
 
 class PpctlLauncher:

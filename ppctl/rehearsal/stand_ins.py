@@ -22,7 +22,7 @@ from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
 from ppctl.rehearsal.fused_kernels import capability
 from ppctl.rehearsal.ledger import Ledger
-from ppctl.train.session import Parts
+from ppctl.train.session import SessionParts
 
 
 class _Done(Work):
@@ -100,7 +100,7 @@ class Samples:
         )
 
 
-def rehearsal_parts(ledger: Ledger, make_recorder: Callable[..., object]) -> Parts:
+def rehearsal_parts(ledger: Ledger, make_recorder: Callable[..., object]) -> SessionParts:
     """The parts of a session that is rehearsed."""
 
     def connect(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
@@ -112,7 +112,7 @@ def rehearsal_parts(ledger: Ledger, make_recorder: Callable[..., object]) -> Par
     def no_data(data: DataConfig) -> None:
         return None
 
-    return Parts(
+    return SessionParts(
         connect=connect,
         exchange=EvenExchange,
         initialize=lambda parameters, model, seed, experts: None,

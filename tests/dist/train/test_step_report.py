@@ -26,13 +26,15 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import TrainingError
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
-from ppctl.train.figures import bubble_fraction, retries_problem, slowest_stage
-from ppctl.train.rank_reports import (
+from ppctl.train.reports import (
     NOTHING,
     RankReport,
     Reports,
+    bubble_fraction,
     check_reports,
     gather_reports,
+    retries_problem,
+    slowest_stage,
     stop_reason,
 )
 from ppctl.train.session import build_session
@@ -204,7 +206,7 @@ def test_a_report_of_2048_ranks_goes_round_rings_of_16_and_128() -> None:
 def sizes_in_a_step(mapping) -> list[int]:
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     with Collectives() as collectives:
         trainer.step(0)
     return collectives.sizes
@@ -220,7 +222,7 @@ def test_no_collective_of_a_step_spans_the_world(tmp_path: Path) -> None:
 def figures(mapping):
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     mask = trainer.batches.step(0).loss_mask
     step = type(trainer.batches).step
 

@@ -14,7 +14,7 @@ import torch
 from ppctl.rank import hang_dump
 from ppctl.rank.own_process import Listener
 from ppctl.rundir import RunDir
-from ppctl.train.rank_reports import TIME_IS_OVER, RankReport, Reports, stop_reason
+from ppctl.train.reports import TIME_IS_OVER, RankReport, Reports, stop_reason
 
 
 @pytest.fixture
