@@ -17,7 +17,7 @@ from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import PpctlError, pasted
-from ppctl.hang.waits import published_states, root, waits
+from ppctl.hang.verdict import published_states, root, waits
 from ppctl.rundir import RunDir
 from ppctl.step_lines import clock_text, mean_step_time
 

@@ -1,16 +1,19 @@
-"""A stage's forward and backward on made-up inputs, without any message: before the first step on a GPU.
+"""Kernels and memory of a GPU, before the first message: a pass on made-up inputs, and all that a step allocates.
 
-Knows stages. Must not know what they compute, nor what has to be restored afterwards (gradients, ledgers).
+Knows stages and torch's caching allocator. Must not know what stages compute, what the memory is for, nor what has to
+be restored afterwards (gradients, ledgers).
 
-CUDA loads a kernel when it is first launched, and before that waits until the device is idle. A posted receive is a
-kernel that runs until its message comes. So the first step, whose receives are posted ahead, must not be the first to
-launch a kernel: two ranks would wait for each other for ever. The dry pass also compiles, tunes and makes workspaces
-while no rank waits.
+CUDA loads a kernel when it is first launched, and before that waits until the device is idle. Where its cache does not
+hold an allocation, the allocator asks the driver. If that has nothing left, it frees cached blocks, and cudaFree waits
+until the whole device is idle. A posted receive is a kernel that runs until its message comes. So the first step, whose
+receives are posted ahead, must not be the first to launch a kernel, and no step may free memory: two ranks would wait
+for each other for ever. The dry pass also compiles, tunes and makes workspaces while no rank waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,3 +90,60 @@ def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Me
     return tuple(
         torch.randn(shape or (), generator=generator).to(device, dtype) for shape, dtype in MessageSpec.of(specs)
     )
+
+
+FRAGMENTS = 0.05
+"""What the allocator's fragments may take beside a peak; a plan that leaves less free is called tight."""
+_SMALL = 2**19
+"""Bytes of a block that torch keeps apart from larger ones (up to 1 MiB)."""
+
+
+def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
+    """Let the allocator's cache hold `peak` bytes, with those in use; returns how many of them the device lacks.
+
+    Called behind a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
+    most is taken for fragments and for up to `varying` bytes that depend on the data.
+    """
+    small = in_flight * _unused(_stats(device), "small_pool")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    missing = max(0, peak - torch.cuda.memory_allocated(device))
+    more = min(int(FRAGMENTS * peak) + varying, max(0, free - missing) // 2)
+    most = free - free // 20  # the driver and NCCL take some themselves
+    sizes = [min(missing + more, most), *[_SMALL] * (small // _SMALL)]
+    try:
+        kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    except torch.OutOfMemoryError:  # another process was faster
+        return missing
+    del kept  # the cache has them now
+    return max(0, missing - free)
+
+
+class AllocatorFigures(NamedTuple):
+    """How the allocator of a process gets on; nothing on a CPU, where none has a cache."""
+
+    retries: int = 0
+    """How often it has freed memory and waited for the device, ever."""
+    driver_allocations: int = 0
+    """How often it has asked the driver for memory, ever."""
+    unused: int = 0
+    """Bytes that it holds of the device and no tensor uses."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> AllocatorFigures:
+        """Those of now."""
+        if device.type != "cuda":
+            return cls()
+        stats = _stats(device)
+        return cls(stats.get("num_alloc_retries", 0), stats.get("num_device_alloc", 0), _unused(stats, "all"))
+
+
+def _stats(device: torch.device) -> dict[str, Any]:
+    return torch.cuda.memory_stats_as_nested_dict(device)
+
+
+def _unused(stats: dict[str, Any], pool: str) -> int:
+    reserved, allocated = (
+        stats.get(what, {}).get(pool, {}).get("current", 0) for what in ("reserved_bytes", "allocated_bytes")
+    )
+    return int(reserved - allocated)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppctl.hang.waits import published_states
+from ppctl.hang.verdict import published_states
 from ppctl.launch.outcome import DONE, STOPPED, TERMINATED, JobOutcome, failures, report
 from ppctl.rank_records import RankState
 from ppctl.rundir import RunDir

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channel_ends import HEADER_TAGS, TAGS, other_end
 from ppctl.comm.channels import DirectEnd, PeerLost, Pending, wait_for
+from ppctl.comm.connections import HEADER_TAGS, TAGS, other_end
 from ppctl.comm.variable_shapes import MessageError, VariableEnd
 from ppctl.errors import Problem
 from ppctl.schedule.action import Channel

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ppctl.comm.sealed_store import SealedStore, halves, unproved
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.plan import Plan
 from ppctl.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
-from ppctl.reach.store import connect, file_store
+from ppctl.reach.store import SealedStore, connect, file_store, halves, unproved
 from ppctl.run_starts import SECRET, secret_of
 from ppctl.rundir import RunDir
 

@@ -33,14 +33,12 @@ import torch.distributed as dist
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.writer import WriterAddress, WriterProcess
-from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
 from ppctl.devices import device_index, device_type, group_backends, loopback_variables
 from ppctl.errors import ConfigError
 from ppctl.hang.limits import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
-from ppctl.rank.hang_dump import dump_on_request
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
 from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
@@ -58,8 +56,9 @@ from ppctl.rank.rendezvous import (
     store_of_groups,
 )
 from ppctl.rank.results import fail, final_state, metrics_writers, write_results, write_start_up
-from ppctl.rank.watchdog import Alarm, NodeWatch
+from ppctl.rank.watchdog import Alarm, NodeWatch, dump_on_request
 from ppctl.reach.start import call_roll, join_world, warm_up
+from ppctl.reach.store import SealedStore
 from ppctl.rundir import RunDir
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channel_ends import other_end
 from ppctl.comm.channels import DirectEnd, Pending, Transport
-from ppctl.comm.sealed_store import SealedStore
+from ppctl.comm.connections import other_end
 from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
+from ppctl.reach.store import SealedStore
 from ppctl.schedule.action import Channel
 
 _ROUNDS = 3

@@ -24,9 +24,8 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
-from ppctl.rehearsal.fused_kernels import FusedKernels
 from ppctl.rehearsal.ledger import BLOCK, Ledger
-from ppctl.rehearsal.stand_ins import Samples, rehearsal_parts
+from ppctl.rehearsal.stand_ins import FusedKernels, Samples, rehearsal_parts
 from ppctl.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
 from ppctl.rundir import RunDir
 from ppctl.schedule.action import BACKWARDS, Action, Op

@@ -25,7 +25,7 @@ from ppctl.accelerators import device_called, preset
 from ppctl.comm.groups import gather_rows
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.data.batches import check_same_samples
-from ppctl.engine.device_memory import AllocatorFigures
+from ppctl.engine.dry_pass import AllocatorFigures
 from ppctl.errors import Problem, TrainingError
 from ppctl.topology import RankGrid
 from ppctl.train.callback import SAVE_FAILED, TIME_IS_OVER

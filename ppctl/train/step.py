@@ -13,8 +13,7 @@ from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches
-from ppctl.engine.device_memory import AllocatorFigures, reserve
-from ppctl.engine.dry_pass import dry_pass, representatives
+from ppctl.engine.dry_pass import AllocatorFigures, dry_pass, representatives, reserve
 from ppctl.engine.pace import HELD
 from ppctl.errors import Problem, TrainingError
 from ppctl.train.callback import Callback, StepResult

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ppctl.engine.device_memory import FRAGMENTS, AllocatorFigures, reserve
+from ppctl.engine.dry_pass import FRAGMENTS, AllocatorFigures, reserve
 from ppctl.engine.pace import HELD
 from ppctl.modules import calls
 from ppctl.schedule.passes import lower
