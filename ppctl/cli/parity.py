@@ -30,7 +30,7 @@ from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
 from ppctl.launch.environment import detect
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
 from ppctl.launch.run_directory import Launch, new_run, with_value

@@ -110,25 +110,6 @@ class Transport(Protocol):
         """Start receiving into one tensor."""
 
 
-class ChannelEnd(Protocol):
-    """A channel's end as the engine uses it."""
-
-    def reserve(self, capacity: int) -> None:
-        """Take this end's share of the channel's capacity."""
-
-    def post(self, shelf: Shelf) -> Arrival:
-        """Post the receive of the next message."""
-
-    def send(self, message: Message) -> None:
-        """Start sending contiguous tensors."""
-
-    def flush(self) -> None:
-        """Wait until every send is delivered."""
-
-    def check(self) -> None:
-        """Raise PeerLost if the connection was ended under its messages; asked when the device is through with them."""
-
-
 class DirectEnd:
     """A channel, at one of its ends. Messages keep their order.
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from ppctl import checkpoint_folder
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun

@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from ppctl.hang.limits import GRACE, Limits, Progress
+from ppctl.hang.progress import GRACE, Limits, Progress
 from ppctl.hang.verdict import published_states, verdict
 from ppctl.plan import Plan
 from ppctl.rank.own_process import Listener

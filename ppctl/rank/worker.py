@@ -37,7 +37,7 @@ from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
 from ppctl.devices import device_index, device_type, group_backends, loopback_variables
 from ppctl.errors import ConfigError
-from ppctl.hang.limits import GRACE, Limits
+from ppctl.hang.progress import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
 from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left

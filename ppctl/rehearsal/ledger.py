@@ -41,7 +41,7 @@ _SIZES_FROM_VALUES = {
 }
 
 
-class Ledger(TorchDispatchMode):
+class DeviceLedger(TorchDispatchMode):
     """Counts while it is entered. `during` says what the rank is doing; whoever drives the rank sets it."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
-from ppctl.rehearsal.ledger import BLOCK, Ledger
+from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
 from ppctl.rehearsal.stand_ins import FusedKernels, Samples, rehearsal_parts
 from ppctl.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
 from ppctl.rundir import RunDir
@@ -39,7 +39,7 @@ _DURING = {Op.F: FORWARD, **dict.fromkeys(BACKWARDS, BACKWARD)}
 class MemoryRecorder(Recorder):
     """Notes memory where a recorder of a run notes times."""
 
-    def __init__(self, ledger: Ledger, pp_rank: int, actions: Sequence[Action], **more: Any) -> None:
+    def __init__(self, ledger: DeviceLedger, pp_rank: int, actions: Sequence[Action], **more: Any) -> None:
         super().__init__(pp_rank, actions, **more)
         self.ledger = ledger
         self.before: dict[int, int] = {}
@@ -79,7 +79,7 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
-    ledger = Ledger()
+    ledger = DeviceLedger()
     recorders: list[MemoryRecorder] = []
 
     def make_recorder(pp_rank: int, actions: Sequence[Action], device: torch.device, **more: Any) -> Recorder:
@@ -111,7 +111,9 @@ def _refuse_experts_one_by_one(session: Session) -> None:
         raise ConfigError(Problem("PP-E128", message, "parallel.bf16=true, and widths that are multiples of 8"))
 
 
-def _figures(session: Session, ledger: Ledger, recorder: MemoryRecorder, in_update: int, seconds: float) -> Rehearsed:
+def _figures(
+    session: Session, ledger: DeviceLedger, recorder: MemoryRecorder, in_update: int, seconds: float
+) -> Rehearsed:
     weights, state = session.replica.weights, session.replica.optimizer.state
     moments = [tensor for entry in state.values() for tensor in entry.values() if tensor.is_meta]
     own = {id(parameter) for parameter in weights.model.values()}

@@ -25,7 +25,7 @@ from ppctl.data.batches import StepBatch
 from ppctl.model.kernels import Capability
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
-from ppctl.rehearsal.ledger import Ledger
+from ppctl.rehearsal.ledger import DeviceLedger
 from ppctl.train.session import SessionParts
 from ppctl.wide_dtype import wide_dtype
 
@@ -111,7 +111,7 @@ _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-class _Done(Work):
+class _Delivered(Work):
     """A message that is there."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -122,18 +122,18 @@ class _Done(Work):
 class CountedTransport:
     """Carries nothing: every message is there at once, and is noted."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Note a message that leaves."""
         self._note("send", tensors)
-        return _Done()
+        return _Delivered()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
         """Note a message that comes."""
         self._note("receive", tensors)
-        return _Done()
+        return _Delivered()
 
     def _note(self, kind: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -186,7 +186,7 @@ class Samples:
         )
 
 
-def rehearsal_parts(ledger: Ledger, make_recorder: Callable[..., object]) -> SessionParts:
+def rehearsal_parts(ledger: DeviceLedger, make_recorder: Callable[..., object]) -> SessionParts:
     """The parts of a session that is rehearsed."""
 
     def connect(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:

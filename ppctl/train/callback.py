@@ -5,9 +5,10 @@ Knows the places of a run at which they are called. Must not know how a step is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,59 +133,32 @@ class Callbacks(Callback):
 
     def __init__(self, *each: Callback) -> None:
         self.each = each
-
-    def pre_train(self, run: TrainingRun) -> None:
-        """Call each."""
-        for one in self.each:
-            one.pre_train(run)
-
-    def enter(self, state: str, step: int) -> None:
-        """Call each."""
-        for one in self.each:
-            one.enter(state, step)
+        for name in _WITHOUT_RESULT:
+            setattr(self, name, partial(_call_all, [getattr(one, name) for one in each]))
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """Call each with what the one before returned."""
+        """Pass to each what the one before has returned."""
         for one in self.each:
             program = one.stage_program(program, first)
         return program
 
-    def pre_step(self, step: int) -> None:
-        """Call each."""
-        for one in self.each:
-            one.pre_step(step)
-
     def stop_requested(self) -> int:
-        """The first reason."""
-        return next((reason for one in self.each if (reason := one.stop_requested())), 0)
-
-    def pre_update(self, step: int) -> None:
-        """Call each."""
-        for one in self.each:
-            one.pre_update(step)
-
-    def post_update(self, result: StepResult) -> None:
-        """Call each."""
-        for one in self.each:
-            one.post_update(result)
-
-    def log_metrics(self, record: dict[str, Any]) -> None:
-        """Call each."""
-        for one in self.each:
-            one.log_metrics(record)
-
-    def post_step(self, result: StepResult) -> None:
-        """Call each."""
-        for one in self.each:
-            one.post_step(result)
-
-    def post_train(self, end: TrainingEnd) -> None:
-        """Call each."""
-        for one in self.each:
-            one.post_train(end)
+        """The first reason, after all were asked."""
+        return next(filter(None, [one.stop_requested() for one in self.each]), 0)
 
     def close(self, error: BaseException | None) -> None:
         """Call each, also where one raises."""
         with ExitStack() as closing:
             for one in reversed(self.each):
                 closing.callback(one.close, error)
+
+
+_WITHOUT_RESULT = (
+    *("pre_train", "enter", "pre_step", "pre_update", "post_update", "log_metrics", "post_step"),
+    "post_train",
+)
+
+
+def _call_all(methods: Sequence[Callable[..., None]], *arguments: object) -> None:
+    for method in methods:
+        method(*arguments)

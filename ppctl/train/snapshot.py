@@ -135,19 +135,6 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
     }
 
 
-def save_checkpoint(
-    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
-) -> Path:
-    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
-
-    Raises CheckpointError on all ranks where one cannot write; the earlier checkpoints are as they were.
-    """
-    config, state = session.config.checkpoint, state_of(session, step, consumed_samples, sample_order)
-    return checkpoint.save(
-        directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
-    )
-
-
 def start_from(session: Session, path: Path) -> None:
     """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
 

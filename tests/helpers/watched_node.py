@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher
 from ppctl.rank.watchdog import NodeWatch, write_stacks_on_request
 from ppctl.rundir import RunDir

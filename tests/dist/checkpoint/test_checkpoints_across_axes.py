@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from axis_runs import config_of
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 
 from ppctl.checkpoint import CheckpointReader, read_manifest
 from ppctl.config.mapping import from_mapping, to_mapping
@@ -23,7 +24,7 @@ from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.generate import Generator
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 STEPS, SAMPLES = 2, 8

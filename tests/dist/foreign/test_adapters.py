@@ -16,6 +16,7 @@ from dense_runs import config_of as run_of
 from foreign_models import described_here, model_of
 from oracle.data import microbatches
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 from torch import Tensor, nn
 
 from ppctl.comm.channels import DirectEnd
@@ -30,7 +31,7 @@ from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
 from ppctl.pretrained.convert import export_checkpoint
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
+from ppctl.train.snapshot import load_checkpoint, start_from
 from ppctl.train.step import Trainer
 
 # Models are described, which takes ten seconds of a quiet machine.

@@ -18,6 +18,7 @@ from foreign_models import FEW, OTHERS, described_here, model_of
 from oracle.data import microbatches
 from oracle.reference import muon_of, update
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 from torch import Tensor, nn
 
 from ppctl.checkpoint_folder import step_path
@@ -29,7 +30,7 @@ from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
 from ppctl.pretrained.convert import export_checkpoint
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, start_from
+from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 # Each model is described, which takes ten seconds of a quiet machine, trained in two or three ranks, and exported.

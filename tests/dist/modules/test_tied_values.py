@@ -13,13 +13,14 @@ from foreign_models import model_of
 from own_modules import PARTS, batches, made
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from saved_sessions import save_checkpoint
 from torch import Tensor
 
 import ppctl
 from ppctl.errors import PpctlError
 from ppctl.plan.build import build_plan
 from ppctl.train.session import Session, build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
+from ppctl.train.snapshot import load_checkpoint, start_from
 
 CONFIG = ppctl.PipelineConfig(pp_microbatch_size=2, module_fqns_per_model_part=PARTS[2])
 BATCH = batches(1, 4)[0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hugging_face_models import DENSE, MOE, hugging_face_model, relative
 from oracle.data import whole_batches
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 from transformers import AutoModelForCausalLM
 from whole_tensors import whole_of
 
@@ -23,7 +24,7 @@ from ppctl.plan.build import build_plan
 from ppctl.pretrained.convert import export_checkpoint
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, start_from
+from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 SEQ, MICROBATCHES = 16, 4

@@ -12,11 +12,12 @@ from expert_runs import EXPERTS, SIZES, STEPS, config_of, hold, reference_of
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.train.evaluate import Evaluator
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 GPT3 = DROPOUT | {

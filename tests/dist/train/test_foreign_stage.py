@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dense_runs import STEPS, config_of
 from oracle.data import microbatches
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 from torch import nn
 
 from ppctl.config.learning_rate import lr_at
@@ -29,7 +30,7 @@ from ppctl.train.evaluate import Evaluator
 from ppctl.train.grad_norm import GradientNorm, Location
 from ppctl.train.optimizer import AdamW
 from ppctl.train.session import Session, build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 from ppctl.train.weights import Weights
 

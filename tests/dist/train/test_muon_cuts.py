@@ -13,12 +13,13 @@ from oracle.data import microbatches
 from oracle.reference import train_reference
 from own_worlds import in_own_worlds
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 

@@ -9,6 +9,7 @@ from dense_runs import CPU, config_of
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
+from saved_sessions import save_checkpoint
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
@@ -16,7 +17,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 STEPS = 7

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from evaluated_runs import config_of, text
 from observed_runs import train_noted
 from ranks import RanksFailed, run_ranks
+from saved_sessions import save_checkpoint
 
 from ppctl.checkpoint.manifest import read_manifest, record_whole
 from ppctl.checkpoint.state import read_state
@@ -20,7 +21,6 @@ from ppctl.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint
 
 __all__ = ["text"]
 
