@@ -101,7 +101,7 @@ class Arrival:
 
 
 class Transport(Protocol):
-    """What an end needs of a backend object (torch's stubs leave these two methods out)."""
+    """The methods of a backend object that an end calls (torch's stubs leave the two out)."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
         """Start sending one tensor."""

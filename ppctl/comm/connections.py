@@ -107,12 +107,12 @@ class Connections:
             self.close()
 
     def of_pair(self, kind: str, channel: Channel, part: str) -> Transport:
-        """What carries a channel's `part` (`body`, `header`) between its ends. NCCL connects on the first message."""
+        """The transport of a channel's `part` (`body`, `header`). NCCL connects on the first message."""
         ends = sorted(channel[:2])
         return self._get(kind, f"{channel.source}-{channel.target}-{channel.direction}/{part}", ends)
 
     def of_all(self, kind: str, what: str) -> Transport:
-        """What connects all ranks of the pipeline, for one purpose. All ranks ask for it together."""
+        """The transport between all ranks of the pipeline, for one purpose. All ranks ask for it together."""
         return self._get(kind, what, range(len(self.ranks)))
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def _shared_store() -> Store:
 TAGS = {"F": 1, "B": 2}
 """The tags of the channels between two ranks, on a backend with tags."""
 HEADER_TAGS = {"F": 3, "B": 4}
-"""The same for the headers of messages of variable shape."""
+"""The tags of the headers of messages of variable shape."""
 
 _CPU = torch.device("cpu")
 
@@ -204,7 +204,7 @@ def make_ends(
 
 
 def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
-    """What carries messages of the host by direction: on gloo, connections of their own for each.
+    """The transports of the host's messages by direction: on gloo, connections of their own for each.
 
     A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
     the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder

@@ -80,8 +80,8 @@ def representatives(kinds: Iterable[Hashable]) -> list[int]:
 
     One of each kind, twice: the second time its gradients are added to those of the first.
     """
-    found = {kind: mb for mb, kind in enumerate(kinds)}
-    return [*found.values(), *found.values()]
+    latest = {kind: mb for mb, kind in enumerate(kinds)}
+    return [*latest.values(), *latest.values()]
 
 
 def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Message:

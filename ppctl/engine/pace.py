@@ -30,7 +30,7 @@ HELD = 2 * AHEAD
 
 
 class Heartbeat(Protocol):
-    """What the engine calls before and after each action."""
+    """Is called before and within each action."""
 
     def enter(self, index: int) -> None:
         """The action with this index in the rank's list begins."""

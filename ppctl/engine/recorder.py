@@ -125,7 +125,7 @@ class CudaRecorder(Recorder):
         self._readable: list[tuple[int, float, float]] = []
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """As on the CPU, with events for the new list; none is recorded, and the device is not waited for."""
+        """Make events for the new list; none is recorded, and the device is not waited for."""
         super().follow(actions)
         self._now, self._before = _EventSet(self._stamped), _EventSet(self._stamped)
         self._steps, self._readable = 0, []

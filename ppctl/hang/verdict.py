@@ -38,7 +38,7 @@ def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What one rank does, and which rank it waits for."""
+    """The action of one rank, and the rank that it waits for."""
 
     state: RankState
     done: Action | None = None
@@ -62,23 +62,23 @@ def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
     return tuple(_wait(plan, by_rank, state) for _, state in sorted(by_rank.items()))
 
 
-def root(found: Sequence[Wait]) -> Wait | None:
+def root(rank_waits: Sequence[Wait]) -> Wait | None:
     """The rank that all other ranks wait for in the end: stopped, or waiting for none, or for a message that was sent.
 
     Of several, one within an action (a W that nobody waits for) before those that are through their lists, and of these
     the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
     each other, in the end) is lost between them: a sender that computes, or is stopped, may not have delivered it.
     """
-    if not found:
+    if not rank_waits:
         return None
-    by_rank = {wait.state.rank: wait for wait in found}
-    ends = {_follow(by_rank, wait).state.rank for wait in found if wait.on is not None}
+    by_rank = {wait.state.rank: wait for wait in rank_waits}
+    ends = {_follow(by_rank, wait).state.rank for wait in rank_waits if wait.on is not None}
     candidates = (
-        [wait for wait in found if wait.state.stopped]
+        [wait for wait in rank_waits if wait.state.stopped]
         or [by_rank[rank] for rank in ends]
-        or [wait for wait in found if wait.on is None and wait.current is not None]
-        or [wait for wait in found if wait.on is None]
-        or list(found)
+        or [wait for wait in rank_waits if wait.on is None and wait.current is not None]
+        or [wait for wait in rank_waits if wait.on is None]
+        or list(rank_waits)
     )
     return min(candidates, key=lambda wait: (wait.state.since, wait.state.rank))
 
@@ -136,7 +136,7 @@ def _exchanging(
             yield axis, place, [by_rank[rank] for rank in group if rank != own.rank and rank in by_rank]
 
 
-def same_exchange(plan: Plan, found: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
+def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
     """(axis, ranks along it) where all of them are in the action of `culprit` and have started the same exchanges.
 
     A rank that computes would be behind the others: they go on to the next exchange.
@@ -144,7 +144,7 @@ def same_exchange(plan: Plan, found: Sequence[Wait], culprit: Wait) -> tuple[str
     own = culprit.state
     if culprit.current is None or culprit.current.op is Op.REDUCE_GRAD or not own.working:
         return None
-    by_rank = {wait.state.rank: wait.state for wait in found}
+    by_rank = {wait.state.rank: wait.state for wait in rank_waits}
     for axis, _, others in _exchanging(plan, by_rank, own):
         alike = [other for other in others if _at(other) == _at(own)]
         if alike and len(alike) == len(others) == getattr(plan.sizes, axis) - 1:
@@ -157,7 +157,7 @@ def _at(state: RankState) -> tuple[object, ...]:
 
 
 def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | None:
-    """What runs beside the action at `index`: the backward behind it, if the two are a pair."""
+    """The backward that runs beside the action at `index`, if the two are a pair."""
     two = row[index : index + 2]
     return two[1] if len(two) == 2 and Pair(*two) in schedule.pairs else None
 
@@ -237,14 +237,18 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
 
     `now` is on the clock of the states; there is at least one.
     """
-    found = waits(plan, states)
-    culprit = root(found)
+    rank_waits = waits(plan, states)
+    culprit = root(rank_waits)
     assert culprit is not None  # of no states none is late
-    code, message = STILL, _message(found, culprit, still)
-    if culprit.on is None and not culprit.state.stopped and (same := same_exchange(plan, found, culprit)) is not None:
-        message = _no_exchange(*same, found, still)
+    code, message = STILL, _message(rank_waits, culprit, still)
+    if (
+        culprit.on is None
+        and not culprit.state.stopped
+        and (same := same_exchange(plan, rank_waits, culprit)) is not None
+    ):
+        message = _no_exchange(*same, rank_waits, still)
     if culprit.sent and culprit.on is not None and not culprit.state.stopped:  # else its state is old
-        by_rank = {wait.state.rank: wait.state for wait in found}
+        by_rank = {wait.state.rank: wait.state for wait in rank_waits}
         code, message = DEAD_EDGE, _dead_edge(culprit, by_rank[culprit.on], still)
     return RankFailure(
         rank=culprit.state.rank,
@@ -253,28 +257,32 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
         code=code,
         stage=None if culprit.current is None else culprit.current.stage,
         action=None if culprit.current is None else str(culprit.current),
-        place="\n".join(_row(wait, now) for wait in found[:_ROWS]),
+        place="\n".join(_row(wait, now) for wait in rank_waits[:_ROWS]),
         host=culprit.state.host,
     )
 
 
-def _message(found: Sequence[Wait], culprit: Wait, still: float) -> str:
-    own, waiting = culprit.state, [wait for wait in found if wait.on is not None]
+def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
+    own, waiting = culprit.state, [wait for wait in rank_waits if wait.on is not None]
     nothing = f"nothing has moved for {still:.0f} s"
     if own.stopped:
         return f"{nothing}, and this rank's process is stopped, or its host {own.host} does not answer"
-    states = {(wait.state.state, wait.state.step) for wait in found}
-    if not waiting and len(found) > 1 and len(states) == 1 and culprit.current is None:
+    states = {(wait.state.state, wait.state.step) for wait in rank_waits}
+    if not waiting and len(rank_waits) > 1 and len(states) == 1 and culprit.current is None:
         return f"{nothing}, and all ranks wait in the same collective: a connection between two of them may be dead"
-    ranks = f"{len(waiting)} of {len(found)} ranks wait for this one in the end" if waiting else "this rank the longest"
+    ranks = (
+        f"{len(waiting)} of {len(rank_waits)} ranks wait for this one in the end"
+        if waiting
+        else "this rank the longest"
+    )
     ranks += _along(waiting, own.rank)
     beside = f"; it runs {culprit.current} beside {culprit.beside}" if culprit.beside is not None else ""
-    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + _at_once(found) + beside
+    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + _at_once(rank_waits) + beside
 
 
-def _at_once(found: Sequence[Wait]) -> str:
+def _at_once(rank_waits: Sequence[Wait]) -> str:
     """Which ranks compute and wait for no other; of several each one's device may wait for a message of another's."""
-    computing = [str(wait.state.rank) for wait in found if wait.on is None and wait.current and wait.state.working]
+    computing = [str(wait.state.rank) for wait in rank_waits if wait.on is None and wait.current and wait.state.working]
     if len(computing) < 2:
         return ""
     ranks = ", ".join(computing[:_ROWS])
@@ -293,8 +301,8 @@ def _along(waiting: Sequence[Wait], rank: int) -> str:
     )
 
 
-def _no_exchange(axis: str, ranks: Sequence[int], found: Sequence[Wait], still: float) -> str:
-    states = {wait.state.rank: wait.state for wait in found}
+def _no_exchange(axis: str, ranks: Sequence[int], rank_waits: Sequence[Wait], still: float) -> str:
+    states = {wait.state.rank: wait.state for wait in rank_waits}
     all_of = " and ".join(f"{rank}{_on(states[rank])}" for rank in ranks)
     ends = f"ranks {all_of} have all started the same collective along {axis}, and it does not end"
     return f"nothing has moved for {still:.0f} s: {ends}; a connection between two of them may be dead"

@@ -1,4 +1,4 @@
-"""What a rank does itself, depending on who started it: watch the job, write status.json, print for a person.
+"""The duties of a rank that depend on who started it: watch the job, write status.json, print for a person.
 
 Knows the two kinds of launchers. Must not know how ranks are started, nor how a rank trains.
 """
@@ -23,10 +23,10 @@ from ppctl.train.callback import TrainingEnd
 
 
 class PpctlLauncher:
-    """What a rank does under ppctl's own launcher (`launch/supervisor.py`), which does the rest: print a traceback."""
+    """Under ppctl's own launcher (`launch/supervisor.py`), which does the rest, a rank prints a traceback."""
 
     def make_watch(self, shared: SharedRun, limits: Limits) -> NodeWatch | None:
-        """What has to watch the job on every node."""
+        """Make the watch over the job, if every node needs one."""
         return None
 
     def begin(self, run: RunDir, listener: Listener, heartbeat: HeartbeatFile) -> None:
@@ -41,10 +41,10 @@ class PpctlLauncher:
 
 
 class ExternalLauncher(PpctlLauncher):
-    """What a rank does under torchrun, srun or another scheduler, which starts ranks and nothing more: all the rest."""
+    """Under torchrun, srun or another scheduler, which starts ranks and nothing more, a rank does all the rest."""
 
     def make_watch(self, shared: SharedRun, limits: Limits) -> NodeWatch | None:
-        """What has to watch the job on every node."""
+        """Make the watch over the job, if every node needs one."""
         tried = checkpoint_folder.candidates(shared.config.checkpoint.resume, shared.run.checkpoints)
         return NodeWatch(shared.run, shared.plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))
 

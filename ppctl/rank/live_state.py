@@ -67,7 +67,7 @@ class TimeLeft:
     slowest_save: float | None = None
     """Seconds; None before the first one."""
     saved_bytes: int = 0
-    """What the rank saves: before the first save, how long one will take."""
+    """The size of a save: by it the first one is timed in advance."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     """Seconds of the last steps."""
     _doing: tuple[str, float] | None = None

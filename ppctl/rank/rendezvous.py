@@ -79,7 +79,7 @@ class SharedRun:
 
     @property
     def digest(self) -> str:
-        """Of config and plan: equal on ranks that have the same run."""
+        """The digest of config and plan, equal on ranks that have the same run."""
         text = json.dumps(to_mapping(self.config), sort_keys=True) + self.plan.digest
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a rank writes into the run and prints: metrics, durations of the start, the result, or its failure.
+"""The records that a rank writes into the run: metrics, durations of the start, the result, or its failure.
 
 Knows the files' contents, and where a failure is written. Must not know how a step is computed, why a rank fails, nor
 who is to blame (`launch` judges that).

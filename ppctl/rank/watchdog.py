@@ -202,8 +202,8 @@ def recorders(module: object = None) -> dict[str, Dump]:
         module = _distributed_c10d
         if not torch.cuda.is_initialized():  # a build for CUDA would write an empty record
             names = {backend: name for backend, name in names.items() if backend != "nccl"}
-    found = {backend: getattr(module, name, None) for backend, name in names.items()}
-    return {backend: dump for backend, dump in found.items() if dump is not None}
+    dumps = {backend: getattr(module, name, None) for backend, name in names.items()}
+    return {backend: dump for backend, dump in dumps.items() if dump is not None}
 
 
 def write_records(run: RunDir, rank: int, dumps: Mapping[str, Dump]) -> None:

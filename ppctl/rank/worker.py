@@ -138,14 +138,14 @@ def _share(
 ) -> tuple[SharedRun, SealedStore]:
     """The run that this rank has read itself, given to the others where they wait for it."""
     try:
-        found = sealed(store, known.run)
+        proved = sealed(store, known.run)
     except ConfigError as error:
         if arguments.publish is not None:
             refuse_run(store, error.exit_code, own.world_size)
         raise
     if arguments.publish is not None:
-        publish_run(found, known)
-    return known, found
+        publish_run(proved, known)
+    return known, proved
 
 
 def _exec_with(environment: Mapping[str, str]) -> None:

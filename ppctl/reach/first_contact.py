@@ -45,7 +45,7 @@ class Contact(NamedTuple):
     """A message or a collective of several ranks."""
 
     name: str
-    """As a person reads it: `channel 0->1 F`, `group dp`."""
+    """Its name for a person: `channel 0->1 F`, `group dp`."""
     ranks: tuple[int, ...]
     """Global ranks; of an edge the sender first."""
     run: Callable[[], None]
@@ -212,7 +212,7 @@ class FirstContact:
         self.store.set(f"{_KEY}/{self.rank}", {"host": self.host, "over": False, **entry})
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """What these ranks had written when they were first read."""
+        """The entries of these ranks when they were first read."""
         for rank in ranks:
             if rank not in self._entries:
                 self._entries[rank] = self.store.get(f"{_KEY}/{rank}")

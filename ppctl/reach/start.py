@@ -172,7 +172,7 @@ def call_roll(
 
 
 def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) -> dict[int, Any]:
-    """What these ranks have written under `what`. Raises _Absent naming those that have not in `patience` seconds."""
+    """The entries of these ranks under `what`. Raises _Absent naming those that have not in `patience` seconds."""
     keys = {rank: f"{_KEY}/{what}/{rank}" for rank in ranks}
     try:
         store.wait([*keys.values()], timedelta(seconds=patience))
@@ -207,8 +207,8 @@ def _try_hosts(store: SealedStore, rank: int, limit: float, patience: float) -> 
     rows = store.get(f"{_KEY}/hosts")
     addresses = {int(first): (str(host), int(port)) for first, _, host, port in rows}
     if rank in addresses and len(addresses) > 1:
-        found = unreached({first: address for first, address in addresses.items() if first != rank}, limit)
-        store.set(f"{_KEY}/unreached/{rank}", [[first, *addresses[first], reason] for first, reason in found.items()])
+        reasons = unreached({first: address for first, address in addresses.items() if first != rank}, limit)
+        store.set(f"{_KEY}/unreached/{rank}", [[first, *addresses[first], reason] for first, reason in reasons.items()])
     return [str(name) for _, name, *_ in rows]
 
 

@@ -37,7 +37,7 @@ CUDA = (12, 9)
 
 
 def capability(device: torch.device, *, packed: bool) -> Capability:
-    """What a run on H100s would have to choose from."""
+    """The kernels that a run on H100s could choose from."""
     return Capability("cuda", HOPPER, attend_documents if packed else None, cuda=CUDA)
 
 
@@ -152,7 +152,7 @@ class EvenExchange(ExpertExchange):
     def __call__(
         self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """As in a run."""
+        """Exchange as in a run, and remember how many rows there are."""
 
         def counted() -> Tensor:
             rows = make_rows()

@@ -134,8 +134,8 @@ def _sample(session: Session) -> dict[str, str] | None:
     prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
     if session.data.training is not None:
         line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
-        found = prompt_from(session.data.training.corpora[0].tokens, line_end)
-        prompt[-len(found) :] = torch.from_numpy(found.astype("int64"))
+        start = prompt_from(session.data.training.corpora[0].tokens, line_end)
+        prompt[-len(start) :] = torch.from_numpy(start.astype("int64"))
     if session.plan.sizes.pp > 1:
         dist.broadcast(prompt, dist.get_global_rank(session.groups["pp"], 0), group=session.groups["pp"])
     tokens = prompt.tolist()

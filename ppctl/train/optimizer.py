@@ -197,7 +197,7 @@ def orthogonalised(x: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """The same of all matrices at once, in as many kernels as one takes.
+    """Orthogonalise all matrices at once, in as many kernels as one takes.
 
     torch's iteration, with Jordan's quintic polynomial (https://kellerjordan.github.io/posts/muon/).
     """

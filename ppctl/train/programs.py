@@ -196,8 +196,8 @@ def own_words_of(session: Session) -> Words | None:
 
 def kinds_of_names(names: Iterable[str]) -> str:
     """Names of parameters, those that differ in numbers alone as one: `layers.*.attention.wq`."""
-    found = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
-    return ", ".join(sorted(found)) or "nothing"
+    kinds = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
+    return ", ".join(sorted(kinds)) or "nothing"
 
 
 def sample_keys(session: Session, step: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What one rank computes: its stages of the model, with their weights, kernels, exchanges and recomputation.
+"""One rank's stages of the model, with their weights, kernels, exchanges and recomputation.
 
 Knows how a stage is put together for this rank. Must not know the schedule, nor how gradients are summed.
 """
@@ -36,7 +36,7 @@ from ppctl.plan import StageSpec
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a rank's model is made with besides its config; a rehearsal (`ppctl/rehearsal`) brings its own."""
+    """Makers of the parts of a model that its config does not give; a rehearsal (`ppctl/rehearsal`) brings its own."""
 
     exchange: Callable[[ProcessGroup | None, ProcessGroup | None], ExchangeRows] = ExpertExchange
     """(ep group, etp group), at least one of them: makes the way of rows to experts on other ranks."""

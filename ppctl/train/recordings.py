@@ -1,4 +1,4 @@
-"""What is recorded of chosen steps: every rank's stamps, its gradients, and torch's profile.
+"""Recordings of chosen steps: every rank's stamps, its gradients, and torch's profile.
 
 Knows the keys `log.trace`, `log.gradients` and `log.torch_profile`, and when a step's values are whole. Must not know
 what they are compared with, nor where a run keeps its files. Steps that no key names pay nothing for it.

@@ -1,4 +1,4 @@
-"""What one rank trains: its weights, the sums of their gradients over other ranks, the norm and the optimizer.
+"""The trained state of one rank: weights, the sums of their gradients over other ranks, the norm and the optimizer.
 
 Knows which groups hold copies of a parameter, and which its other parts. Must not know the order of a step.
 """

@@ -78,7 +78,7 @@ class ReplicaCheck(Callback):
         for number, (copy, total) in enumerate(zip(own, sums, strict=True)):
             row[3 * number : 3 * number + 3] = copy.part, *divmod(total, HALF)
         table = gather_rows(row, s.own.rank, s.groups.world).tolist()
-        found: dict[tuple[str, int], dict[tuple[float, float], set[int]]] = {}
+        holders_of: dict[tuple[str, int], dict[tuple[float, float], set[int]]] = {}
         places = [
             (stage, i, name, pp) for pp, listed in enumerate(self._names) for i, (stage, name) in enumerate(listed)
         ]
@@ -86,8 +86,8 @@ class ReplicaCheck(Callback):
         for _, i, name, pp in sorted(places):
             for rank in holders[pp]:
                 part, high, low = table[rank][3 * i : 3 * i + 3]
-                found.setdefault((name, int(part)), {}).setdefault((high, low), set()).add(rank)
-        return found
+                holders_of.setdefault((name, int(part)), {}).setdefault((high, low), set()).add(rank)
+        return holders_of
 
     def _holders(self) -> list[list[int]]:
         """The ranks at each pp_rank."""
@@ -99,7 +99,7 @@ class ReplicaCheck(Callback):
 
 
 def copies(session: Session) -> Iterator[HeldTensor]:
-    """What this rank holds from step to step, in canonical order within a stage: masters, weights, routers' biases."""
+    """The masters, weights and biases that this rank keeps from step to step; in canonical order within a stage."""
     weights = session.replica.weights
     for number, stage in session.model.stages.items():
         for name, parameter in stage.canonical_parameters().items():

@@ -60,7 +60,7 @@ class RankReport:
     """Since the report before, as `driver_allocations`."""
     driver_allocations: float = 0.0
     unused_bytes: float = 0.0
-    """What the GPU's allocator holds and no tensor uses."""
+    """Bytes that the GPU's allocator holds and no tensor uses."""
     mtp_loss: float = 0.0
     """This rank's share of the mean over the MTP modules' losses."""
     updates: float = 0.0
@@ -203,7 +203,7 @@ class StepFigures:
         return report
 
     def further_losses(self, reports: Reports) -> dict[str, float]:
-        """What the objective has beside the loss: MTP's mean loss, and what the auxiliary losses add, over all layers.
+        """The objective's terms beside the loss: MTP's mean loss, and the sum of the auxiliary losses over all layers.
 
         The objective is loss + mtp_weight x mtp_loss + aux_loss.
         """

@@ -1,6 +1,6 @@
 """Starts a run from its newest copies in memory or on the disk, and saves checkpoints beside training.
 
-Knows the keys of `checkpoint`, when a checkpoint is due and who is told of it. Must not know files, nor how copies
+Knows the keys of `checkpoint`, when a checkpoint is due and where it is reported. Must not know files, nor how copies
 travel (`ppctl.checkpoint.local_copies`).
 """
 

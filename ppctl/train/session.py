@@ -48,7 +48,7 @@ def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, devi
 
 @dataclass(frozen=True)
 class SessionParts(ModelParts):
-    """What a session is made with besides its config and plan; a rehearsal (`ppctl/rehearsal`) brings its own."""
+    """Makers of the parts of a session that config and plan do not give; a rehearsal brings its own."""
 
     connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
     """Makes the pipeline's communicator; called where the pipeline has several ranks."""

@@ -58,7 +58,7 @@ def session_shards(session: Session) -> list[Shard]:
 
 
 def gradient_shards(session: Session) -> list[Shard]:
-    """What this rank has of every gradient, by the parameter's name; each use of a shared parameter has its own.
+    """This rank's part of every gradient, by the parameter's name; each use of a shared parameter has its own.
 
     Zeros where nothing reached a parameter. All but those are views of what the optimizer reads.
     """
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
 
 
 def _places(session: Session, name: str) -> Iterator[_Place]:
-    """What this rank's master of a parameter is, as boxes of tensors that checkpoints know."""
+    """The boxes of tensors of a checkpoint that this rank's master of a parameter is."""
     row, shape = session.model.rows[name], tuple(session.replica.weights.model[name].shape)
     origin = tuple(run.start for run in session.model.parts.runs(row))
     run, start = session.replica.weights.run(name), 0
@@ -111,7 +111,7 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
 
 
 def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
-    """What is saved beside the tensors after `step` completed steps.
+    """The state that is saved beside the tensors after `step` completed steps.
 
     `consumed_samples` and `sample_order` are the position in the data, and the rule that says which samples come next.
     """
@@ -203,11 +203,11 @@ def load_first(
     Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
-    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[Found])
+    given = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[Found])
     said = say if ranks.rank == 0 else lambda line: None
-    if not found and session.config.checkpoint.resume == AUTO:
+    if not given and session.config.checkpoint.resume == AUTO:
         said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
-    for one, following in zip_longest(found, found[1:]):
+    for one, following in zip_longest(given, given[1:]):
         if one.warning:
             said(f"warning: {one.warning}")
         try:
@@ -244,7 +244,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
 
 
 def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None:
-    """Raise CheckpointError where the state of another optimizer was saved; a checkpoint of before has AdamW's."""
+    """Raise CheckpointError where another optimizer's state was saved; without an entry it is AdamW's."""
     saved, own = state.get("optimizer", "adamw"), session.config.optim.name
     if saved != own:
         message = f"the checkpoint has the state of optim.name={saved}, and the run has optim.name={own}"
