@@ -26,7 +26,7 @@ from ppctl.model.kernels import Kernels
 from ppctl.plan import Plan
 from ppctl.plan.profile import subject
 from ppctl.private_files import NODE_DIRECTORY
-from ppctl.rank.launcher import PpctlLauncher
+from ppctl.rank.launcher import show_failure
 from ppctl.rank.live_state import Phases
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank_records import RankFailure
@@ -148,8 +148,11 @@ def final_state(outcome: TrainingEnd) -> str:
     return "stopped" if outcome.stopped else "finished"
 
 
-def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, launcher: PpctlLauncher) -> int:
-    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code."""
+def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, watched: bool) -> int:
+    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code.
+
+    `watched` says that ppctl's own launcher writes and prints all but the traceback.
+    """
     code = error.exit_code if isinstance(error, PpctlError) else 1
     # If a watch has written the rank's failure, then this error is only a consequence.
     if run is not None and (_was_replaced(run) or run.has_error(rank)):
@@ -161,7 +164,10 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, lau
         except OSError:
             with suppress(OSError, KeyError):  # no launcher of ppctl's would look for it
                 leave_failure(Path(os.environ[NODE_DIRECTORY]), failure)
-    launcher.report(error, run, rank)
+    if watched:
+        traceback.print_exception(error)
+    else:
+        show_failure(error, run, rank)
     return code
 
 

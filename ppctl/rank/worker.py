@@ -39,7 +39,7 @@ from ppctl.devices import device_index, device_type, group_backends, loopback_va
 from ppctl.errors import ConfigError
 from ppctl.hang.progress import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
-from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
+from ppctl.rank.launcher import make_watch, show_begin, show_end
 from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
 from ppctl.rank.rendezvous import (
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_file_limit()
     phases.add("import", process_age())
     own = OwnRank.from_environment()
-    launcher = ExternalLauncher() if arguments.run is None else PpctlLauncher()
+    watched = arguments.run is not None
     directory = arguments.run or arguments.submitted or arguments.publish
     answers = keep_stdout() if arguments.json else None
     run, plan = None if directory is None else RunDir(directory), None
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return entered
             shared, store = entered
             run, plan = shared.run, shared.plan
-            outcome = _Rank(shared, own, launcher, store, stop, phases, at_end).run()
+            outcome = _Rank(shared, own, store, stop, phases, at_end, watched).run()
             state, code, message = final_state(outcome), 0, ""
         except Exception as error:
-            code = fail(error, run, own.rank, plan, launcher)
+            code = fail(error, run, own.rank, plan, watched=watched)
             state, message = "failed", str(error)
     if answers is not None and run is not None:
         print(json.dumps(run.answer(state, code, message)), file=answers)
@@ -162,11 +162,12 @@ class _Rank:
 
     shared: SharedRun
     own: OwnRank
-    launcher: PpctlLauncher
     store: SealedStore
     stop: StopRequest
     phases: Phases
     at_end: ExitStack
+    watched: bool
+    """Whether ppctl's own launcher (`launch/supervisor.py`) watches and reports the job."""
 
     @property
     def leads(self) -> bool:
@@ -184,22 +185,22 @@ class _Rank:
         listener = Listener()
         dump_on_request(run, self.own.rank, listener)
         limits = Limits.of(config.launch)
-        alarm, watch = Alarm(limits), self.launcher.make_watch(self.shared, limits)
+        alarm, watch = Alarm(limits), None if self.watched else make_watch(self.shared, limits)
         publisher = _publisher(directory, self.own, limits, run.write_heartbeats if watch is None else watch)
         with self.phases("groups"):
             _join(self.shared, self.own, self.store, directory, device, limits, watch)
         with self.phases("build"):
             session = build_session(config, self.shared.plan, self.own.rank, device, heartbeat)
-        if self.leads:
-            self.launcher.begin(run, listener, heartbeat)
+        if self.leads and not self.watched:
+            show_begin(run, listener, heartbeat)
         with self.phases("warm-up"):
             heartbeat.set_state("warming up")
             _warm_up(run, session, self.store)
         outcome = self._train(session, writer, heartbeat, alarm)
         heartbeat.set_state("generating")
         write_results(self.shared, session, outcome, self.phases, leads=self.leads)
-        if self.leads:
-            self.launcher.end(outcome)
+        if self.leads and not self.watched:
+            show_end(outcome)
         # No rank exits before the result is written: the others may fail when it does.
         dist.all_reduce(torch.zeros(1))
         heartbeat.set_state("done")

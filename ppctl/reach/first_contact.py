@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, cast
@@ -70,10 +71,10 @@ def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: 
     for end in sorted(ends, key=lambda end: (_turn(end.channel, len(ranks)), end.channel)):
         name, between = f"channel {end.channel}", (ranks[end.channel.source], ranks[end.channel.target])
         if isinstance(end, VariableEnd):
-            contacts.append(Contact(name, between, _message(end.headers, end.header_device, rank)))
-            contacts.append(Contact(name, between, _message(end.body, device, rank)))
+            contacts.append(Contact(name, between, partial(_message, end.headers, end.header_device, rank)))
+            contacts.append(Contact(name, between, partial(_message, end.body, device, rank)))
         else:
-            contacts.append(Contact(name, between, _message(end, device, rank)))
+            contacts.append(Contact(name, between, partial(_message, end, device, rank)))
     return contacts
 
 
@@ -95,12 +96,12 @@ def group_contacts(
         for edge in sorted((edge for edge in edges if rank in edge[:2]), key=lambda edge: _turn(edge, size)):
             end = DirectEnd(edge, gloo, other_end(edge, rank), _TAG)
             between = (ranks[edge.source], ranks[edge.target])
-            contacts.append(Contact(f"edge of group {name}", between, _message(end, _CPU, rank)))
+            contacts.append(Contact(f"edge of group {name}", between, partial(_message, end, _CPU, rank)))
     devices = [_CPU] * (gloo is not None) + [device] * (gloo is None or device != _CPU)
-    contacts += [Contact(f"group {name} ({on.type})", ranks, _collective(group, on)) for on in devices]
+    contacts += [Contact(f"group {name} ({on.type})", ranks, partial(_all_reduce, group, on)) for on in devices]
     ways = {"round": _round, "all to all": _all_to_all}
     return contacts + [
-        Contact(f"group {name} ({device.type}), {each}", ranks, way(group, device))
+        Contact(f"group {name} ({device.type}), {each}", ranks, partial(way, group, device))
         for each, way in ways.items()
         if each in exchanges
     ]
@@ -124,47 +125,35 @@ def _turn(edge: Channel, size: int) -> tuple[int, int]:
     return (2 if size % 2 and index == size - 1 else index % 2), index
 
 
-def _message(end: DirectEnd, device: torch.device, rank: int) -> Callable[[], None]:
-    def send_or_receive() -> None:
-        number = (torch.zeros(1, device=device),)
-        works: Sequence[Pending] = end.start_send(number) if end.channel.source == rank else end.receive_into(number)
-        for work in works:
-            work.wait()
-        _synchronize(device)
-
-    return send_or_receive
+def _message(end: DirectEnd, device: torch.device, rank: int) -> None:
+    number = (torch.zeros(1, device=device),)
+    works: Sequence[Pending] = end.start_send(number) if end.channel.source == rank else end.receive_into(number)
+    for work in works:
+        work.wait()
+    _synchronize(device)
 
 
-def _collective(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    def all_reduce() -> None:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _synchronize(device)
-
-    return all_reduce
+def _all_reduce(group: ProcessGroup, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _synchronize(device)
 
 
-def _round(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    def hop() -> None:
-        rank, size = group.rank(), group.size()
-        sent, arriving = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        ops = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        _synchronize(device)
-
-    return hop
+def _round(group: ProcessGroup, device: torch.device) -> None:
+    rank, size = group.rank(), group.size()
+    sent, arriving = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    ops = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    _synchronize(device)
 
 
-def _all_to_all(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    def exchange() -> None:
-        sent = torch.zeros(group.size(), device=device)
-        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-        _synchronize(device)
-
-    return exchange
+def _all_to_all(group: ProcessGroup, device: torch.device) -> None:
+    sent = torch.zeros(group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    _synchronize(device)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -88,11 +88,6 @@ class Reports:
     stages: int
     """How many of a row's numbers are seconds of stages."""
 
-    @classmethod
-    def of(cls, reports: Sequence[RankReport]) -> Reports:
-        """These reports, of rank 0 and so on."""
-        return cls(np.array([report.pack() for report in reports], dtype=np.float64), len(reports[0].stage_seconds))
-
     def column(self, name: str) -> Numbers:
         """One field of all ranks (not the two lists)."""
         return self.table[:, _COLUMNS[name]]

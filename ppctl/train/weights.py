@@ -106,8 +106,7 @@ class ShardedWeights(Weights):
     def publish(self) -> None:
         """Make the model's weights from the ranks' masters. A collective of the groups."""
         for names in self.buckets(self.model):
-            coming = self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
-            coming.into(self.model[name].data for name in names)
+            self._start(names).into(self.model[name].data for name in names)
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -119,6 +118,10 @@ class ShardedWeights(Weights):
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
+
+    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
+        """Start making the weights of one of `buckets` whole from the ranks' masters."""
+        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def start_gather(
         self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype
@@ -232,9 +235,6 @@ class GatheredWeights(ShardedWeights):
         """Forget all weights, where no backward follows."""
         for stage in self.stages:
             self.release(stage)
-
-    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
-        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def _made(self, name: str) -> Tensor:
         """Memory for a weight, which is the model's from now on."""
