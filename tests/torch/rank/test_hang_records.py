@@ -8,13 +8,15 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ppctl.rank import watchdog
 from ppctl.rank.own_process import Listener
 from ppctl.rundir import RunDir
-from ppctl.train.reports import TIME_IS_OVER, RankReport, Reports, stop_reason
+from ppctl.train.callback import TIME_IS_OVER
+from ppctl.train.reports import RankReport, Reports, stop_reason
 
 
 @pytest.fixture
@@ -103,4 +105,4 @@ def test_a_signals_action_is_done_while_the_main_thread_is_busy() -> None:
     ],
 )
 def test_all_know_why_they_stop(stops: list[int], reason: str | None) -> None:
-    assert stop_reason(Reports.of([RankReport(stop=float(stop)) for stop in stops])) == reason
+    assert stop_reason(Reports(np.array([RankReport(stop=float(stop)).pack() for stop in stops]), 0)) == reason
