@@ -42,13 +42,10 @@ class Recorder:
         self.pp_rank = pp_rank
         self.clock_offset = clock_offset
         """Seconds to add to this host's clock to get the pipeline's common clock."""
-        self._take(actions)
+        Recorder.follow(self, actions)
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Stamp another list from the next step on; what was stamped before is forgotten."""
-        self._take(actions)
-
-    def _take(self, actions: Sequence[Action]) -> None:
         self.actions = tuple(actions)
         self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
         stamped = [self.actions[index] for index in self._stamped]

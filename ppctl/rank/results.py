@@ -41,7 +41,7 @@ from ppctl.train.metrics import Screen, TensorBoard, WeightsAndBiases
 from ppctl.train.session import Session
 
 
-class MetricsFile(Callback):
+class MetricsLog(Callback):
     """Adds records to metrics.jsonl.
 
     The first one replaces the records of its step and of later ones that an earlier start of the run has left; no
@@ -63,7 +63,7 @@ def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
     """Rank 0's writers of records: metrics.jsonl first (it is the truth), then trackers, which `at_end` ends, and the
     screen."""
     log, run = shared.config.log, shared.run
-    yield MetricsFile(run)
+    yield MetricsLog(run)
     if log.tensorboard:
         board = TensorBoard(str(run.trace))
         at_end.callback(board.end)

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return entered
             shared, store = entered
             run, plan = shared.run, shared.plan
-            outcome = _Rank(shared, own, store, stop, phases, at_end, watched).run()
+            outcome = _RankProcess(shared, own, store, stop, phases, at_end, watched).run()
             state, code, message = final_state(outcome), 0, ""
         except Exception as error:
             code = fail(error, run, own.rank, plan, watched=watched)
@@ -157,7 +157,7 @@ def _exec_with(environment: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankProcess:
     """One rank of a run, once it has met the others."""
 
     shared: SharedRun

@@ -31,7 +31,7 @@ from ppctl.rundir import RunDir
 from ppctl.schedule.action import BACKWARDS, Action, Op
 from ppctl.train.session import Session, build_session, reads_data
 from ppctl.train.step import Trainer
-from ppctl.train.weights import ShardedWeights
+from ppctl.train.trained_weights import ShardedWeights
 
 _DURING = {Op.F: FORWARD, **dict.fromkeys(BACKWARDS, BACKWARD)}
 

@@ -3,7 +3,7 @@
 loop               step after step; callback: what follows a run, at which places of it
 session            one rank of a run; it is made of a rank_model (what it computes) and a replica (what it trains)
 step               the order of a step; programs: its stages with the objective
-weights            weights and their masters, whole or divided over replicas; mixed_precision: autocast, loss scale
+trained_weights    weights and their masters, whole or divided over replicas; mixed_precision: autocast, loss scale
 grad_norm          the gradients' norm; optimizer: AdamW and Muon (decisions 61 and 67)
 reports            a step's numbers: the ranks' reports, and the figures made of them
 evaluate, generate evaluation, and text from the trained model

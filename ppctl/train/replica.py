@@ -29,7 +29,7 @@ from ppctl.train.grad_norm import GradientNorm, GradNorm, clip_gradients, locate
 from ppctl.train.mixed_precision import LossScale, unscale
 from ppctl.train.optimizer import AdamW, Muon, make_optimizer
 from ppctl.train.rank_model import RankModel
-from ppctl.train.weights import GatheredWeights, GradientScatter, ShardedWeights, Weights
+from ppctl.train.trained_weights import GatheredWeights, GradientScatter, ShardedWeights, Weights
 from ppctl.wide_dtype import wide_dtype
 
 

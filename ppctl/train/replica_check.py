@@ -20,7 +20,7 @@ from ppctl.geometry.rows import Parameter
 from ppctl.topology import RankGrid
 from ppctl.train.callback import Callback, StepResult
 from ppctl.train.session import Session
-from ppctl.train.weights import ShardedWeights
+from ppctl.train.trained_weights import ShardedWeights
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF = 2**32

@@ -23,7 +23,7 @@ from ppctl.parallel.context_gradients import GradientSums, RingGradients, Scatte
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients
-from ppctl.train import replica, weights
+from ppctl.train import replica, trained_weights
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -181,7 +181,7 @@ MUTANTS: dict[str, tuple[Mutant, str, dict[str, Any]]] = {
     "gradients over dp": (partial(_without_reduction, "group"), "latent", dict(dp=2)),
     "gradients over edp": (partial(_without_reduction, "expert_group"), "experts", dict(cp=2)),
     "gradients of shards": (
-        lambda: patch.object(weights, "scatter_sums", _own_parts),
+        lambda: patch.object(trained_weights, "scatter_sums", _own_parts),
         "grouped",
         dict(dp=2, data_parallel_sharding="optimizer_gradients"),
     ),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppctl.parallel.tensor import gather_runs
 from ppctl.train.session import Session
-from ppctl.train.weights import ShardedWeights
+from ppctl.train.trained_weights import ShardedWeights
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
-from ppctl.train.weights import GradientScatter
+from ppctl.train.trained_weights import GradientScatter
 
 STEPS = 2
 LAYOUT = "Et|tt|t|tmL"

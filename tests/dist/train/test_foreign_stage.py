@@ -32,7 +32,7 @@ from ppctl.train.optimizer import AdamW
 from ppctl.train.session import Session, build_session
 from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
-from ppctl.train.weights import Weights
+from ppctl.train.trained_weights import Weights
 
 CPU = torch.device("cpu")
 

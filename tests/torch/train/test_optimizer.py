@@ -14,7 +14,7 @@ from ppctl.model.stage import build_stage
 from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
 from ppctl.train.mixed_precision import LossScale, unscale
 from ppctl.train.optimizer import AdamW
-from ppctl.train.weights import Weights
+from ppctl.train.trained_weights import Weights
 
 
 def masters(layout="EttttL", stage=0, **changes):

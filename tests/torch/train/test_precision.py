@@ -11,7 +11,7 @@ from ppctl.config.schema import OptimConfig
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
 from ppctl.train.optimizer import AdamW
-from ppctl.train.weights import Weights
+from ppctl.train.trained_weights import Weights
 
 
 def stage_of(dtype):
