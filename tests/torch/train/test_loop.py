@@ -73,21 +73,15 @@ def test_a_callback_is_called_at_its_places_in_their_order(monkeypatch: pytest.M
     """As `Callback` documents it, with an error in the second step, which ends the run."""
     called: list[str] = []
 
-    class Noting(Callback):
-        """Notes every call, and fails in the second step."""
+    def failing(result: StepResult) -> None:
+        called.append("post_step")
+        if result.step == 2:
+            raise ValueError("struck by a test")
 
-        def __getattribute__(self, name: str) -> Any:
-            if not name.startswith("_"):
-                called.append(name)
-            return super().__getattribute__(name)
-
-        def post_step(self, result: StepResult) -> None:
-            if result.step == 2:
-                raise ValueError("struck by a test")
-
-        def close(self, error: BaseException | None) -> None:
-            called.append(str(error))
-
+    noting = Callback()
+    for name in ("pre_train", "enter", "pre_step", "pre_update", "post_update", "log_metrics", "post_train"):
+        setattr(noting, name, lambda *_, name=name: called.append(name))
+    noting.post_step, noting.close = failing, lambda error: called.extend(["close", str(error)])  # type: ignore[method-assign]
     config = RunConfig()
     config.train.steps, config.log.interval = STEPS, 5
     trainer = SimpleNamespace(step=lambda number: StepResult(number + 1, {"loss": 1.0}, None, False, (0.0,) * 4))
@@ -95,6 +89,6 @@ def test_a_callback_is_called_at_its_places_in_their_order(monkeypatch: pytest.M
     data = SimpleNamespace(batches=lambda *_: None)
     session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), data=data)
     with pytest.raises(ValueError, match="struck"):
-        loop.train(session, Start(), Callbacks(Callback(), Noting()))
+        loop.train(session, Start(), Callbacks(Callback(), noting))
     step = ["enter", "pre_step", "post_update"]
     assert called == ["pre_train", *step, "log_metrics", "post_step", *step, "post_step", "close", "struck by a test"]
