@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
 from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce_sums, start_sending
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
