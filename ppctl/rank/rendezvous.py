@@ -169,7 +169,7 @@ def node_directory(own: OwnRank, store: SealedStore, at_end: ExitStack) -> Path:
     key = f"{_NODE}/of/{own.rank - own.local_rank}"
     if own.local_rank != 0:
         with suppress(RuntimeError, OSError):  # a first rank that does not come is the roll call's to tell
-            store.wait([key], _FIRST_RANK)
+            store.plain.wait([key], _FIRST_RANK)
             name = str(store.get(key))
             if is_own_name(name):
                 names(shared_memory() / name)

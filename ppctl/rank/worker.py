@@ -177,7 +177,7 @@ class _RankProcess:
     def run(self) -> TrainingEnd:
         """Connect, build, warm up, train, and write what came of it. A collective over the world."""
         run, config = self.shared.run, self.shared.config
-        writer = _writer(self.shared, self.own, self.store)
+        writer = self._writer()
         device = _device(self.shared, self.own)
         directory = node_directory(self.own, self.store, self.at_end)
         heartbeat = HeartbeatFile(directory, self.own.rank)
@@ -186,16 +186,16 @@ class _RankProcess:
         dump_on_request(run, self.own.rank, listener)
         limits = Limits.of(config.launch)
         alarm, watch = Alarm(limits), None if self.watched else make_watch(self.shared, limits)
-        publisher = _publisher(directory, self.own, limits, run.write_heartbeats if watch is None else watch)
+        publisher = self._publisher(directory, limits, run.write_heartbeats if watch is None else watch)
         with self.phases("groups"):
-            _join(self.shared, self.own, self.store, directory, device, limits, watch)
+            self._join(directory, device, limits, watch)
         with self.phases("build"):
             session = build_session(config, self.shared.plan, self.own.rank, device, heartbeat)
         if self.leads and not self.watched:
             show_begin(run, listener, heartbeat)
         with self.phases("warm-up"):
             heartbeat.set_state("warming up")
-            _warm_up(run, session, self.store)
+            self._warm_up(session)
         outcome = self._train(session, writer, heartbeat, alarm)
         heartbeat.set_state("generating")
         write_results(self.shared, session, outcome, self.phases, leads=self.leads)
@@ -209,6 +209,54 @@ class _RankProcess:
             publisher.stop()
         _disconnect(session)
         return outcome
+
+    def _writer(self) -> Callable[[], WriterAddress]:
+        """Start the node's writer of checkpoints on its first rank, before that uses a GPU; its address comes later."""
+        store, name = self.store, f"checkpoint writer {self.own.rank - self.own.local_rank}"
+        key = store.key_for(name)
+        if self.own.local_rank == 0 and self.shared.config.checkpoint.in_background:
+            try:
+                address = WriterProcess(key).address
+            except OSError as error:
+                why = f"no checkpoint writer could be started, ranks write themselves: {error}"
+                print(f"warning: {why}", file=sys.stderr)
+                address = WriterAddress()
+            store.set(name, address.name)
+        return lambda: WriterAddress(str(store.get(name)), key)
+
+    def _publisher(self, directory: Path, limits: Limits, write: Write) -> Publisher | None:
+        """On one rank of a node, the thread that publishes the states of all its ranks."""
+        if self.own.local_rank != 0:
+            return None
+        ranks = range(self.own.rank, self.own.rank + self.own.local_world_size)
+        publisher = Publisher(directory, ranks, write, limits.look)
+        publisher.start()
+        return publisher
+
+    def _join(self, directory: Path, device: torch.device, limits: Limits, watch: NodeWatch | None) -> None:
+        """Join the world once all ranks have come and their hosts reach each other."""
+        own, store, launch = self.own, self.store, self.shared.config.launch
+        edge_limit, patience = float(seconds(launch.edge_limit)), _patience(self.shared).total_seconds()
+        digest = self.shared.digest
+        hosts = call_roll(store, own.rank, own.world_size, digest, edge_limit=edge_limit, patience=patience)
+        if watch is not None:
+            watch.meet(hosts)
+        nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
+        backends = group_backends(device.type, nccl, os.environ, share=launch.share_gpu)
+        refuse_backend(self.shared.config, backends, nccl)
+        if len(hosts) == 1:
+            for name, value in loopback_variables().items():
+                os.environ.setdefault(name, value)
+        groups = store_of_groups(store, own, directory, hosts)
+        join_world(groups, own.rank, own.world_size, backends, limits.of_groups)
+
+    def _warm_up(self, session: Session) -> None:
+        """Send the first message over every connection and group of the session. A collective over the world."""
+        launch, messages, ties = session.config.launch, session.pipeline.communicator, session.replica.ties.group
+        exchanges = session.groups.exchanges(session.config.model.cp_comm_type)
+        edges = warm_up(self.store, launch, session.device, messages, session.groups, ties, exchanges)
+        if edges is not None:
+            self.shared.run.write_edges(edges)
 
     def _train(
         self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
@@ -240,29 +288,6 @@ class _RankProcess:
         return train(session, start, callbacks)
 
 
-def _warm_up(run: RunDir, session: Session, store: SealedStore) -> None:
-    """Send the first message over every connection and group of the session. A collective over the world."""
-    launch, messages, ties = session.config.launch, session.pipeline.communicator, session.replica.ties.group
-    exchanges = session.groups.exchanges(session.config.model.cp_comm_type)
-    edges = warm_up(store, launch, session.device, messages, session.groups, ties, exchanges)
-    if edges is not None:
-        run.write_edges(edges)
-
-
-def _writer(shared: SharedRun, own: OwnRank, store: SealedStore) -> Callable[[], WriterAddress]:
-    """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
-    name, config = f"checkpoint writer {own.rank - own.local_rank}", shared.config.checkpoint
-    key = store.key_for(name)
-    if own.local_rank == 0 and config.in_background:
-        try:
-            address = WriterProcess(key).address
-        except OSError as error:
-            print(f"warning: no checkpoint writer could be started, ranks write themselves: {error}", file=sys.stderr)
-            address = WriterAddress()
-        store.set(name, address.name)
-    return lambda: WriterAddress(str(store.get(name)), key)
-
-
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     """The device of this rank. Raises ConfigError for an environment in which it would hang."""
     # The launcher's environment is not always the rank's: a job's setup and a node's own profile come later.
@@ -278,39 +303,6 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     device = torch.device("cuda", device_index(own.local_rank, gpus, share=launch.share_gpu))
     torch.cuda.set_device(device)
     return device
-
-
-def _publisher(directory: Path, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
-    """On one rank of a node, the thread that publishes the states of all its ranks."""
-    if own.local_rank != 0:
-        return None
-    publisher = Publisher(directory, range(own.rank, own.rank + own.local_world_size), write, limits.look)
-    publisher.start()
-    return publisher
-
-
-def _join(
-    shared: SharedRun,
-    own: OwnRank,
-    store: SealedStore,
-    directory: Path,
-    device: torch.device,
-    limits: Limits,
-    watch: NodeWatch | None,
-) -> None:
-    """Join the world once all ranks have come and their hosts reach each other."""
-    edge_limit, patience = float(seconds(shared.config.launch.edge_limit)), _patience(shared).total_seconds()
-    hosts = call_roll(store, own.rank, own.world_size, shared.digest, edge_limit=edge_limit, patience=patience)
-    if watch is not None:
-        watch.meet(hosts)
-    nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
-    backends = group_backends(device.type, nccl, os.environ, share=shared.config.launch.share_gpu)
-    refuse_backend(shared.config, backends, nccl)
-    if len(hosts) == 1:
-        for name, value in loopback_variables().items():
-            os.environ.setdefault(name, value)
-    groups = store_of_groups(store, own, directory, hosts)
-    join_world(groups, own.rank, own.world_size, backends, limits.of_groups)
 
 
 def _disconnect(session: Session) -> None:

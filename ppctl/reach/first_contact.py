@@ -209,9 +209,9 @@ class FirstContact:
 
     def _arrive(self) -> None:
         """Wait until all ranks have arrived: their limits begin at the same time."""
-        if self.store.add(f"{_KEY}/arrived", 1) == self.world:
+        if self.store.plain.add(f"{_KEY}/arrived", 1) == self.world:
             self.store.set(f"{_KEY}/all", True)
-        self.store.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
+        self.store.plain.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
 
     def _fail(self, contact: Contact, how: str) -> None:
         at = [contact.name, list(contact.ranks)]

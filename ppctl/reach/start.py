@@ -175,9 +175,9 @@ def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) 
     """The entries of these ranks under `what`. Raises _Absent naming those that have not in `patience` seconds."""
     keys = {rank: f"{_KEY}/{what}/{rank}" for rank in ranks}
     try:
-        store.wait([*keys.values()], timedelta(seconds=patience))
+        store.plain.wait([*keys.values()], timedelta(seconds=patience))
     except RuntimeError:
-        absent = [str(rank) for rank, key in keys.items() if not store.has(key)]
+        absent = [str(rank) for rank, key in keys.items() if not store.plain.check([key])]
         named = ", ".join(absent[:_SHOWN]) + (f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
         have = "rank {} has" if len(absent) == 1 else "ranks {} have"
         raise _Absent(f"{have.format(named)} not come within {patience:g} s; all others wait") from None
@@ -203,7 +203,7 @@ def _first_of_each_host(ranks: Mapping[int, Any]) -> dict[int, Any]:
 
 def _try_hosts(store: SealedStore, rank: int, limit: float, patience: float) -> list[str]:
     """The first rank of every host tries all other hosts. Returns the hosts' names."""
-    store.wait([f"{_KEY}/hosts"], timedelta(seconds=patience))
+    store.plain.wait([f"{_KEY}/hosts"], timedelta(seconds=patience))
     rows = store.get(f"{_KEY}/hosts")
     addresses = {int(first): (str(host), int(port)) for first, _, host, port in rows}
     if rank in addresses and len(addresses) > 1:
@@ -229,14 +229,14 @@ def _raise_on_every_rank(store: SealedStore, rank: int, world: int, problem: Pro
     """Raise rank 0's `problem` on every rank. The store may be in rank 0, which stays until all others have read it."""
     if rank == 0:
         store.set(f"{_KEY}/result", None if problem is None else problem.to_json())
-    store.wait([f"{_KEY}/result"], timedelta(seconds=patience))
+    store.plain.wait([f"{_KEY}/result"], timedelta(seconds=patience))
     result = store.get(f"{_KEY}/result")
     if result is None:
         return
-    readers = store.add(f"{_KEY}/readers", 1)
+    readers = store.plain.add(f"{_KEY}/readers", 1)
     deadline = time.monotonic() + _LATER
     while rank == 0 and readers < world and time.monotonic() < deadline:
         time.sleep(0.02)
         with suppress(RuntimeError):
-            readers = store.add(f"{_KEY}/readers", 0)
+            readers = store.plain.add(f"{_KEY}/readers", 0)
     raise _KINDS[result["code"]](Problem(**result))

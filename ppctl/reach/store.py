@@ -18,7 +18,6 @@ import json
 import os
 import re
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -117,7 +116,7 @@ _PROOF = 64
 
 
 class SealedStore:
-    """JSON values by key in `plain`, torch's store of the start with the number `start`. No secret: no proofs."""
+    """JSON values by key in `plain`, torch's store, of which the start has the number `start`. No secret: no proofs."""
 
     def __init__(self, plain: Store, secret: bytes | None, start: str) -> None:
         self.plain = plain
@@ -136,18 +135,6 @@ class SealedStore:
         if not hmac.compare_digest(proof.encode(), self._proof(key, text).encode()):
             raise TrainingError(unproved(key))
         return json.loads(text)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a count; returns the sum."""
-        return self.plain.add(key, amount)
-
-    def wait(self, keys: Sequence[str], limit: timedelta) -> None:
-        """Wait until all keys are there. Raises RuntimeError after `limit`."""
-        self.plain.wait(list(keys), limit)
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there now."""
-        return self.plain.check([key])
 
     def key_for(self, purpose: str) -> bytes:
         """A key that the ranks of this start have in common, for one purpose; empty without a secret."""
