@@ -98,7 +98,8 @@ class Callback:
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
         """The program that the engine calls for a stage in place of `program`, which it may watch.
 
-        `first` is the step's microbatch that is number 0 of the schedule call. Asked once, before the first step.
+        `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
+        where the batch grows.
         """
         return program
 
