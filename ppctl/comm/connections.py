@@ -134,14 +134,14 @@ class Connections:
         return cast(Transport, self._made[name])
 
 
-_WIRES: WeakKeyDictionary[ProcessGroup, Connections] = WeakKeyDictionary()
+_CONNECTIONS: WeakKeyDictionary[ProcessGroup, Connections] = WeakKeyDictionary()
 
 
 def connections_of(pp_group: ProcessGroup) -> Connections:
-    """The group's connections: of all communicators over it the same."""
-    if pp_group not in _WIRES:
-        _WIRES[pp_group] = Connections(pp_group)
-    return _WIRES[pp_group]
+    """The group's connections, which all communicators over it share."""
+    if pp_group not in _CONNECTIONS:
+        _CONNECTIONS[pp_group] = Connections(pp_group)
+    return _CONNECTIONS[pp_group]
 
 
 def device_backend(pp_group: ProcessGroup) -> str | None:

@@ -120,7 +120,7 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
 
 
 class AllocatorFigures(NamedTuple):
-    """How the allocator of a process gets on; nothing on a CPU, where none has a cache."""
+    """Counters of torch's caching allocator in this process; zeros on a CPU, which has none."""
 
     retries: int = 0
     """How often it has freed memory and waited for the device, ever."""
@@ -131,7 +131,7 @@ class AllocatorFigures(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> AllocatorFigures:
-        """Those of now."""
+        """The present counters."""
         if device.type != "cuda":
             return cls()
         stats = _stats(device)

@@ -161,7 +161,7 @@ class DevicePace:
             raise error
 
     def _follow(self) -> None:
-        """The device's way through the list, from mark to mark."""
+        """Follow the device through the list, from mark to mark."""
         computing = False
         with self._on_device():
             while (mark := self._marks.get()) is not None:

@@ -57,7 +57,7 @@ class StageProgram:
 
 
 class Live(NamedTuple):
-    """The needs of a microbatch between its forward and its backward."""
+    """The state of a microbatch between its forward and its backward."""
 
     arrival: Arrival | None
     leaves: Message
@@ -69,7 +69,7 @@ class Live(NamedTuple):
 
 
 class Due(NamedTuple):
-    """The needs of a microbatch between its I and its W."""
+    """The state of a microbatch between its I and its W."""
 
     put_off: PutOff
     arrivals: tuple[Arrival, ...]

@@ -93,7 +93,7 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
 
 
 def sealed(store: Store, run: RunDir, *, told: bool = False) -> SealedStore:
-    """The store with the secret of the run's newest start; `told` and what is raised as `secret_of` has them."""
+    """The store with the secret of the run's newest start. `told` and the errors are those of `secret_of`."""
     # A number alone would be that of another job's start, whose secret is still in its run directory, as well.
     start = [os.environ.get(name, "") for name in (_TORCHRUN, "MASTER_PORT", _START)]
     return SealedStore(store, secret_of(run, told=told), " ".join(start))
