@@ -59,10 +59,6 @@ class Weights:
         """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
         return range(self.model[name].numel())
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The accumulated gradients by canonical name, without the parameters that received none."""
-        return {name: master.grad for name, master in self.master.items() if master.grad is not None}
-
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == wide_dtype(parameter.dtype):

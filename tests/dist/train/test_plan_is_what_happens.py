@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accumulated import accumulated
 from dense_runs import config_of, session_of, trainer_of
 from live_memory import LiveBytes, count_in_flight
 from ranks import run_ranks
@@ -63,7 +64,7 @@ def bytes_of_state(mapping):
     weights, plan = session.replica.weights, session.plan.pp_ranks[session.own.pp_rank]
     moments = [state[key] for state in session.replica.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     masters = [weights.master[name] for name, own in weights.model.items() if own is not weights.master[name]]
-    held = (weights.model.values(), weights.gradients().values(), [*moments, *masters])
+    held = (weights.model.values(), accumulated(weights).values(), [*moments, *masters])
     measured = tuple(sum(tensor.nbytes for tensor in tensors) for tensors in held)
     return measured, (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes)
 
