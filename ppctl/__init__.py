@@ -61,5 +61,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What there is, without loading it."""
+    """The public names, without loading them."""
     return [*globals(), *_HOME_OF]

@@ -19,7 +19,7 @@ _SEVERAL_RANKS_SINCE = (2, 30, 7)
 
 
 def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
-    """What is wrong with a value of QUEUES for a pipeline of so many ranks, if anything is."""
+    """The problem with a value of QUEUES for a pipeline of `pp` ranks; None where there is none."""
     if pp == 1 or queues != "1":
         return None
     return (

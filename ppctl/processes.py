@@ -1,6 +1,6 @@
-"""The processes of this machine: a name that stays unique, whether one has ended or is stopped; SIGTERM to this one.
+"""The processes of this machine: how one is started, a name that stays unique, whether one has ended or is stopped.
 
-Knows /proc. Must not know what a process does, nor runs.
+Also SIGTERM to this one. Knows /proc. Must not know what a process does, nor runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,18 @@ from pathlib import Path
 from typing import Any
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def python(module: str) -> list[str]:
+    """The command that runs `module` in a process of its own, with the modules that this process can import.
+
+    `python -m` takes modules from the working directory first, where another user may have put a `torch.py`: that
+    directory is left out (-P) unless this process itself was started so that it counts.
+    """
+    with suppress(OSError):  # the working directory has been removed
+        if not {"", os.getcwd()} & set(sys.path):
+            return [sys.executable, "-P", "-m", module]
+    return [sys.executable, "-m", module]
 
 
 def identity() -> dict[str, Any]:

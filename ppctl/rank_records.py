@@ -1,4 +1,4 @@
-"""What a rank is doing, and why one failed: the two records that ranks, launcher and commands exchange through files.
+"""The state of a rank and the cause of a failure: records that ranks, launcher and commands exchange through files.
 
 Knows their fields and their JSON, in which later versions only add fields: records of older runs are read as well.
 Must not know where a record is stored, nor what is concluded from it.
@@ -26,7 +26,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank is doing."""
+    """The present work of one rank."""
 
     rank: Count
     state: Annotated[str, frozenset(STATES)]

@@ -1,4 +1,4 @@
-"""What the rehearsal of one rank measured: what its process hands to the command that started it.
+"""The measurements of one rehearsed rank, which its process hands to the command that started it.
 
 Knows the fields and their JSON. Must not know how they are measured, nor what is concluded from them.
 """

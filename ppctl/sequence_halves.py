@@ -85,7 +85,7 @@ def own_blocks(lengths: Lengths) -> tuple[Block, ...]:
 
 @lru_cache(1024)
 def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[Block, ...]:
-    """What a rank's queries see of another one's keys: of each row one block, or none.
+    """Blocks in which a rank's queries see the keys of another rank: of each row one, or none.
 
     Keys are of an earlier chunk than the queries, so that only the document over the end of the keys' last visible
     chunk counts: its queries are the first, its keys the last of what is visible. From an earlier rank that is its
@@ -106,7 +106,7 @@ def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[Block, ...]
 
 @lru_cache(64)
 def gathered_blocks(lengths: Lengths, own: Halves) -> tuple[Block, ...]:
-    """What a rank's queries see of the whole sequence before the half that they are in: of each row and half at most
+    """Blocks in which a rank's queries see the whole sequence before their half: of each row and half at most
     one block, the document over the half's start. Keys count within the whole sequence."""
 
     def of_row(row: Sequence[int]) -> list[tuple[int, int, int, int]]:

@@ -1,8 +1,9 @@
 """Checkpoints by canonical global name: atomic, verified, and readable in any cut of the model.
 
 boxes, shards      which part of a tensor, and its values; holders: who holds and who writes it
-shard_file         the file of a rank; manifest: what is in all of them; format_1: the old format; state: what is beside
-                   tensors; names: lists of tensors for people
+shard_file         the file of a rank; manifest: what is in all of them; state: what is beside tensors; names: lists of
+                   tensors for people
+format_1           the old format, torch's; dcp_metadata: the index of torch's formats, without running it
 saver              the order of a save; disk: its work on the file system
 background         a save beside training (decision 50), from host_memory, by the node's writer
 local_copy         copies in memory that outlive the process (decision 51); local_copies: on all hosts

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
+from ppctl.checkpoint.dcp_metadata import read_metadata
 from ppctl.checkpoint.manifest import Manifest, damaged
 from ppctl.checkpoint.shards import values_of
 from ppctl.errors import CheckpointError
@@ -53,12 +54,19 @@ class Reader:
 
 
 class _Storage(FileSystemReader):
-    """Reads `.metadata`, which lists all tensors, once and not for each of them."""
+    """Reads `.metadata`, which lists all tensors, once and not for each of them; of the tensors alone.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    torch would run what the pickle says, and load other entries than tensors as pickles, too.
+    """
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, and where."""
         if self._kept is None:
-            self._kept = super().read_metadata(*args, **kwargs)
+            found = read_metadata(Path(self.path))
+            entries = found.state_dict_metadata.items()
+            found.state_dict_metadata = {key: each for key, each in entries if isinstance(each, TensorStorageMetadata)}
+            found.storage_meta = StorageMeta(load_id=self.load_id)
+            self._kept = found
         return self._kept
 
     _kept: Metadata | None = None

@@ -31,6 +31,7 @@ from ppctl import wire
 from ppctl.checkpoint.disk import Disk, Values
 from ppctl.checkpoint.shard_file import Part, file_name
 from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.processes import python
 
 _HELLO = struct.Struct("<qq")
 """The rank, and the bytes of its memory, whose descriptor comes along."""
@@ -62,7 +63,7 @@ class WriterProcess:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"\0{self.address.name}")  # in no directory: gone with the processes
             listening.listen(socket.SOMAXCONN)  # ranks can connect from now on
-            command = [sys.executable, "-m", "ppctl.checkpoint.writer", str(listening.fileno()), str(os.getpid())]
+            command = [*python("ppctl.checkpoint.writer"), str(listening.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
                 command, pass_fds=[listening.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )

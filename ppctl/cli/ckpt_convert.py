@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ppctl.cli.runs import add_runs_directory
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.directory import read_config_file
+from ppctl.processes import python
 from ppctl.runs import find_checkpoint
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _convert(action: str, *words: object) -> int:
 
 def start_pretrained(action: str, *words: object, stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
     """Run `python -m ppctl.pretrained` to its end."""
-    command = [sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)]
+    command = [*python("ppctl.pretrained"), action, *map(str, words)]
     return subprocess.run(command, stdout=stdout, check=False)
 
 

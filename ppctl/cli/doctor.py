@@ -14,7 +14,6 @@ import os
 import secrets
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -28,8 +27,9 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import Started, detect, rank_environment
 from ppctl.launch.machine import gpu_devices
 from ppctl.private_files import NODE_DIRECTORY, own_directory, shared_memory
+from ppctl.processes import python
 
-_COMMAND = [sys.executable, "-m", "ppctl.reach.probe"]
+_PROBE = "ppctl.reach.probe"
 _DEADLINE = 240.0
 """Seconds for all ranks to start and measure."""
 _SIZE = 64 * 2**20
@@ -84,7 +84,9 @@ def _measure(ranks: int) -> dict[str, Any]:
         for rank in range(ranks):
             pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             environment = rank_environment(rank, ranks, {}) | {NODE_DIRECTORY: str(directory)}
-            started.append(subprocess.Popen(_COMMAND, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True))
+            started.append(
+                subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True)
+            )
         try:
             out, error = started[0].communicate(timeout=_DEADLINE)
         except subprocess.TimeoutExpired:
@@ -99,7 +101,8 @@ def _measure(ranks: int) -> dict[str, Any]:
 def _as_rank(started: Started) -> dict[str, Any]:
     """Take part in the measurement as a rank that torchrun, SLURM or another scheduler started."""
     environment = os.environ | dict(started.variables)
-    done = subprocess.run(_COMMAND, env=environment, capture_output=True, text=True, timeout=_DEADLINE, check=False)
+    command = python(_PROBE)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE, check=False)
     return _read(done.stdout, done.stderr) if started.rank == 0 else {}
 
 

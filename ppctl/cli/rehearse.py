@@ -31,7 +31,7 @@ from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
 from ppctl.private_files import own_directory
-from ppctl.processes import unwinding_on_term
+from ppctl.processes import python, unwinding_on_term
 from ppctl.rehearsal_record import Rehearsed
 from ppctl.rundir import RunDir
 
@@ -155,7 +155,7 @@ class _Ranks:
     def measure(self, rank: int) -> Rehearsed:
         """Run one rank. Raises TrainingError (PP-E780) where it fails, CancelledError behind the end."""
         started = time.monotonic()
-        command = [sys.executable, "-m", "ppctl.rehearsal.rank", str(self.directory), str(rank)]
+        command = [*python("ppctl.rehearsal.rank"), str(self.directory), str(rank)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         with self._lock:
             if self.ended:

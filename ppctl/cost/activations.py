@@ -1,4 +1,4 @@
-"""What one microbatch has of activations on one device, stage by stage: kept, and at most while one of its passes runs.
+"""Bytes of one microbatch's activations on one device, by stage: kept, and at most while one of its passes runs.
 
 Knows how layers follow each other in a stage, what is recomputed together and what is left to the host. Must not know
 schedules, ranks or devices. Layer by layer: `layer_parts` (kept) and `working_memory`.
@@ -45,7 +45,7 @@ class StageActivations(NamedTuple):
 
 
 class StagePieces(NamedTuple):
-    """What one microbatch keeps on a stage, layer by layer."""
+    """Bytes that one microbatch keeps on a stage, layer by layer."""
 
     by_place: Mapping[int, Piece]
     """By the place in the stage of the piece's first layer."""
@@ -58,7 +58,7 @@ class StagePieces(NamedTuple):
 def stage_activations(
     model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
 ) -> StageActivations:
-    """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
+    """Bytes that one microbatch keeps on a stage, on one device. Empty stages, recomputed layers keep their input."""
     held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
@@ -76,7 +76,7 @@ def stage_activations(
 
 
 def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int) -> StagePieces:
-    """The same layer by layer; of layers that are recomputed together as one."""
+    """Bytes that one microbatch keeps on a stage, layer by layer; layers that are recomputed together are one piece."""
     tokens, hidden = setting.tokens, setting.hidden_bytes(model)
     modules = recomputed_modules(setting.train, stage)
     # A layer without a backward keeps nothing, and is computed once.
@@ -172,7 +172,7 @@ def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) ->
 
 
 def _router_logits(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
-    """What arrived beside the hidden state; and at the loss what a softmax over the experts keeps of every router."""
+    """Bytes of router logits that arrived beside the hidden state, and at the loss of all routers' softmaxes."""
     foreign = foreign_of(model)
     assert foreign is not None
     every = foreign.anatomy.count

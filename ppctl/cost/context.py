@@ -1,4 +1,4 @@
-"""What ranks that share sequences send each other for attention, and keep more than one that has whole sequences.
+"""Bytes that ranks which share sequences send for attention, and keep beyond those of a rank with whole sequences.
 
 Knows heads, sizes and the ways of `cp_comm_type` as `parallel/context.py` has them. Must not know seconds or links.
 """
@@ -42,7 +42,7 @@ class ContextTraffic(NamedTuple):
 def context_traffic(
     model: ModelConfig, cp_comm_type: str, size: float, over: ParallelSizes, levels: Levels | None
 ) -> ContextTraffic:
-    """Of one layer of this `cp_comm_type`; `size` is a device's tokens times the bytes of an element."""
+    """Bytes that one layer of this `cp_comm_type` sends; `size` is a device's tokens times the bytes of an element."""
     ranks = exchanging(cp_comm_type, over, levels)
     heads, groups, width = _heads(model, over)
     if cp_comm_type == "all_gather":

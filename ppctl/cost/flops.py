@@ -30,7 +30,7 @@ def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
 
 
 def score_flops(sizes: Sizes, batch: int, seq: int) -> int:
-    """Of these, the causal scores and weighted values."""
+    """FLOPs of causal scores and weighted values, a part of `attention_flops`."""
     return batch * seq * seq * sizes.heads * (sizes.query_head + sizes.value_head)
 
 
@@ -65,7 +65,7 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 def stage_backward_flops(
     model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
 ) -> int | None:
-    """The same of a backward where weights are frozen; None where it is two forwards.
+    """FLOPs of a stage's backward where weights are frozen; None where it is two forwards.
 
     Scores that a fused attention makes again do not count, as in a forward that is recomputed.
     """

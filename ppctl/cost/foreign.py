@@ -1,4 +1,4 @@
-"""What layers of a model of transformers keep and have beside while they run, from what was measured of them.
+"""Bytes that layers of a model of transformers keep, and need while they run, from their measured costs.
 
 Knows measured costs, and what the loss adds to the model's own code. Must not know stages as wholes (`activations`).
 """
@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
 
 def foreign_tables(model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setting: Setting) -> Tables:
-    """Of the kinds of a stage's layers, each with whether it is recomputed: then it keeps what it is called with."""
+    """Bytes of the tables of layers (kind, whether it is recomputed); a recomputed one keeps its arguments."""
     foreign = foreign_of(model)
     assert foreign is not None
     found = foreign.measured_in(setting.element, setting.seq_length)

@@ -1,4 +1,4 @@
-"""What one layer keeps of a microbatch on one device from its forward to its backward, part by part.
+"""Bytes that one layer keeps of a microbatch on one device from its forward to its backward, part by part.
 
 Knows the parts of each kind of layer, and which recomputation drops them. Must not know stages. Sources: Korthikanti et
 al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
@@ -28,7 +28,7 @@ INPUT = "input"
 
 
 def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[Part]:
-    """What one layer keeps per token, without recomputation."""
+    """Bytes per token that one layer keeps, without recomputation."""
     hidden = model.hidden_size / setting.sp
     if kind.name == "embedding":
         return [Part(INPUT, 8)]

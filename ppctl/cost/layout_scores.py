@@ -1,4 +1,4 @@
-"""What a search for a layout chooses from, and how good a layout looks without simulation.
+"""The candidates of a search for a layout, and their scores without simulation.
 
 A candidate is the number of decoder layers by stage, and the stage of the MTP layers; E is in the first stage and L in
 the last. Knows which candidates are legal, prices of stages (asked through `price`) and the order of a schedule's F, B
@@ -45,11 +45,11 @@ class Space:
     """The stages that may hold the MTP layers: -1 alone where the model has none."""
 
     def even(self) -> Candidate:
-        """As even as can be, MTP in the last stage."""
+        """The candidate with the most even stages, MTP in the last one."""
         return Candidate(even_counts(self.num_layers, self.num_stages), self.homes[-1])
 
     def plain(self) -> Iterator[Candidate]:
-        """What a person would write: some layers beside E and at the end, even shares between, the last few empty."""
+        """Candidates that people write: some layers beside E and at the end, even shares between, the last empty."""
         most = min(self.num_layers, -(-self.num_layers // self.num_stages) + 1)
         for home, empty in product(self.homes[-2:], range(3)):
             for first, final in product(range(most + 1), repeat=2):
@@ -81,7 +81,7 @@ class Space:
 
 
 class StagePrice(NamedTuple):
-    """What a stage takes for one microbatch, in seconds, and holds on one device, in bytes."""
+    """Seconds of one microbatch on a stage, and the bytes that it holds on one device."""
 
     forward: float
     input_gradient: float
@@ -152,7 +152,7 @@ class Scores:
         ]
 
     def stage_seconds(self, candidate: Candidate) -> list[float]:
-        """The same, time alone."""
+        """Seconds of each stage for one microbatch."""
         first, times, known = 0, [], self._seconds
         for stage, count in enumerate(candidate.counts):
             key = (stage, first, count, stage == candidate.mtp_stage)
@@ -163,7 +163,7 @@ class Scores:
         return times
 
     def rank_seconds(self, times: Sequence[float]) -> list[float]:
-        """What each pp_rank takes for a microbatch, of the times of its stages."""
+        """Seconds of each pp_rank for a microbatch, from the times of its stages."""
         return [sum(map(times.__getitem__, rank.stages)) for rank in self._ranks]
 
     def peak(self, prices: Sequence[StagePrice]) -> int:
@@ -171,7 +171,7 @@ class Scores:
         return max(self._held_by(rank, prices) for rank in self._ranks)
 
     def excess(self, peak: int) -> int:
-        """Of a peak, the bytes over the limit."""
+        """Bytes of a peak that are over the limit."""
         return 0 if self._limit is None else max(0, peak - self._limit)
 
     def score(self, candidate: Candidate) -> Score:
@@ -181,7 +181,7 @@ class Scores:
         return Score(excess, max(self.rank_seconds(times)), max(times), sum(map(mul, times, times)))
 
     def promise(self, candidate: Candidate) -> tuple[Score, Candidate]:
-        """What candidates are sorted by."""
+        """The key by which candidates are sorted."""
         return self.score(candidate), candidate
 
     def burdened(self, candidate: Candidate) -> list[int]:

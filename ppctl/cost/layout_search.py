@@ -154,7 +154,7 @@ class _Search:
         return self.found[candidate]
 
     def in_full(self, found: Simulated) -> Simulated:
-        """The same with every microbatch simulated."""
+        """The candidate with every microbatch simulated."""
         if not self.left_out:
             return found
         prices = self.scores.stage_prices(found.candidate)

@@ -1,4 +1,4 @@
-"""What a stage whose first layers leave their activations to the host keeps on the device.
+"""Bytes on the device of a stage whose first layers leave their activations to the host.
 
 Knows when a layer's storages are on the device (`ppctl/model/offload.py`, decision 43). Must not know which parts of a
 layer they are (`activations`), schedules or ranks.

@@ -1,4 +1,4 @@
-"""What a split backward keeps of a microbatch between its I and its W: the operands of the weight gradients.
+"""Bytes that a split backward keeps of a microbatch from its I to its W: the operands of the weight gradients.
 
 Knows which weights' gradients are put off (decision 37) and their sizes. Must not know schedules or how it is done
 (`ppctl/weight_gradients`). Of every product that is its input and the gradient of its result; an input that several
@@ -38,7 +38,7 @@ class Operands(NamedTuple):
 
 
 def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Operands:
-    """What a stage of these layers keeps for W, on one device. Operands stay there, also where activations do not."""
+    """Bytes that a stage of these layers keeps for W, on one device. Operands are not offloaded."""
     layers = tuple(layers)
     each = [_of_layer(model, kind, setting) for kind in layer_kinds(model, layers)]
     largest = max((gradient for _, gradient in each), default=0.0)

@@ -1,4 +1,4 @@
-"""Of what Muon moves: how much a rank has, and the one that owns most, where data-parallel ranks share (decision 67).
+"""Elements of the matrices that Muon moves: of a rank, and of the one that owns most under sharding (decision 67).
 
 Knows rows of matrices and `geometry/matrix_owners.py`. Must not know bytes, seconds or configs.
 """
@@ -42,7 +42,7 @@ class Orthogonalised(NamedTuple):
 def orthogonalised(
     model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
 ) -> Orthogonalised:
-    """Of stages of one rank. Where ranks share, each matrix is owned by one rank of those that have copies of it."""
+    """Matrices of one rank's stages that Muon moves. Under sharding one of the ranks with copies owns each."""
     rows = [row for layers in stages for row in hidden_matrices(model, layers)]
     count: Count = Counter()
     entries: dict[bool, list[Matrices]] = {False: [], True: []}

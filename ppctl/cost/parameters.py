@@ -86,7 +86,7 @@ def embedding(model: ModelConfig) -> Count:
 
 
 def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """What a stage builds, replicas included: one with MTP modules builds a copy of the embedding for them."""
+    """Parameters that a stage builds, replicas included: with MTP modules it builds a copy of the embedding."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         count[row.axes] += number * row.elements
@@ -94,7 +94,7 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """The same without what gets no gradient: routers' biases and frozen weights, which `untrained_bytes` counts."""
+    """Parameters of a stage that get a gradient: no routers' biases and frozen weights (`untrained_bytes`)."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         count[row.axes] += number * row.elements * (row.gradient != "none")
@@ -130,7 +130,7 @@ def largest_matrices(
 
 
 def replicated_parameters(model: ModelConfig, layers: Iterable[Layer]) -> int:
-    """Of a stage's parameters, those that copy an earlier use: a tied output, the embedding that MTP reads."""
+    """Parameters of a stage that copy an earlier use: a tied output, the embedding that MTP reads."""
     return sum(row.elements for row, _ in stage_rows(model, layers) if row.copy_of is not None)
 
 

@@ -14,7 +14,7 @@ from ppctl.topology import ParallelSizes
 
 
 class Allocator(NamedTuple):
-    """What one system's blocks keep."""
+    """The activations that the blocks of one system (torch, Megatron) keep."""
 
     name: str
     gated_vectors: int
@@ -70,7 +70,7 @@ def for_norms(allocator: Allocator, normalization: str) -> Allocator:
 
 
 class Setting(NamedTuple):
-    """What decides over the activations of a layer, beside the layer itself."""
+    """The sizes and options on which the activations of a layer depend, beside the layer itself."""
 
     micro_batch_size: int
     seq_length: int
@@ -109,7 +109,7 @@ class Setting(NamedTuple):
 
     @property
     def sp(self) -> int:
-        """What divides the residual stream."""
+        """The number of ranks that divide the residual stream."""
         return self.sizes.tp if self.sequence_parallel else 1
 
     def hidden_bytes(self, model: ModelConfig) -> int:
@@ -121,7 +121,7 @@ class Setting(NamedTuple):
         return self.tokens * model.hidden_size * self.element
 
     def travelling(self, model: ModelConfig) -> int:
-        """Of all tokens' hidden state the bytes while it is gathered or scattered: several samples are put in order."""
+        """Bytes of all tokens' hidden state while it is gathered or scattered: several samples are put in order."""
         return self.whole_bytes(model) * (1 if self.micro_batch_size == 1 else 2)
 
     def groups(self, sizes: Sizes) -> float:
@@ -129,5 +129,5 @@ class Setting(NamedTuple):
         return sizes.heads if sizes.latent else max(sizes.groups, self.sizes.tp)
 
     def words(self, model: ModelConfig) -> int:
-        """Of the vocabulary on one device, at most."""
+        """Words of the vocabulary on one device, at most."""
         return -(-model.vocab_size // self.sizes.tp)

@@ -46,7 +46,7 @@ class Precision(NamedTuple):
 
     @property
     def shared_optimizer(self) -> int:
-        """Of a part of a parameter: its master and AdamW's two moments, all as wide as a gradient."""
+        """Bytes of a shard's master and AdamW's two moments, all as wide as a gradient."""
         return 3 * self.gradient
 
 
@@ -96,7 +96,7 @@ def state_bytes(
 def saved_bytes(
     count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> int:
-    """What a rank saves of `count` parameters: masters and their moments, of its part where they are shared."""
+    """Bytes that a rank saves of `count` parameters: masters and their moments, of its part where they are shared."""
     dense, experts = on_device(count, sizes)
     if sharding == "none":
         return (dense + experts) * precision.shared_optimizer - sum(muon.on(sizes)) * precision.gradient
@@ -138,7 +138,7 @@ def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: Par
 
 
 class Ends(NamedTuple):
-    """What the operations of a backward free and need, in bytes by stage."""
+    """Bytes that the operations of a backward free and need, by stage."""
 
     frees: Mapping[Op, Sequence[int]]
     """Of what their microbatch held: B and W the rest; I all but what waits for its W."""
@@ -250,7 +250,7 @@ def passing(
     limit: int = BUCKET_ELEMENTS,
     muon: Orthogonalised = ADAMW_ALONE,
 ) -> Passing:
-    """Of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
+    """State of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
 
     `matrices` are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are
     the first of every layer, travel before experts: other ranks share those.
@@ -328,7 +328,7 @@ def most(
 
 
 class _Rank:
-    """What a rank holds at a moment of its list, and the most so far."""
+    """Bytes that a rank holds at a moment of its list, and the most so far."""
 
     def __init__(self, stages: Mapping[int, Passing]) -> None:
         self.stages = stages

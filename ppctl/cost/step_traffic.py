@@ -1,4 +1,4 @@
-"""What one rank sends once a step: sums of gradients, weights, and the few numbers that ranks tell each other.
+"""Bytes that one rank sends once a step: sums of gradients, weights, and the few numbers that ranks report.
 
 Knows what `ppctl/train` exchanges behind a step's last microbatch, and how large. Must not know what layers exchange
 (`traffic`), seconds or links.
@@ -70,7 +70,7 @@ class Stages(NamedTuple):
 
     @property
     def own(self) -> Sequence[Sequence[Layer]]:
-        """Of each of the rank's stages the layers."""
+        """The layers of each of the rank's stages."""
         return self.of[self.pp_rank]
 
 
@@ -142,7 +142,7 @@ def _biases(
 def step_sums(
     model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
 ) -> Traffic:
-    """Of the step's end on a rank with these stages: gradients over replicas and tensor-parallel ranks, and weights.
+    """Traffic of the step's end on a rank with these stages: sums over replicas and tensor-parallel ranks, and weights.
 
     Of what is cut into uneven runs the first rank's. Buckets are those of `parallel/replicate.py`.
     """

@@ -1,4 +1,4 @@
-"""What one device does for one microbatch in one layer, the seconds that it takes, and those of messages.
+"""The work of one device for one microbatch in one layer, its seconds, and those of messages.
 
 Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
 price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
@@ -36,7 +36,7 @@ NARROWED = 4
 
 
 class Work(NamedTuple):
-    """Of one part's forward."""
+    """The work of one part's forward."""
 
     module: str
     matmul: float = 0.0
@@ -217,7 +217,7 @@ def expert_seconds(size: float, machine: Machine) -> float:
 
 
 class PartSeconds(NamedTuple):
-    """Of one part, for one microbatch."""
+    """Seconds of one part for one microbatch."""
 
     forward: float
     input_gradient: float

@@ -1,4 +1,4 @@
-"""What one rank sends in collectives and messages of a microbatch: their number and bytes, by axis and kind.
+"""Collectives and messages of one rank for a microbatch: their number and bytes, by axis and kind.
 
 Knows where blocks of `ppctl/model` exchange something, and what recomputation exchanges again. Must not know seconds or
 links, nor what is exchanged once a step (`step_traffic`). Bytes are those of rings: of a gather or scatter every other
@@ -46,12 +46,12 @@ class Traffic(dict[Key, tuple[int, float]]):
 
     @property
     def shown(self) -> list[tuple[Key, tuple[int, int]]]:
-        """What there is, in order of its names, in whole bytes."""
+        """The entries in order of their names, in whole bytes."""
         return [(key, (number, round(size))) for key, (number, size) in sorted(self.items()) if number]
 
 
 class Passes(NamedTuple):
-    """Of one microbatch."""
+    """Traffic of one microbatch's forward and backward."""
 
     forward: Traffic
     inputs: Traffic
@@ -61,7 +61,7 @@ class Passes(NamedTuple):
 
     @property
     def all(self) -> Traffic:
-        """Of a forward and a backward."""
+        """Traffic of a forward and a backward together."""
         return Traffic().add(self.forward).add(self.inputs).add(self.weights)
 
 
@@ -99,7 +99,7 @@ class _Tensor(NamedTuple):
 
 
 def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
-    """Of one layer, without recomputation."""
+    """Traffic of one layer, without recomputation."""
     tensor, h, found = _Tensor(setting), model.hidden_size, _nothing()
     if kind.name == "loss":
         for _ in range(1 + (model.mtp_num_layers or 0)):
@@ -145,7 +145,7 @@ def _block(tensor: _Tensor, width: float) -> Passes:
 
 
 def _expansion(model: ModelConfig, setting: Setting) -> Passes:
-    """What leads into an attention: hidden states, or compressed vectors."""
+    """Traffic that leads into an attention: hidden states, or compressed vectors."""
     sizes, tensor, found = Sizes.of(model), _Tensor(setting), _nothing()
     if not sizes.latent:
         _leads_in(found, tensor, sizes.hidden)
@@ -198,7 +198,7 @@ def _experts(model: ModelConfig, setting: Setting) -> Passes:
 
 
 def stage_passes(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Passes:
-    """Of one microbatch on a stage, with what is recomputed, without messages of the pipeline."""
+    """Traffic of one microbatch on a stage, recomputation included, without messages of the pipeline."""
     found, own = _nothing(), tuple(layers)
     modules, runs = recomputed_modules(setting.train, stage), recomputed_runs(setting.train, stage, own)
     inside = {layer for run in runs for layer in run}
@@ -216,7 +216,7 @@ def stage_passes(model: ModelConfig, layers: Iterable[Layer], setting: Setting, 
 
 
 def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Sequence[str]) -> Iterator[Traffic]:
-    """What the recomputed modules of a layer exchange again."""
+    """Exchanges that the recomputed modules of a layer make again."""
     if "core_attn" in modules:
         context = _context(model, kind, setting).forward
         if ("cp", "all_to_all") in context:  # the result's way back is behind all that the backward needs

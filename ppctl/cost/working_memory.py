@@ -1,4 +1,4 @@
-"""What lives on one device only while a layer's forward or backward runs, beside what the layer keeps.
+"""Bytes that are on one device only while a layer's forward or backward runs, beside what the layer keeps.
 
 Knows in which order ppctl's own blocks make and free their tensors. Must not know stages. `ppctl rehearse` measures it.
 """
@@ -86,7 +86,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
 
 
 def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
-    """Of a dense feed-forward: what the last product gives its input, and then both factors, or the weight.
+    """Bytes of a dense feed-forward's backward: the last product's input's gradient, then both factors, or the weight.
 
     Without a gate the one factor's gradient takes the place of what the last product read.
     """
@@ -111,7 +111,7 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
 
 
 def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
-    """Of experts: the gradients of the weighted sum's rows, then as in a dense one, beside rows that are free by then.
+    """Bytes of the experts' backward: gradients of the weighted sum's rows, then as in a dense one, without freed rows.
 
     Shared experts come first, and what they kept is free. Computing the layer again has its peak at the weighted sum,
     with as many bytes.
@@ -153,7 +153,7 @@ def _gathered(model: ModelConfig, setting: Setting) -> float:
 
 
 def _reading(model: ModelConfig, setting: Setting, products: int) -> float:
-    """Of a backward of divided products with one input: that input of all tokens, its gradient and one more product;
+    """Bytes of a backward of divided products with one input: that of all tokens, its gradient and one more product;
     then the gradient is scattered, for which several samples are put in order. W, and not I, reads the input."""
     whole = setting.whole_bytes(model)
     read = 0 if setting.put_off else whole
@@ -168,7 +168,7 @@ class _Dropping(NamedTuple):
 
 
 def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
-    """Of one block of queries its scores and probabilities, the mask, and in the backward both their gradients; there
+    """Bytes of a block of queries: scores and probabilities, the mask, and in the backward both their gradients; there
     also those of all keys and values, which are summed in float32.
     """
     if not model.attention_dropout or not setting.allocator.backward:

@@ -1,4 +1,4 @@
-"""What a decoder is made of: its layers, their parameters, and what of them is recomputed. Torch-free.
+"""The layers of a decoder, their parameters, and which of them are recomputed. Torch-free.
 
 layers           layers of a stage, and what it recomputes; offloading: what it leaves to the host
 parameters       one table with a row (rows) for every parameter; adapters has the rows of LoRA

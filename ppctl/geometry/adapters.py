@@ -43,7 +43,7 @@ _EXAMPLES = {"rank": "16", "targets": "[q_proj,v_proj]", "alpha": "16", "layers"
 
 
 class WrongAdapters(ValueError):
-    """What `model.lora` says and must not; `remedy` has the words to type in its place."""
+    """Refuses a value of `model.lora`; `remedy` has the words to type in its place."""
 
     def __init__(self, message: str, **values: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class WrongAdapters(ValueError):
 
 
 def read_adapters(given: Mapping[str, Any]) -> Adapters:
-    """What `model.lora` says; a key that is null is as one that is not there. Raises WrongAdapters."""
+    """The adapters that `model.lora` asks for; a null key counts as absent. Raises WrongAdapters."""
     lora = {name: value_text(value) for name, value in given.items() if value_text(value) != "null"}
     for name, (only, why) in _SETTINGS.items():
         value = lora.get(name, only)

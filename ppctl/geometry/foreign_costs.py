@@ -1,4 +1,4 @@
-"""What the parts of a model of transformers cost, as it was measured on tensors without values.
+"""Costs of the parts of a model of transformers, measured on tensors without values.
 
 Knows numbers that grow with sequences and their lengths. Must not know how they were found
 (`ppctl.foreign.measure`), or which layers a stage has.
@@ -27,7 +27,7 @@ class Growth(NamedTuple):
         return self.constant + self.line * length + self.square * length**2 + sequences * each
 
     def scaled(self, factor: float) -> Growth:
-        """The same for elements that are so many times as wide."""
+        """The growth for elements that are `factor` times as wide."""
         return Growth(*(factor * value for value in self))
 
 
@@ -41,7 +41,7 @@ def most(peak: Peak, sequences: int, length: int) -> float:
 
 
 class LayerCost(NamedTuple):
-    """What one layer, or what stands before or behind all layers, costs. Bytes are those of one microbatch."""
+    """Costs of one layer, or of what stands before or behind all layers. Bytes are those of one microbatch."""
 
     flops: Growth
     """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""

@@ -89,7 +89,7 @@ class Adapters(NamedTuple):
 
 
 class RouterLogits(NamedTuple):
-    """What one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
+    """The logits that one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
 
     width: int
     """Experts."""
@@ -147,7 +147,7 @@ class ForeignModel(NamedTuple):
         return {"embedding": self.first, "loss": self.last}.get(kind, ())
 
     def measured_in(self, element: int, length: int) -> Measured:
-        """What the parts cost in numbers of so many bytes, in sequences of this length."""
+        """Costs of the parts in numbers of `element` bytes, in sequences of this length."""
         return measured_for(self.measured, element, length)
 
     def to_text(self) -> str:

@@ -110,7 +110,7 @@ def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
 
 
 def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> LayerCost | None:
-    """What a layer of transformers costs in numbers of `element` bytes; None for ppctl's own."""
+    """Costs of a layer of transformers in numbers of `element` bytes; None for ppctl's own."""
     foreign = foreign_of(model)
     return None if foreign is None else foreign.measured_in(element, length).cost(kind.name, kind.structure)
 

@@ -1,4 +1,4 @@
-"""What a parameter is: one table for ppctl's own decoder, from which counts, shapes, names and rules are read.
+"""The table of the parameters of ppctl's own decoder, from which counts, shapes, names and rules are read.
 
 Knows every block's parameters: name, shape, role, which dim each parallel axis splits, what its gradient is on
 tensor-parallel ranks, how it starts, whether it decays and with which module it is recomputed. Must not know bytes,
@@ -27,7 +27,7 @@ from ppctl.geometry.rows import EMBEDDING, MTP_EMBEDDING, OUTPUT, Gradient, Para
 
 
 class Sizes(NamedTuple):
-    """What of a ModelConfig decides over its parameters: hashable, so that rows are made once."""
+    """The part of a ModelConfig on which its parameters depend: hashable, so that rows are made once."""
 
     hidden: int
     vocabulary: int

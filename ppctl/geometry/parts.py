@@ -51,7 +51,7 @@ class Parts(NamedTuple):
         return self.ep.run(count)
 
     def runs(self, row: Parameter) -> tuple[range, ...]:
-        """What the rank holds of each dim of a row's tensor, the stack of experts included."""
+        """The run of each dim of a row's tensor that the rank holds, the stack of experts included."""
         shape = (row.experts, *row.shape) if row.experts else row.shape
         runs = [range(size) for size in shape]
         for axis, dim in self.splits(row).items():
@@ -67,7 +67,7 @@ class Parts(NamedTuple):
         return tuple(len(run) for run in self.runs(row))
 
     def slices(self, row: Parameter) -> tuple[slice, ...]:
-        """The same of one expert, or of a parameter that is no expert's: slices of the tensor that has its name."""
+        """Slices of the tensor of one name that the rank holds: of one expert, or of a parameter without experts."""
         return tuple(slice(run.start, run.stop) for run in self.runs(row)[bool(row.experts) :])
 
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -24,8 +23,8 @@ from ppctl.families.directory import read_config_file
 from ppctl.files import cache_directory, read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 from ppctl.private_files import own_directory
+from ppctl.processes import python
 
-_COMMAND = (sys.executable, "-m", "ppctl.foreign")
 _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
     "lora": ("PP-E541", ("peft",), "adapters are its code"),
@@ -36,7 +35,7 @@ _CODE = ("foreign", "geometry", "model", "weight_gradients")
 
 
 class Description(NamedTuple):
-    """What is known of a model."""
+    """The proof and the costs of a model, as far as they are known."""
 
     text: str
     """The text of `model.transformers`."""
@@ -109,7 +108,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
     """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
     with own_directory() as temporary:
         answer = temporary / "answer.json"
-        command = [*_COMMAND, str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
+        command = [*python("ppctl.foreign"), str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
         command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
@@ -124,7 +123,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
-    """Of all that an answer depends on: proof and costs are those of both dtypes, with the loss that every run has and
+    """A digest of all that an answer depends on: proof and costs of both dtypes, with the loss that every run has and
     the attention that the config names."""
     versions = [VERSION, ppctl.__version__, _digest_of_code()]
     for package in ("torch", "transformers", *([] if adapters is None else ["peft"])):
@@ -136,7 +135,7 @@ def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters
 
 
 def _digest_of_code() -> str:
-    """Of the files that make an answer: another commit of one version has others."""
+    """A digest of the source files that make an answer: commits of one version differ in them."""
     package, found = Path(ppctl.__file__).parent, hashlib.sha256()
     for file in sorted(file for name in _CODE for file in (package / name).glob("*.py")):
         found.update(file.name.encode() + file.read_bytes())

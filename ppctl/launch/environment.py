@@ -1,4 +1,4 @@
-"""What started this process (a person, torchrun, SLURM), and the environment variables that a rank needs.
+"""Detects who started this process (a person, torchrun, SLURM), and knows the environment variables that a rank needs.
 
 Knows the variables of torchrun and SLURM. Must not know configs, plans or devices.
 """
@@ -22,7 +22,7 @@ _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What started this process, and as which rank."""
+    """Who started this process, and as which rank."""
 
     by: str
     """`torchrun`, `slurm` (srun), `env` (rank variables of another scheduler), or `person`."""
@@ -50,7 +50,7 @@ _OTHER_VARIABLES = (
 
 
 def detect(environ: Mapping[str, str]) -> Started:
-    """What started this process. Raises ConfigError (PP-E606) if the rank variables are incomplete or not numbers."""
+    """Detect who started this process. Raises ConfigError (PP-E606) for incomplete rank variables or no numbers."""
     try:
         if all(environ.get(name) for name in _RANK_VARIABLES):
             return _by_variables(environ)

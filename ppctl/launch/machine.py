@@ -63,7 +63,7 @@ def shortage(
     share: bool,
     command: str = "train",
 ) -> list[Problem]:
-    """What this machine lacks to run all `ranks`.
+    """Problems of this machine: what it lacks to run all `ranks`.
 
     `command` and `arguments` are the command line's, for the remedies. A command that names a run (`resume RUN`) has
     its config from there: by themselves its arguments plan nothing.

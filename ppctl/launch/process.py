@@ -18,6 +18,7 @@ from typing import IO, NoReturn, TextIO
 
 from ppctl.files import silence
 from ppctl.launch.environment import Started, default_variables
+from ppctl.processes import python
 
 _PR_SET_PDEATHSIG = 1
 _LAST_LINES = 2.0
@@ -39,7 +40,7 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
     variables = default_variables() | dict(os.environ) | dict(environment or {}) | dict(started.variables)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", *arguments], variables)
+    os.execve(sys.executable, [*python("ppctl.rank.worker"), *arguments], variables)
 
 
 def _parent_death_signal() -> Callable[[], None]:
@@ -57,7 +58,7 @@ def _parent_death_signal() -> Callable[[], None]:
 
 
 def _before_exec() -> Callable[[], None]:
-    """What the child runs between fork and exec; everything that needs loading is loaded here, in the parent.
+    """Returns the function that the child runs between fork and exec; what needs loading is loaded in the parent.
 
     SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them. The kernel kills
     it when the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent.

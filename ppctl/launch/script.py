@@ -28,7 +28,7 @@ NO_START, SICK_NODE, REQUEUED_OFTEN = "PP-E622", "PP-E625", "PP-E626"
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What a script is made from."""
+    """The values that a job script is made from."""
 
     config: RunConfig
     run: str

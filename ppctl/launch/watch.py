@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from ppctl.launch.environment import rank_environment
 from ppctl.launch.outcome import Exit
 from ppctl.launch.process import OutputThread, RankProcess
 from ppctl.private_files import NODE_DIRECTORY
+from ppctl.processes import python
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.run_starts import sweep
 from ppctl.rundir import RunDir
@@ -158,7 +158,7 @@ class Watch:
 
     def _start(self, rank: int) -> RankProcess:
         job = self.job
-        command = job.command or (sys.executable, "-m", "ppctl.rank.worker", "--run", str(job.run.path))
+        command = job.command or (*python("ppctl.rank.worker"), "--run", str(job.run.path))
         own = {NODE_DIRECTORY: str(job.directory)}
         environment = rank_environment(rank, job.world_size, job.environment) | own
         return RankProcess(rank, command, environment, job.run.log(rank), piped=rank == 0)

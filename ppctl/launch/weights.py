@@ -111,7 +111,7 @@ def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
 
 
 def unread_weights(path: Path) -> list[str]:
-    """What keeps a run from reading the weights of a directory, of which others need only the config: notes."""
+    """Notes on what keeps a run from reading a directory's weights, while other commands need only its config."""
     try:
         if has_weights(path):
             read_directory(path)

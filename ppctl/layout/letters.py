@@ -142,7 +142,7 @@ def ascii_digits(run: str) -> str:
 
 
 def lookalike(run: str) -> str:
-    """What a run of foreign characters was probably meant to be; empty if its first character says nothing."""
+    """The letter that a run of unknown characters was probably meant to be; empty if there is no guess."""
     meant = []
     for char in run:
         plain = unicodedata.normalize("NFKC", char)

@@ -39,7 +39,7 @@ class Mistake(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a text says: its stages, the columns of their layers (and of each stage's end), and its mistakes.
+    """A parsed text: its stages, the columns of their layers (and of each stage's end), and its mistakes.
 
     With mistakes, `stages` is what was understood, and `repaired` the text after every mistake's own local repair.
     """

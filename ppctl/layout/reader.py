@@ -20,7 +20,7 @@ _CASES = ("e", "T", "M", "l")
 
 
 class _Wanted(NamedTuple):
-    """What a suggestion should fit, as far as the caller knows it."""
+    """The sizes that a suggestion should fit, as far as the caller knows them."""
 
     pp: int | None
     num_layers: int | None

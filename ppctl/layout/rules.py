@@ -1,4 +1,4 @@
-"""What makes a layout sound for a pipeline and a model, and the nearest layout that is.
+"""Rules that make a layout sound for a pipeline and a model, and the nearest sound layout.
 
 Works on stages as strings of letters (`e` stands for an encoder layer, which has no letter in the grammar). The rules
 are those of Megatron-core's `validate_layer_layout`, all reported at once, with two more: E is in the first stage and L

@@ -108,8 +108,8 @@ def _flash_on_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = max(q.shape[-1], v.shape[-1])
     filled = (_filled(heads, width) for heads in (gradient, q, k, v, out))
-    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*filled, log_sum, 0.0, causal, scale=scale)
-    of_q, of_k, of_v = (each[..., : heads.shape[-1]] for each, heads in zip(found, (q, k, v), strict=True))
+    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*filled, log_sum, 0.0, causal, scale=scale)
+    of_q, of_k, of_v = (each[..., : heads.shape[-1]] for each, heads in zip(gradients, (q, k, v), strict=True))
     return of_q, of_k, of_v
 
 
@@ -123,8 +123,7 @@ def _flash(
     """
     tokens = [_tokens(heads, _flash_width(q, v), documents) for heads in (q, k, v)]
     bounds = _bounds(documents, q, k)
-    found = _aten._flash_attention_forward(*tokens, *bounds, 0.0, causal, False, scale=scale)
-    out, log_sum = found[0], found[1]
+    out, log_sum, *_ = _aten._flash_attention_forward(*tokens, *bounds, 0.0, causal, False, scale=scale)
     if documents is not None:
         out, log_sum = (
             out.unflatten(0, (len(documents), -1)),
@@ -149,11 +148,11 @@ def _flash_backward(
     log_sum = (log_sum if documents is None else log_sum.transpose(0, 1).flatten(1)).contiguous()
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
     bounds = _bounds(documents, q, k)
-    found = _aten._flash_attention_backward(*tokens, log_sum, *bounds, 0.0, causal, state, unused, scale=scale)
+    gradients = _aten._flash_attention_backward(*tokens, log_sum, *bounds, 0.0, causal, state, unused, scale=scale)
     if documents is not None:
-        found = [each.unflatten(0, (len(documents), -1)) for each in found]
+        gradients = [each.unflatten(0, (len(documents), -1)) for each in gradients]
     of_q, of_k, of_v = (
-        each.transpose(1, 2)[..., : heads.shape[-1]] for each, heads in zip(found, (q, k, v), strict=True)
+        each.transpose(1, 2)[..., : heads.shape[-1]] for each, heads in zip(gradients, (q, k, v), strict=True)
     )
     return of_q, of_k, of_v
 
@@ -163,7 +162,7 @@ def _flash_width(q: Tensor, v: Tensor) -> int:
 
 
 def _tokens(heads: Tensor, width: int, documents: Lengths | None) -> Tensor:
-    """As flash attention takes heads."""
+    """Heads in flash attention's layout: [b, s, heads, width], or of several documents [b x s, heads, width]."""
     tokens = _filled(heads, width).transpose(1, 2)
     return tokens if documents is None else tokens.flatten(0, 1)
 

@@ -36,7 +36,7 @@ def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = Fal
 
 
 def _missing_tool(device: torch.device) -> str | None:
-    """What inductor needs and this machine lacks: a C++ compiler on the CPU; Triton and a C compiler on CUDA."""
+    """The tool of inductor's that this machine lacks: a C++ compiler on the CPU; Triton or a C compiler on CUDA."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "the package triton"

@@ -75,7 +75,7 @@ def attend(
 def _documents_at_once(
     kernel: AttendDocuments, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None
 ) -> Tensor:
-    """The same by one call for all documents, whose tokens lie one after another: [b x s, heads, width].
+    """`attend` by one call of the kernel for all documents, whose tokens lie one after another: [b x s, heads, width].
 
     The kernel needs one width: narrower values (of latent attention) are filled up with zeros, which add nothing.
     """

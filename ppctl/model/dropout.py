@@ -23,7 +23,7 @@ from ppctl.geometry import layers
 
 
 class Draws(NamedTuple):
-    """What all draws of one microbatch depend on."""
+    """The samples and positions on which all draws of one microbatch depend."""
 
     samples: Tensor
     """[b] int64, on the device: the key of each row of the microbatch (`sample_key`)."""
@@ -85,7 +85,7 @@ def kept(rows: RowKeys, columns: Tensor, p: float) -> Tensor:
 
 
 def kept_probabilities(dropped: Dropped, heads: int, queries: Tensor, seen: Tensor) -> Tensor:
-    """Of so many heads, at the global positions `queries` [q] and `seen` [k] (int64): bool [b, heads, q, k]."""
+    """Which probabilities stay, bool [b, heads, q, k], at the global positions `queries` [q] and `seen` [k] (int64)."""
     numbers = torch.arange(dropped.first_head, dropped.first_head + heads, device=queries.device)[:, None] << 32
     return kept(row_keys(dropped.keys[:, None, None], numbers | queries), seen.to(torch.int32), dropped.p)
 
@@ -107,7 +107,7 @@ class Dropout(nn.Module):
         return _mix(draws.samples ^ self.key)
 
     def of_attention(self, draws: Draws | None, first_head: int = 0) -> Dropped | None:
-        """What attention's probabilities are dropped by, from this head on; None where none is."""
+        """The draws for attention's probabilities, from this head on; None where none is dropped."""
         return None if draws is None or not self.p else Dropped(self.keys(draws), self.p, first_head)
 
     def forward(self, x: Tensor, draws: Draws | None) -> Tensor:

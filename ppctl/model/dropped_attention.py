@@ -26,7 +26,7 @@ from ppctl.wide_dtype import wide_dtype
 def attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, documents: Documents | None = None, scale: float | None = None
 ) -> Tensor:
-    """As `core_attention`, with dropped probabilities: [b, s, heads x values' width]."""
+    """`core_attention` with dropped probabilities: [b, s, heads x values' width]."""
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         q, k, v = (heads.to(torch.get_autocast_dtype(kind)) for heads in (q, k, v))
@@ -45,9 +45,9 @@ def attention_with_dropout(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, first: int) -> Tensor:
-    """Of one document, or rows of the same length, whose first tokens have the position `first`."""
-    call = _Call(dropped.p, dropped.first_head, scale, first)
-    out: Tensor = _Attention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]  # torch's own
+    """Attention of one document, or of rows of equal length, whose first tokens have the position `first`."""
+    call = _DroppedCall(dropped.p, dropped.first_head, scale, first)
+    out: Tensor = _DroppedAttention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -130,18 +130,18 @@ class DroppedBlock(NamedTuple):
         return scores
 
     def _kept(self, rows: slice, heads: int, groups: int) -> Tensor:
-        """The same shape, bool."""
+        """Which of `_scores` stay, bool in their shape."""
         return _by_group(kept_probabilities(self.dropped, heads, self.queries[rows], self.keys), groups)
 
 
-class _Call(NamedTuple):
+class _DroppedCall(NamedTuple):
     p: float
     first_head: int
     scale: float
     first: int
 
 
-class _Block(NamedTuple):
+class _QueryBlock(NamedTuple):
     """Neighbouring queries, of which all heads of a group lie one after another: [b, groups, heads x queries, ...]."""
 
     queries: slice
@@ -151,12 +151,12 @@ class _Block(NamedTuple):
     probabilities: Tensor
     """[b, groups, rows, seen], at least float32."""
     kept: Tensor
-    """The same shape, bool."""
+    """Which of the probabilities stay, bool in their shape."""
 
 
-class _Attention(torch.autograd.Function):
+class _DroppedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, call: _DroppedCall) -> Tensor:
         ctx.save_for_backward(q, k, v, keys)
         ctx.call = call
         b, heads, s, _ = q.shape
@@ -188,7 +188,7 @@ class _Attention(torch.autograd.Function):
         return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
 
 
-def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _Call) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _DroppedCall) -> Iterator[_QueryBlock]:
     """The probabilities of all queries, block by block."""
     b, heads, s, _ = q.shape
     groups = k.shape[1]
@@ -201,7 +201,7 @@ def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _Call) -> Iterator[_Block]
         rows = _by_group(q[:, :, first:last], groups)
         keep = kept_probabilities(dropped, heads, queries, seen).view(b, groups, -1, last)
         shares = _shares(rows, k[:, :, :last], call.scale, heads, seen > queries[:, None])
-        yield _Block(slice(first, last), slice(0, last), rows, shares, keep)
+        yield _QueryBlock(slice(first, last), slice(0, last), rows, shares, keep)
 
 
 def _shares(rows: Tensor, seen: Tensor, scale: float, heads: int, future: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
 
 
 def activation(x: Tensor, *up: Tensor) -> Tensor:
-    """What goes into the last product of a feed-forward: silu(x) * up (Shazeer 2020, arXiv:2002.05202), or gelu(x).
+    """The input of a feed-forward's last product: silu(x) * up (Shazeer 2020, arXiv:2002.05202), or gelu(x).
 
     GELU is the form with tanh, as in GPT-2's code and in what Megatron-LM runs by default (`bias_gelu_fusion`).
     """
@@ -78,7 +78,7 @@ class Experts(nn.Module):
         return product(self.activate(product(rows, w1), *(product(rows, up) for up in w3)), w2)
 
     def activate(self, x: Tensor, *up: Tensor) -> Tensor:
-        """What goes into the last product, of any shape. Recomputation may make it a second time."""
+        """The input of the last product, of any shape. Recomputation may make it a second time."""
         return activation(x, *up)
 
 

@@ -35,7 +35,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 
 
 def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
-    """What the parameter `name` starts with (float32, CPU), by its row in the table of parameters.
+    """The start value of the parameter `name` (float32, CPU), by its row in the table of parameters.
 
     A further use of a shared parameter draws under its owner's name, so that all uses start equal.
     """

@@ -92,7 +92,7 @@ ON_CPU = Kernels()
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a device and this build of torch can do."""
+    """The abilities of a device and of this build of torch, on which the choice of kernels depends."""
 
     device: str
     """`cuda` or `cpu`."""
@@ -121,10 +121,10 @@ class Capability:
 def _varlen_attn() -> AttendDocuments | None:
     """torch's, imported when it is needed, because it imports torch's compiler; None in builds of torch without it."""
     try:
-        found: AttendDocuments = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        kernel: AttendDocuments = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    return found if {"scale", "window_size", "enable_gqa"} <= inspect.signature(found).parameters.keys() else None
+    return kernel if {"scale", "window_size", "enable_gqa"} <= inspect.signature(kernel).parameters.keys() else None
 
 
 def choose_kernels(config: RunConfig, can: Capability) -> Kernels:

@@ -23,7 +23,7 @@ from ppctl.model.fp8 import BLOCK, Fp8, Quantised
 from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
-from ppctl.weight_gradients.put_off import Rule, multiply, putting_off
+from ppctl.weight_gradients.put_off import ProductRule, multiply, putting_off
 from ppctl.wide_dtype import wide_dtype
 
 Product = Callable[..., Tensor]
@@ -62,7 +62,7 @@ def rounded(x: Operand, fp8: Fp8) -> Rounded:
 
 
 def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
-    """The same in 8 bits, in the dtype of `x`; so are both products of the backward.
+    """`product` in 8 bits, with a result in the dtype of `x`; so are both products of the backward.
 
     Kept for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
     tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
@@ -75,7 +75,7 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
         whole = _ProductInFp8.apply
         out: Tensor = whole(x.x, weight, q.values, q.scales, kind)  # type: ignore[no-untyped-call]  # torch's own
         return out
-    rule = Rule(
+    rule = ProductRule(
         lambda of, factor, _, values, scales: kind.multiply(of, factor, values, scales),
         lambda gradient, _, factor, values, scales: kind.of_input(gradient, factor),
         lambda gradient, _, form, values, scales: kind.of_weight(gradient, values, scales),
@@ -161,7 +161,7 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
+    """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
 
     Kept for the backward are `x` and `weight` as they are, and not their copies in float32.
     """
@@ -241,7 +241,7 @@ def for_each_group(
 
 
 def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
-    """What products with an activation such as x are made by, where weights are split over ranks."""
+    """The formulas of products with an activation such as x, where weights are split over ranks."""
     if fp8 is None:
         return _PLAIN
     dtype = x.dtype
@@ -308,8 +308,8 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    found = split_columns(split, _formulas(x, projections[0].fp8), x, weights)
-    return tuple(out if each.bias is None else out + each.bias for out, each in zip(found, projections, strict=True))
+    outputs = split_columns(split, _formulas(x, projections[0].fp8), x, weights)
+    return tuple(out if each.bias is None else out + each.bias for out, each in zip(outputs, projections, strict=True))
 
 
 def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:
@@ -343,8 +343,8 @@ class Embedding(nn.Module):
             return self._look_up(tokens)
         held = own_words(self.vocab_size, self.split)
         elsewhere = (tokens < held.start) | (tokens >= held.stop)
-        found = self._look_up((tokens - held.start).masked_fill(elsewhere, 0))
-        return leave(found.masked_fill(elsewhere[..., None], 0.0), self.split)
+        rows = self._look_up((tokens - held.start).masked_fill(elsewhere, 0))
+        return leave(rows.masked_fill(elsewhere[..., None], 0.0), self.split)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         later = putting_off(self.weight)

@@ -35,8 +35,8 @@ def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False, wor
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
     if words is not None:
-        found: Tensor = _LossesOfWords.apply(logits, labels, overwrite, words)  # type: ignore[no-untyped-call]  # torch's own
-        return found
+        of_words: Tensor = _LossesOfWords.apply(logits, labels, overwrite, words)  # type: ignore[no-untyped-call]  # torch's own
+        return of_words
     losses: Tensor = _TokenLosses.apply(logits, labels, overwrite)  # type: ignore[no-untyped-call]  # torch's own
     return losses
 
@@ -83,19 +83,19 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:
-        found = _memory_for_gradient(ctx)
+        of_logits = _memory_for_gradient(ctx)
         logits, labels = ctx.saved_tensors
         first, second, third = _wide_blocks(logits, 3)
-        each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), found.flatten(0, 1))
+        each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), of_logits.flatten(0, 1))
         for rows, wanted, gradient, into in _blocks(*each):
             logs = _log_softmax(rows, first, second)
             of_logs = _nll_backward(gradient, logs, wanted, first)
             into.copy_(_log_softmax_backward(of_logs, logs, third))
-        return found, None, None
+        return of_logits, None, None
 
 
 class _LossesOfWords(torch.autograd.Function):
-    """The same from the logits of a rank's own words: three numbers a token are exchanged, and no logits.
+    """Losses from the logits of a rank's own words: three numbers a token are exchanged, and no logits.
 
     They are the largest logit, the sum of exponentials and the label's logit. Padding has no words here: no rank holds
     what is not in the vocabulary. Source: Shoeybi et al., arXiv:1909.08053, section 3.
@@ -127,16 +127,16 @@ class _LossesOfWords(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        found = _memory_for_gradient(ctx)
+        of_logits = _memory_for_gradient(ctx)
         logits, scale, own, mine = ctx.saved_tensors
         gradient = gradients.flatten().masked_fill(~ctx.counted, 0.0)
         (wide,) = _wide_blocks(logits, 1)
-        each = (logits.flatten(0, 1), scale, own, mine, gradient, found.flatten(0, 1))
+        each = (logits.flatten(0, 1), scale, own, mine, gradient, of_logits.flatten(0, 1))
         for rows, log_sum, word, here, factor, into in _blocks(*each):
             of_rows = wide[: len(rows)].copy_(rows).sub_(log_sum[:, None]).exp_()
             of_rows.scatter_add_(-1, word[:, None], -here[:, None].to(of_rows.dtype))
             into.copy_(of_rows.mul_(factor[:, None]))
-        return found, None, None, None
+        return of_logits, None, None, None
 
 
 def _memory_for_gradient(ctx: Any) -> Tensor:
@@ -174,24 +174,24 @@ def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
 
 def _log_softmax(rows: Tensor, wide: Tensor, out: Tensor) -> Tensor:
     """In the dtype and the memory of `out`; that of `wide` is free again."""
-    found: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
-    return found
+    logs: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
+    return logs
 
 
 def _nll_backward(gradient: Tensor, logs: Tensor, labels: Tensor, out: Tensor) -> Tensor:
-    """What autograd runs for `F.nll_loss(logs, labels, reduction="none")`, in the memory of `out`."""
+    """Autograd's own backward of `F.nll_loss(logs, labels, reduction="none")`, in the memory of `out`."""
     no_weights, no_reduction, unread = None, 0, gradient.new_empty(())
-    found: Tensor = torch.ops.aten.nll_loss_backward.grad_input(
+    of_logs: Tensor = torch.ops.aten.nll_loss_backward.grad_input(
         gradient, logs, labels, no_weights, no_reduction, NO_TOKEN, unread, grad_input=out[: len(logs)]
     )
-    return found
+    return of_logs
 
 
 def _log_softmax_backward(gradient: Tensor, logs: Tensor, out: Tensor) -> Tensor:
-    """What autograd runs for `logs`, in the memory of `out`."""
+    """Autograd's own backward of a log-softmax with the result `logs`, in the memory of `out`."""
     backward = torch.ops.aten._log_softmax_backward_data.out
-    found: Tensor = backward(gradient, logs, -1, logs.dtype, out=out[: len(logs)])
-    return found
+    of_rows: Tensor = backward(gradient, logs, -1, logs.dtype, out=out[: len(logs)])
+    return of_rows
 
 
 def _shared(tensor: Tensor) -> bool:
@@ -215,7 +215,7 @@ def without(labels: Tensor, mask: Tensor) -> Tensor:
 def mtp_targets(
     labels: Tensor, mask: Tensor, modules: int, documents: Documents | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each MTP module is held against: (labels, mask) [b, s], module k's labels k + 1 further on.
+    """The targets of each MTP module: (labels, mask) [b, s], module k's labels k + 1 further on.
 
     A position counts where all labels up to its own count and belong to its sequence, or to its document where
     `documents` are kept apart: nothing is predicted across an end.

@@ -92,7 +92,7 @@ class _Stage:
 
 
 class LayerStorages:
-    """What one layer saved in one forward."""
+    """The storages that one layer saved in one forward, on their way to the host and back."""
 
     def __init__(self, offload: Offload, before: LayerStorages | None, alive: set[int]) -> None:
         self._offload, self._before = offload, before
@@ -109,7 +109,7 @@ class LayerStorages:
         return sum(moved.size for moved in self._moved.values())
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
-        """What autograd saves in place of `tensor`."""
+        """Returns what autograd is to save in place of `tensor`."""
         storage = _storage(tensor)
         if storage in self._alive or tensor.untyped_storage().nbytes() < SMALLEST:
             return tensor
@@ -167,18 +167,18 @@ class _Packed(NamedTuple):
 
 
 def unpack(packed: Tensor | _Packed) -> Tensor:
-    """What autograd gets back for `packed`."""
+    """Returns the tensor that was saved as `packed`, when it is back on the device."""
     if isinstance(packed, Tensor):
         return packed
     packed.layer.arrive()
-    found = packed.storage.device
-    assert found is not None
-    return found.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+    storage = packed.storage.device
+    assert storage is not None
+    return storage.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

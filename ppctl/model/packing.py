@@ -43,7 +43,7 @@ class Documents:
 
 
 class Packing(NamedTuple):
-    """What a stage has to know of a microbatch beside its tensors; without documents a row is one."""
+    """Positions, documents and draws of a microbatch, which a stage needs beside its tensors."""
 
     positions: Tensor | None = None
     """[b, s] int64: of every token; None counts from the start of the row."""

@@ -203,7 +203,7 @@ class _Outputs:
     """
 
     def __init__(self) -> None:
-        self._placeholders: dict[int, tuple[_Again, int, Tensor]] = {}
+        self._placeholders: dict[int, tuple[_SecondCall, int, Tensor]] = {}
         self._around = _NO_HOOKS
 
     def watching(self, forward: Function) -> Function:
@@ -228,7 +228,7 @@ class _Outputs:
         def call(*inputs: Tensor) -> Any:
             if not torch.is_grad_enabled():
                 return function(*inputs)
-            again = _Again(function, inputs, self._around)
+            again = _SecondCall(function, inputs, self._around)
             outputs = again.first_time(inputs)
             for index, tensor in enumerate(_as_tuple(outputs)):
                 self._placeholders[tensor.untyped_storage()._cdata] = (again, index, tensor)
@@ -243,7 +243,7 @@ class _Outputs:
         return again, index, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-class _Kept(NamedTuple):
+class _KeptTensor(NamedTuple):
     """A tensor as the hooks around a layer keep it."""
 
     unpack: Callable[[Any], Tensor]
@@ -256,14 +256,14 @@ class _Hooks(NamedTuple):
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
 
-    def keep(self, tensor: Tensor) -> _Kept:
-        return _Kept(self.unpack, self.pack(tensor))
+    def keep(self, tensor: Tensor) -> _KeptTensor:
+        return _KeptTensor(self.unpack, self.pack(tensor))
 
 
 class _Input(NamedTuple):
     """A tensor that a function is called with a second time."""
 
-    kept: _Kept
+    kept: _KeptTensor
     requires_grad: bool
 
     def anew(self) -> Tensor:
@@ -274,26 +274,26 @@ _NO_HOOKS = _Hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _hooks_around() -> _Hooks:
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return _NO_HOOKS if found is None else _Hooks(*found)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _NO_HOOKS if hooks is None else _Hooks(*hooks)
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _Kept):
+    if isinstance(packed, _KeptTensor):
         return packed.unpack(packed.packed)
     again, index, shape, stride, offset = packed
     output: Tensor = again.made().outputs[index].as_strided(shape, stride, offset)
     return output
 
 
-class _Made(NamedTuple):
+class _SecondResults(NamedTuple):
     """The results of the second call of a function, without a graph."""
 
     saved: list[Tensor]
     outputs: tuple[Tensor, ...]
 
 
-class _Again:
+class _SecondCall:
     """A function of which only the inputs are kept: it is called a second time when its results are first needed.
 
     The graph is that of the first call, so that gradients add up in the same order; its operations save the numbers of
@@ -305,14 +305,14 @@ class _Again:
         self.inputs = [_Input(around.keep(tensor.detach()), tensor.requires_grad) for tensor in inputs]
         self._cast = _casting(inputs)
         self._count = 0
-        self._made: _Made | None = None
+        self._made: _SecondResults | None = None
 
     def first_time(self, inputs: Sequence[Tensor]) -> Any:
         """The function's outputs, with a graph that holds no activation."""
         with saved_tensors_hooks(self._number, _answer):
             return self.function(*inputs)
 
-    def made(self) -> _Made:
+    def made(self) -> _SecondResults:
         """The results of the second call."""
         if self._made is None:
             inputs = [each.anew() for each in self.inputs]
@@ -323,10 +323,10 @@ class _Again:
                 saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never),
             ):
                 outputs = _as_tuple(self.function(*inputs))
-            self._made = _Made(saved, tuple(tensor.detach() for tensor in outputs))
+            self._made = _SecondResults(saved, tuple(tensor.detach() for tensor in outputs))
         return self._made
 
-    def _number(self, tensor: Tensor) -> tuple[_Again, int]:
+    def _number(self, tensor: Tensor) -> tuple[_SecondCall, int]:
         self._count += 1
         return self, self._count - 1
 
@@ -339,7 +339,7 @@ def _casting(inputs: Sequence[Any]) -> AbstractContextManager[object]:
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
-def _answer(numbered: tuple[_Again, int]) -> Tensor:
+def _answer(numbered: tuple[_SecondCall, int]) -> Tensor:
     again, number = numbered
     return again.made().saved[number]
 

@@ -1,6 +1,6 @@
 """The router of a mixture of experts: which experts a token goes to, with which weights, and what keeps them balanced.
 
-Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `Ledger`.
+Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `RouterLedger`.
 
 Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor E / (K
 T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3 report
@@ -43,8 +43,8 @@ class SumOverTokens(Protocol):
 
 
 @dataclass(slots=True)
-class Ledger:
-    """What a router reports in one step beside its output, and the scale of its losses; cleared before each step."""
+class RouterLedger:
+    """Losses and counts that a router reports in one step, and the scale of its losses; cleared before each step."""
 
     scale: float = 1.0
     """Factor on the gradients of auxiliary losses: 1 / microbatches of the global batch, so that they are means."""
@@ -71,7 +71,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", None)
         if model.moe_router_enable_expert_bias:
             self.reset_bias(self.weight.device)
-        self.ledger = Ledger()
+        self.ledger = RouterLedger()
         self.others: SumOverTokens | None = None
         """Where other ranks have the other tokens of a microbatch."""
 

@@ -69,31 +69,31 @@ def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence
     later, *others = [putting_off(weight) for weight in weights]
     assert all(other is later for other in others)  # a stage's `whole` names all weights of one call, or none
     if later is None:
-        found: tuple[Tensor, ...] = _Columns.apply(_Call(split, formulas, None, ()), x, *weights)  # type: ignore[no-untyped-call]  # torch's own
-        return found
-    call = _Call(split, formulas, later, tuple(later.place(weight, cast=False) for weight in weights))
+        whole: tuple[Tensor, ...] = _ColumnProducts.apply(_ColumnsCall(split, formulas, None, ()), x, *weights)  # type: ignore[no-untyped-call]  # torch's own
+        return whole
+    call = _ColumnsCall(split, formulas, later, tuple(later.place(weight, cast=False) for weight in weights))
     x = x if x.requires_grad else x.detach().requires_grad_()
-    found = _Columns.apply(call, x, *(weight.detach() for weight in weights))  # type: ignore[no-untyped-call]  # torch's own
-    return found
+    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(call, x, *(weight.detach() for weight in weights))  # type: ignore[no-untyped-call]  # torch's own
+    return outputs
 
 
 def enter(x: Tensor, split: TensorSplit | None) -> Tensor:
     """A hidden state of which every rank then uses its own columns, of all tokens."""
     if split is None:
         return x
-    found: Tensor = _Enter.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
-    return found
+    entered: Tensor = _Enter.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
+    return entered
 
 
 def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
     """The sum over ranks of what each made of its own columns: a hidden state between blocks."""
     if split is None:
         return x
-    found: Tensor = _Leave.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
-    return found
+    left: Tensor = _Leave.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
+    return left
 
 
-class _Call(NamedTuple):
+class _ColumnsCall(NamedTuple):
     split: TensorSplit
     formulas: Formulas
     put_off: PutOff | None
@@ -101,9 +101,9 @@ class _Call(NamedTuple):
     """The weights that are put off, which are no part of the graph."""
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _ColumnsCall, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(x, *weights)
         operand = call.formulas.prepare(call.split.start_gather(x)())
@@ -125,13 +125,13 @@ class _Columns(torch.autograd.Function):
             del coming
             of_weights = [formulas.of_weight(g, operand, w) for g, w in zip(gradients, weights, strict=True)]
         if put_off is not None:
-            again = _Again(split, formulas, len(places))
+            again = _GatheredAgain(split, formulas, len(places))
             for gradient, place in zip(gradients, places, strict=True):
                 put_off.put(place, place, partial(_of_weight, gradient, x, place, again=again))
         return None, summing(), *of_weights
 
 
-class _Again:
+class _GatheredAgain:
     """The operand of several products, gathered when the first gradient is made and freed behind the last one."""
 
     def __init__(self, split: TensorSplit, formulas: Formulas, uses: int) -> None:
@@ -149,7 +149,7 @@ class _Again:
         return operand
 
 
-def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, again: _Again) -> Tensor:
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, again: _GatheredAgain) -> Tensor:
     return again.formulas.of_weight(gradient, again.of(x), weight)
 
 
@@ -170,10 +170,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: TensorSplit) -> Tensor:
         ctx.split = split
-        found = split.start_sum(x)()
-        if found is x:
+        total = split.start_sum(x)()
+        if total is x:
             ctx.mark_dirty(x)
-        return found
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

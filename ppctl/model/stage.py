@@ -40,7 +40,7 @@ from ppctl.tensor_halves import own_halves
 
 
 class StageModule(nn.Module):
-    """What one stage computes. `layers` are in model order: embedding, decoder, mtp, loss.
+    """The module of one stage. `layers` are in model order: embedding, decoder, mtp, loss.
 
     The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm is
     before the output; in a model with MTP, which reads normalised states, after the last decoder layer. Of every
@@ -140,7 +140,7 @@ class StageModule(nn.Module):
         return x.chunk(self.split.size, dim=1)[self.split.rank]
 
     def _own_draws(self, draws: Draws | None, length: int) -> Draws | None:
-        """What draws depend on, with the positions in a row of the rank's own tokens."""
+        """`draws` with the positions in a row of the rank's own tokens."""
         if draws is None or (self.split is None and self.context.size == 1):
             return draws
         positions = torch.arange(length, device=draws.samples.device)[None]
@@ -198,10 +198,10 @@ class StageModule(nn.Module):
 
     def decoder_layers(self) -> dict[Layer, nn.Module]:
         """The decoder layers, and those inside MTP modules as `mtp.N`."""
-        found = {Layer("decoder", int(name)): module for name, module in self.layers.items()}
+        layers = {Layer("decoder", int(name)): module for name, module in self.layers.items()}
         if self.mtp is not None:
-            found |= {Layer("mtp", int(name)): self.mtp.get_submodule(f"{name}.layer") for name in self.mtp.ids}
-        return found
+            layers |= {Layer("mtp", int(name)): self.mtp.get_submodule(f"{name}.layer") for name in self.mtp.ids}
+        return layers
 
     asks = True
     adds_to_loss = False

@@ -45,14 +45,14 @@ class StageModel(Protocol):
 
     @abstractmethod
     def parameter_rows(self) -> Mapping[str, Parameter]:
-        """What each parameter and each buffer is, by name: role, weight decay, experts, whose copy it is."""
+        """The row of each parameter and each buffer by name: role, weight decay, experts, whose copy it is."""
 
     @abstractmethod
     def train(self, mode: bool = True, /) -> Any:
         """Enter training mode or, with False, evaluation mode, as `nn.Module` does."""
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """What is trained without a gradient, and belongs into a checkpoint, by name."""
+        """The tensors that are trained without a gradient, and belong into a checkpoint, by name."""
         return {}
 
     @property

@@ -23,13 +23,13 @@ Rows = Sequence[int] | None
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None) -> Tensor:
-    """What all ranks send to this one, in their order, for `rows` [n, ...] sorted by the rank that each goes to."""
+    """The rows that all ranks send to this one, in their order; `rows` [n, ...] are sorted by their receivers."""
     arrived: Tensor = _AllToAll.apply(rows, group, sends, receives)  # type: ignore[no-untyped-call]  # torch's own
     return arrived
 
 
 def exchange(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None) -> Tensor:
-    """The same without gradients."""
+    """`all_to_all` without gradients."""
     rows = rows.contiguous()
     arrived = torch.empty_like(rows) if receives is None else rows.new_empty(sum(receives), *rows.shape[1:])
     under_way = start_exchange(arrived, rows, group, sends, receives)

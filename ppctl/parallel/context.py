@@ -68,7 +68,7 @@ class HasLengths(Protocol):
 
     @property
     def lengths(self) -> Lengths:
-        """Of the whole rows."""
+        """The lengths of the documents of the whole rows."""
 
 
 class Drops(Protocol):
@@ -87,7 +87,7 @@ values' width], documents of the whole rows or None, scale of the scores or None
 [b, heads, s, values' width]. All ways below are such functions, with s a rank's part of the rows."""
 
 
-class Part(NamedTuple):
+class BlockGroup(NamedTuple):
     """Blocks that are computed together, and the keys and values that they see."""
 
     blocks: Sequence[Block]
@@ -120,10 +120,10 @@ class _Blockwise:
             q, k, v = (heads.to(torch.get_autocast_dtype(kind)) for heads in (q, k, v))
         lengths = None if documents is None else documents.lengths
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = _Attention.apply(q, k, v, self, lengths, scale, drops)  # type: ignore[no-untyped-call]  # torch's own
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, self, lengths, scale, drops)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[Part]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
         """All that this rank's queries see, its own keys first. Each part's exchange starts before the part ahead."""
         raise NotImplementedError
 
@@ -131,16 +131,16 @@ class _Blockwise:
         """For the backward over the same parts."""
         raise NotImplementedError
 
-    def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None, *, apart: bool) -> Part:
+    def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None, *, apart: bool) -> BlockGroup:
         """A rank's own tokens; `apart` looks at its halves as rows of their own."""
         halves = self._halves(keys_values)
         own = own_lengths(self._lengths(keys_values, lengths), halves, apart=apart)
         if lengths is not None and drops is None and self.kernel.joins_documents:
             every = slice(0, keys_values.shape[2])
-            return Part([Block(slice(0, len(own)), every, every, causal=True)], keys_values, own)
-        return Part(own_blocks(own), keys_values, halves=halves)
+            return BlockGroup([Block(slice(0, len(own)), every, every, causal=True)], keys_values, own)
+        return BlockGroup(own_blocks(own), keys_values, halves=halves)
 
-    def kernels(self, q: Tensor, part: Part, drops: Drops | None) -> Callable[[Block], BlockKernel]:
+    def kernels(self, q: Tensor, part: BlockGroup, drops: Drops | None) -> Callable[[Block], BlockKernel]:
         """The kernel of each of a part's blocks: one for all, unless probabilities are dropped."""
         if drops is None:
             return lambda _: self.kernel
@@ -162,7 +162,7 @@ class RingAttention(_Blockwise):
     A hop of keys and values runs beside the blocks of the part before, one of gradients beside those of the part after.
     """
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[Part]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
         """Its own keys and values, then those of the rank before, and so on."""
         rank, size = self.group.rank(), self.group.size()
         rows, halves = self._lengths(keys_values, lengths), self._halves(keys_values)
@@ -172,7 +172,7 @@ class RingAttention(_Blockwise):
             hop = Hop.start(part.keys_values, self.group)
             yield part
             source = (rank - number) % size
-            part = Part(ring_blocks(rows, halves, source), hop.wait(), halves=replace(halves, rank=source))
+            part = BlockGroup(ring_blocks(rows, halves, source), hop.wait(), halves=replace(halves, rank=source))
             del hop
         yield part
 
@@ -185,7 +185,7 @@ class GatherAttention(_Blockwise):
     """Keys and values of all ranks are gathered beside the blocks within the rank's own halves, in the backward again;
     their gradients are summed and scattered."""
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[Part]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
         """Its own keys and values, half by half, then all that stand before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
         starting(self.group)
@@ -194,7 +194,7 @@ class GatherAttention(_Blockwise):
         work.wait()
         blocks = gathered_blocks(self._lengths(keys_values, lengths), self._halves(keys_values))
         del keys_values, work  # from here on only whoever computes the part holds what it sees
-        yield Part(blocks, to_whole(gathered.pop(), 2))
+        yield BlockGroup(blocks, to_whole(gathered.pop(), 2))
 
     def sums(self, k: Tensor, v: Tensor) -> GradientSums:
         """For the backward over the same parts."""
@@ -257,7 +257,7 @@ def context_attention(
     return ways[kind]()
 
 
-class _Attention(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     """Blockwise attention as one node of the graph, because the backward of a block needs the result of all."""
 
     @staticmethod
@@ -282,9 +282,9 @@ class _Attention(torch.autograd.Function):
             for block in part.blocks:
                 seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
                 asking = (block.rows, slice(None), block.queries)
-                found = kernel(block).forward(q[asking], *seen, scale, block.causal, part.documents)
-                _merge(merged[asking], log_sums[asking], *found, first=block.causal)
-                del seen, found
+                of_block = kernel(block).forward(q[asking], *seen, scale, block.causal, part.documents)
+                _merge(merged[asking], log_sums[asking], *of_block, first=block.causal)
+                del seen, of_block
             del part, keys, values, kernel
         out = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sums)
@@ -299,7 +299,7 @@ class _Attention(torch.autograd.Function):
         sums = way.sums(k, v)
         for part in way.parts(torch.cat((k, v), -1), ctx.lengths, ctx.drops):
             keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
-            found: list[Gradients] = []
+            of_blocks: list[Gradients] = []
             kernel = way.kernels(q, part, ctx.drops)
             for block in part.blocks:
                 asking = (block.rows, slice(None), block.queries)
@@ -307,10 +307,10 @@ class _Attention(torch.autograd.Function):
                 mixed = out[asking], log_sums[asking], ctx.scale, block.causal, part.documents
                 of_q, of_k, of_v = kernel(block).backward(gradient[asking], q[asking], *seen, *mixed)
                 of_queries[asking] += of_q
-                found.append((block, of_k, of_v))
+                of_blocks.append((block, of_k, of_v))
                 del seen, of_q, of_k, of_v
             del part, keys, values, kernel
-            sums.add(found)
+            sums.add(of_blocks)
         of_keys, of_values = sums.total().split((k.shape[-1], v.shape[-1]), -1)
         return of_queries.to(q.dtype), of_keys, of_values, None, None, None, None
 

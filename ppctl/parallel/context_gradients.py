@@ -40,7 +40,7 @@ class Hop(NamedTuple):
         return cls(dist.batch_isend_irecv(ops), sent, arriving)
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Waits for the hop; returns the keys and values that have arrived."""
         for work in self.works:
             work.wait()
         return self.arriving

@@ -81,14 +81,14 @@ class ExpertExchange:
 
 def _gathered_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks of the group, in their order; `shared` says how many each has. Gradients are summed."""
-    found: Tensor = _Share.apply(rows, shared, group, _gather_rows, _scatter_rows)  # type: ignore[no-untyped-call]  # torch's own
-    return found
+    gathered: Tensor = _Share.apply(rows, shared, group, _gather_rows, _scatter_rows)  # type: ignore[no-untyped-call]  # torch's own
+    return gathered
 
 
 def _summed_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks for this rank's own rows; gradients are gathered."""
-    found: Tensor = _Share.apply(rows, shared, group, _scatter_rows, _gather_rows)  # type: ignore[no-untyped-call]  # torch's own
-    return found
+    own: Tensor = _Share.apply(rows, shared, group, _scatter_rows, _gather_rows)  # type: ignore[no-untyped-call]  # torch's own
+    return own
 
 
 class _Share(torch.autograd.Function):
@@ -124,7 +124,7 @@ def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> 
 
 def _gathered(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The counts of all ranks, [rank, *counts]."""
-    found = counts.new_empty(group.size(), *counts.shape)
+    everyone = counts.new_empty(group.size(), *counts.shape)
     starting(group)
-    all_gather(found.view(-1), counts.contiguous().view(-1), group=group)
-    return found
+    all_gather(everyone.view(-1), counts.contiguous().view(-1), group=group)
+    return everyone

@@ -29,7 +29,7 @@ class ReducedSums(NamedTuple):
     widths: list[int]
 
     def wait(self) -> list[Tensor]:
-        """Of each tensor the sum of what this rank owns, flat."""
+        """Waits for the sums; returns of each tensor that of the part that this rank owns, flat."""
         _wait(self.works)
         return list(self.own.split(self.widths))
 

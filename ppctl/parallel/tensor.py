@@ -44,16 +44,16 @@ class TensorParallel:
         """The sum over ranks of x [b, s, ...]: of the own tokens [b, s / size, ...], or of all, in the memory of x."""
         starting(self.group)
         if not self.sequence:
-            found = rows = x.contiguous()
-            work = dist.all_reduce(found, group=self.group, async_op=True)
+            total = rows = x.contiguous()
+            work = dist.all_reduce(total, group=self.group, async_op=True)
         else:
             rows = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-            found = rows.new_empty(rows.shape[1:])
-            work = reduce_scatter(found.view(-1), rows.view(-1), group=self.group, async_op=True)
+            total = rows.new_empty(rows.shape[1:])
+            work = reduce_scatter(total.view(-1), rows.view(-1), group=self.group, async_op=True)
 
         def summed(_: Tensor = rows) -> Tensor:
             work.wait()
-            return found
+            return total
 
         return summed
 

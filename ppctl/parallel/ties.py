@@ -31,8 +31,9 @@ def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequenc
 
     `pipeline` are the global ranks of the stages' pipeline, by pp_rank.
     """
-    found = {name: spec for spec in stages for name in embedding_uses(model, spec.layers)}
-    uses = tuple(TiedUse(pipeline[found[name].pp_rank], name) for name in uses_of_embedding(model) if name in found)
+    stage_of = {name: spec for spec in stages for name in embedding_uses(model, spec.layers)}
+    held = [name for name in uses_of_embedding(model) if name in stage_of]
+    uses = tuple(TiedUse(pipeline[stage_of[name].pp_rank], name) for name in held)
     return uses if len(uses) > 1 else ()
 
 

@@ -49,7 +49,7 @@ def plan_checked(
     title: str | None = None,
     before: Plan | None = None,
 ) -> Plan:
-    """As `build_plan`, of a config that `config.checks` has looked at: `problems` are what it found, and come first.
+    """`build_plan` for a config that `config.checks` has checked: the `problems` that it reported come first.
 
     Where a schedule is searched for, that of `before` is taken if it is for the same pipeline.
     """
@@ -157,13 +157,13 @@ def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
 
 
 def _judge(values: ConfigValues) -> Judge:
-    """What is wrong with another config, but for what the rules on values find in this one already."""
+    """Returns a judge of other configs, which leaves out what the rules on values report of this one already."""
     known = {violation.rule for violation in _checked(values)}
     return lambda other: [violation for violation in _judged(other) if violation.rule not in known]
 
 
 def _judged(values: ConfigValues) -> Violations:
-    """What is wrong with values and sizes, or where those are sound with memory."""
+    """Violations in values and sizes or, where these are sound, in memory."""
     # A search takes seconds, and where the even split fits, it finds a layout that fits.
     violations: Violations = []
     derivation = derive(values, violations, search=False)
@@ -177,7 +177,7 @@ def _judged(values: ConfigValues) -> Violations:
 
 
 def _checked(values: ConfigValues) -> Violations:
-    """What the rules on values find: a remedy must break none of them either."""
+    """Violations of the rules on values: a remedy must break none of them either."""
     return [
         Violation(each.code, each.message, each.message, each.place, *filter(None, [parse_overrides(each.remedy)]))
         for each in check(values.config, values.provenance)
@@ -185,7 +185,7 @@ def _checked(values: ConfigValues) -> Violations:
 
 
 def _held(derivation: Derivation) -> Sequence[RankCost]:
-    """What the pp_ranks hold, receives that are posted ahead included, without timing anything."""
+    """Bytes that the pp_ranks hold, receives that are posted ahead included, without timing anything."""
     values = derivation.values
     if derivation.choice.searched:
         return least_held(derivation.ways, derivation.batch.num_microbatches)

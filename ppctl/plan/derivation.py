@@ -1,4 +1,4 @@
-"""What follows from a config before its plan is put together: sizes, layout, batch and choice of schedule.
+"""Derives from a config what its plan is put together from: sizes, layout, batch and choice of schedule.
 
 Knows in which order these are derived, and what a search for layout or schedule changes in them. Must not know what
 becomes of them in a Plan.
@@ -46,7 +46,7 @@ from ppctl.topology import ParallelSizes
 
 @dataclass(frozen=True)
 class Derivation:
-    """What follows from a config before its schedule is made, and what its stages and ranks cost."""
+    """Values that follow from a config before its schedule is made, and the costs of its stages and ranks."""
 
     values: ConfigValues
     world: World
@@ -76,7 +76,7 @@ class Derivation:
 
     @cached_property
     def stages(self) -> tuple[StageSpec, ...]:
-        """What every stage holds, receives and sends."""
+        """The layers of every stage, and the tensors that it receives and sends."""
         return stage_specs(self.values.config, self.cut.layout, self.batch.micro_batch_size, self.choice.placement)
 
     @cached_property
@@ -86,7 +86,7 @@ class Derivation:
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """What one microbatch takes on every stage."""
+        """Seconds of one microbatch on every stage."""
         layers, size = [stage.layers for stage in self.stages], self.batch.micro_batch_size
         return stage_costs(self.values.config, layers, self.sizes, size, self.measured)
 

@@ -1,4 +1,4 @@
-"""What a plan says of a model whose code is transformers': what was proved, what it trains with, its kinds of layers.
+"""Notes in a plan on a model whose code is transformers': its proof, the loss that it trains with, its kinds of layers.
 
 Knows Derived. Must not know how a model was described.
 """

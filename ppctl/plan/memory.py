@@ -1,4 +1,4 @@
-"""What every pp_rank's device holds: state, activations of the schedule as it runs, buffers, messages.
+"""Bytes on every pp_rank's device: state, activations of the schedule as it runs, buffers, messages.
 
 Knows RankCost and which keys of the config price it. Must not know closed forms (`ppctl.cost`), or how sizes, layouts
 or schedules are chosen.
@@ -50,7 +50,7 @@ def device_of(config: RunConfig) -> Device:
 
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
-    """What decides over the activations of a layer."""
+    """The sizes and options on which the activations of a layer depend."""
     parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator]
     levels = parallel.hierarchical_context_parallel_sizes
     if allocator.name == "torch" and device_of(config).name == "cpu":
@@ -71,14 +71,14 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
 
 
 class RankPricer(Protocol):
-    """What each pp_rank's device holds."""
+    """A function that prices what each pp_rank's device holds."""
 
     def __call__(self, schedule: Schedule, samples: int = ..., /) -> tuple[RankCost, ...]:
         """While it runs a schedule, in steps of so many samples; by default of the global batch size."""
 
 
 class _Rank(NamedTuple):
-    """What a pp_rank holds under every schedule, in bytes."""
+    """Bytes that a pp_rank holds under every schedule."""
 
     params: int
     state: State
@@ -175,7 +175,7 @@ def _rank(
 def halves_of(
     config: RunConfig, stages: Sequence[StageSpec], setting: Setting, alive: Sequence[StageActivations]
 ) -> Ends | None:
-    """What the halves of split backwards free and need on every stage; None where nothing is known of them."""
+    """Bytes that the halves of split backwards free and need on every stage; None where nothing is known of them."""
     if not setting.allocator.backward:
         return None
     model, of_inputs = config.model, setting._replace(put_off=True)
@@ -185,7 +185,7 @@ def halves_of(
 
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:
-    """What is whole only at times, in words; nothing where all that a rank holds is there all the time."""
+    """A line on weights and gradients that are whole only at times; none where they always are."""
     if sharding_of(config, sizes) != "full":
         return ()
     weights, gradients, rest = map(
@@ -227,7 +227,7 @@ def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: Par
 def put_off(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
 ) -> tuple[Derived, ...]:
-    """What split backwards leave to W, in words; nothing where none is split."""
+    """A line on what split backwards leave to W; none where no backward is split."""
     if not schedule.split:
         return ()
     setting = setting_of(config, sizes, micro_batch_size)
@@ -243,7 +243,7 @@ def put_off(
 def held_bytes(
     config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
 ) -> tuple[int, int, int]:
-    """What a stage of these layers holds on one device: state, one microbatch from its F on, and from its I to its W.
+    """Bytes of a stage of these layers on one device: state, one microbatch from its F on, and from its I to its W.
 
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
@@ -273,7 +273,7 @@ def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
 def stages_held(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> list[Held]:
-    """What one microbatch holds on every stage, and when."""
+    """Bytes of one microbatch on every stage, and from when to when."""
     setting, model = setting_of(config, sizes, micro_batch_size), config.model
 
     def held(stage: StageSpec) -> Held:
@@ -301,7 +301,7 @@ def _tied_sum(
 
 
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str) -> dict[int, Passing]:
-    """What the stages of a rank hold of state only while they compute."""
+    """State that the stages of a rank hold only while they compute."""
     model, precision = config.model, precision_of(config)
 
     def of(layers: tuple[Layer, ...]) -> Passing:

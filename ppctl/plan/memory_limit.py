@@ -57,7 +57,7 @@ def amount(size: int) -> str:
 
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
-    """What one rank may hold of its device; None where `launch.device_memory` is none, or cannot be read.
+    """The memory of its device that one rank may use; None where `launch.device_memory` is none, or cannot be read.
 
     Ranks that share GPUs are counted as if all ranks of a machine shared a single one: how many it has is not known.
     """
@@ -102,7 +102,7 @@ def memory_violations(
 
 
 def available_text(limit: DeviceLimit) -> str:
-    """What a rank may hold, and what it is the rest of: `77.50 GiB (80.00 GiB - 2.50 GiB kept for ...)`."""
+    """The memory that a rank may use, and how it is computed: `77.50 GiB (80.00 GiB - 2.50 GiB kept for ...)`."""
     whole = amount(limit.limit_bytes)
     share = f" of a device that {limit.ranks} ranks share" if limit.ranks > 1 else ""
     if not limit.reserve_bytes:
@@ -120,7 +120,7 @@ def _usual(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def peak_terms(cost: RankCost) -> str:
-    """What the peak of a pp_rank is made of, in the unit of the peak.
+    """The terms of a pp_rank's peak, in the unit of the peak.
 
     Listed and not added up where they are not there at the same time: with `full` sharding weights and gradients are
     the most that is whole at once.

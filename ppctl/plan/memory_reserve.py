@@ -1,4 +1,4 @@
-"""What a GPU holds that no tensor of a run is in: CUDA's context and the communicators' buffers.
+"""Memory of a GPU that no tensor of a run is in: CUDA's context and the communicators' buffers.
 
 Knows which groups a run has, and what others have measured of one. Must not know peaks, nor the device's size. torch's
 allocator sees none of it, so a plan's peak has to stay below the device's memory by this much. None of it was measured

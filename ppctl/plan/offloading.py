@@ -1,4 +1,4 @@
-"""What of a stage's activations waits in host memory: whether the stages have such layers, and the figures in words.
+"""Activations that wait in host memory: whether the stages have such layers, and the figures in words.
 
 Knows the keys of `cpu_offloading`. Must not know closed forms (`ppctl.cost`), or how layouts are chosen.
 """
@@ -30,7 +30,7 @@ def check_offloading(values: ConfigValues, stages: Sequence[Sequence[LayerType]]
 def offloaded(
     config: RunConfig, stages: Sequence[StageSpec], costs: Sequence[StageCost], ranks: Sequence[RankCost]
 ) -> tuple[Derived, ...]:
-    """What is moved to the host and back, and how long that takes, in words; nothing where nothing is moved."""
+    """A line on the bytes that move to the host and back, and their seconds; none where nothing is moved."""
     if not any(cost.offloaded_bytes for cost in costs):
         return ()
     slowest = max(costs, key=lambda cost: cost.copy_s)

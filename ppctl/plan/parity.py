@@ -1,4 +1,4 @@
-"""What a job's one process is: the same stages, samples and microbatches on one rank; and how far two jobs may differ.
+"""Parity: a job's stages, samples and microbatches on one rank; and how far two jobs may differ.
 
 Knows which keys say where a model is cut and which say what is computed. Must not know how runs are started, nor how
 gradients are kept.
@@ -100,7 +100,7 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
 
 
 def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
-    """What gives (stage that has a gradient of this name, its number in the order of forwards); -1 where none has."""
+    """Returns a function: name of a gradient -> (its stage, its number in the order of forwards), -1 for none."""
     names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
     found = {name: (stage, number) for number, (name, stage) in enumerate(names)}
     return lambda name: found.get(name, found.get(stack_of(name), (-1, -1)))

@@ -81,12 +81,12 @@ class Plan:
         return self.params_active < self.params_total
 
     def at_step(self, step: int) -> Plan:
-        """What the step that follows `step` completed ones runs, in a run from its first step on."""
+        """The plan of the step that follows `step` completed ones, in a run from its first step on."""
         found = (each.size for each in self.smaller if each.step <= step < each.step + each.steps)
         return self.of_batch(next(found, 0))
 
     def of_batch(self, size: int) -> Plan:
-        """What a step of `size` samples runs: one on the way, or the global batch's."""
+        """The plan of a step of `size` samples: a ramp-up size's, or the global batch's."""
         found = next((each for each in self.smaller if each.size == size), None)
         if found is None:
             return self
@@ -122,7 +122,7 @@ class Plan:
         return _digest_of(self._executed())
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What one global rank has to know. Raises IndexError for a rank outside the world."""
+        """The part of the plan that one global rank needs. Raises IndexError for a rank outside the world."""
         position = RankGrid(self.sizes).coordinates(rank)
         pp_rank = position["pp"]
         stages = tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
@@ -131,7 +131,7 @@ class Plan:
         return RankPlan(*places, stages, self.schedule.actions[pp_rank], first)
 
     def report(self) -> dict[str, Any]:
-        """What `ppctl plan --json` prints: everything but the schedule's rows, the provenance and the digest."""
+        """The JSON that `ppctl plan --json` prints: all but the schedule's rows, the provenance and the digest."""
         sizes = asdict(self.sizes)
         world = sizes.pop("world")
         times = {name: getattr(self, name) for name in _TIMES}

@@ -19,7 +19,7 @@ from ppctl.schedule.picture import Picture, RankMemory, StageNote
 
 
 def picture(plan: Plan, config: RunConfig) -> Picture:
-    """What `--timeline` draws."""
+    """The picture that `--timeline` draws."""
     flops = [stage.flops_forward for stage in plan.stages]
     trace = predicted(plan.schedule, simulation_costs(plan.timing.stages, plan.stages))
     sizes, calls = plan.sizes, plan.num_microbatches * plan.gradient_accumulation_steps

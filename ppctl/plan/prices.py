@@ -1,4 +1,4 @@
-"""What a microbatch costs on every stage, from a device preset or from measured costs, and what a step takes then.
+"""Seconds of a microbatch on every stage, from a device preset or from measured costs, and of a step.
 
 Plans, simulations and searches for a layout all read the numbers of `pricer`. Knows which keys of the config set
 prices. Must not know how schedules are made or how closed forms work (`ppctl.cost`).

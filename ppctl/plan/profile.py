@@ -98,7 +98,7 @@ def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
 
 
 def subject(config: RunConfig) -> dict[str, Any]:
-    """What a measurement is of: the same layers on the same share of a microbatch. pp, vpp, dp, the layout are free.
+    """The subject of a measurement: layers and a rank's share of a microbatch. pp, vpp, dp, the layout are free.
 
     Written into profile.json and compared when it is read.
     """

@@ -1,4 +1,4 @@
-"""What a rehearsal needs of a plan, and what follows from one: ranks of one kind, fewer microbatches, the other ranks.
+"""Prepares a rehearsal and applies its result: ranks of one kind, fewer microbatches, the other ranks.
 
 Knows plans and what was measured of a rank. Must not know how it was measured, processes or texts.
 """
@@ -68,7 +68,7 @@ def _kind_of_stage(config: RunConfig, stage: StageSpec) -> Hashable:
 
 
 def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
-    """The same run with as few microbatches as fill every device as much as all of them do."""
+    """The run with only as many microbatches as fill every device as much as all of them do."""
     if plan.smaller:  # the whole batch fills a device most
         config, plan = at_size(config, config.train.global_batch_size), replace(plan, smaller=())
     round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
@@ -112,7 +112,7 @@ def steady(actions: Sequence[Action]) -> range:
 
 
 def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
-    """What was measured over some `microbatches`, for a step `of_all`: what surrounds the schedule happens once."""
+    """A measurement over some `microbatches`, scaled to a step `of_all`: what surrounds the schedule happens once."""
 
     def times(during: str, count: int) -> int:
         return count if during == STEP else round(count * of_all / microbatches)
@@ -207,7 +207,7 @@ def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[R
         return [step for step in steps if step.index < end], [step for step in steps if step.index >= end]
 
     def beside(steps: list[Step]) -> list[int]:
-        """What the rehearsed rank held beside activations."""
+        """Bytes that the rehearsed rank held beside activations, step by step."""
         return [most[step.index] - step.most for step in steps if step.index in most] or [0]
 
     adding, summing = replay(short, chosen)

@@ -1,4 +1,4 @@
-"""What a rehearsal found, held against the plan: as a value, as JSON and as a picture.
+"""The result of a rehearsal beside the plan: as a value, as JSON and as a picture.
 
 Knows the names of the JSON's fields. Must not know how ranks are rehearsed, or words.
 """
@@ -42,7 +42,7 @@ class Rehearsal:
 
     @cached_property
     def ranks(self) -> tuple[Rehearsed, ...]:
-        """What was measured, counts being those of a whole step."""
+        """The measurements, with the counts of a whole step."""
         return tuple(scaled(each, *self.microbatches) for _, each in self.measured)
 
     @cached_property
@@ -52,7 +52,7 @@ class Rehearsal:
         return tuple(sorted(found, key=lambda peak: peak.pp_rank))
 
     def cost_of(self, rank: int) -> RankCost:
-        """What the plan says of a global rank."""
+        """The plan's cost of a global rank."""
         return self.plan.pp_ranks[self.plan.for_rank(rank).pp_rank]
 
     def peak_of(self, rank: int) -> RankPeak:
@@ -83,7 +83,7 @@ class Rehearsal:
         yield Problem("PP-E801", message, "train.recompute_granularity=full", "launch.device_memory")
 
     def report(self) -> dict[str, Any]:
-        """What `--json` prints, without the problems."""
+        """The JSON that `--json` prints, without the problems."""
         limit = self.plan.limit
         rehearsed, microbatches = self.microbatches
         return {

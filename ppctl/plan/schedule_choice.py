@@ -62,7 +62,7 @@ class Choice(NamedTuple):
 
     @property
     def policy(self) -> Policy | None:
-        """What is known about the policy; None for a schedule from a file or a search."""
+        """The row of the policy in POLICIES; None for a schedule from a file or a search."""
         return POLICIES[self.name] if self.schedule is None else None
 
     @property
@@ -263,7 +263,7 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Proof:
-    """As `proved`, of an order that was made to be sound: judged only where a capacity is set, which may hold it up,
+    """`proved` for an order that was made to be sound: it is judged only where a capacity is set, which may hold it up,
     where it is a user's, and where it hangs by itself."""
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)

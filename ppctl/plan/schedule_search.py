@@ -94,7 +94,7 @@ def check_memory(
 
 
 def least_held(ways: Sequence[Way], num_microbatches: int) -> Sequence[RankCost]:
-    """What the pp_ranks hold where they hold least: one microbatch after another, on the placement that suits it."""
+    """The least that the pp_ranks can hold: one microbatch after another, on the placement that suits it."""
     return _alone(_smallest(ways, num_microbatches), num_microbatches)
 
 
@@ -151,7 +151,7 @@ def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice
 
 
 def _alone(way: Way, num_microbatches: int) -> Sequence[RankCost]:
-    """What ranks hold while one microbatch goes through after another: behind the second one nothing is new."""
+    """Bytes of the ranks while one microbatch goes through after another: behind the second one nothing is new."""
     return way.rank_costs(lower(one_by_one(way.placement, min(num_microbatches, 2))))
 
 
@@ -214,7 +214,7 @@ class _Search:
         return Searched(choice, best.seconds)
 
     def _results(self, allowance: int) -> list[Found]:
-        """What is found in the memory that is left for activations, then in less where the plan's bytes do not fit."""
+        """Results within the memory that is left for activations, and within less where the plan does not fit."""
         limits, results = self._limits(), list[Found]()
         for search in range(1, 1 + _AGAIN):
             within = [max(pair) for pair in zip(limits, self.task.limits, strict=True)]

@@ -1,4 +1,4 @@
-"""What data-parallel ranks share out, what Muon's owners have of it, and the memory of sums and of an optimizer step.
+"""Sharding over data-parallel ranks: the shares of Muon's owners, and the memory of sums and of an optimizer step.
 
 Knows which keys of the config decide over it. Must not know how closed forms work (`ppctl.cost`), or of schedules more
 than their order of F, B and W.
@@ -23,7 +23,7 @@ from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 
 def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
-    """What is shared out, where there is somebody to share it with."""
+    """The kind of data-parallel sharding; `none` where there is no other rank to share with."""
     return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 
 

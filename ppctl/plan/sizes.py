@@ -220,7 +220,7 @@ def _across_nodes(values: ConfigValues, sizes: ParallelSizes, ranks: int) -> Der
 
 
 def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None:
-    """What tensor and context parallelism split must divide evenly; words need not, but each rank must have some."""
+    """Refuse sizes that tp, cp or etp do not divide evenly; of words each rank must have some."""
     tp, cp = values["tp"], values["cp"]
     experts = values["model.num_moe_experts"] or 0
     pieces = cp * tp if values[SEQUENCE] else cp

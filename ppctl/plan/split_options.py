@@ -227,7 +227,7 @@ def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | 
 
 
 def _foreign_module(number: int, name: str, anatomy: Anatomy) -> Iterator[str | int]:
-    """What a name means in a model of transformers, with or without the prefix of its inner model."""
+    """The layer or module that a name means in a model of transformers, with or without its inner model's prefix."""
     inner = anatomy.layers.partition(".")[0]
     full = {name, f"{inner}.{name}"}
     layer = next((each.rpartition(".")[2] for each in full if each.startswith(f"{anatomy.layers}.")), "")

@@ -1,4 +1,4 @@
-"""What every stage holds, receives and sends.
+"""The layers of every stage, and the tensors that it receives and sends.
 
 Knows StageSpec. Must not know how sizes, layouts or schedules are chosen, or what a rank pays (`memory`).
 """
@@ -89,7 +89,7 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
 def _router_logits(
     config: RunConfig, foreign: ForeignModel, decoders: int, state: TensorSpec
 ) -> tuple[TensorSpec, ...]:
-    """What the routers of the first so many layers recorded, as one tensor beside the hidden state."""
+    """The logits that the routers of the first `decoders` layers recorded, as one tensor beside the hidden state."""
     logits, number = foreign.router_logits, foreign.routed(decoders)
     if logits is None or not number:
         return ()

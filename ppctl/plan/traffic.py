@@ -1,4 +1,4 @@
-"""What a rank of every pp_rank sends in a step, by axis and kind.
+"""Bytes that a rank of every pp_rank sends in a step, by axis and kind.
 
 Knows which keys of the config decide over it. Must not know what is exchanged (`ppctl.cost.traffic`, `.step_traffic`).
 """

@@ -1,4 +1,4 @@
-"""What a plan is made of: a stage, its messages, a rank's costs, an equation; each as a value and as JSON.
+"""The values that a plan consists of: a stage, its messages, a rank's costs, an equation; each with its JSON.
 
 Knows the keys of each in plan.json. Must not know the plan that holds them (`plan`), or how they are derived.
 """
@@ -62,7 +62,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What one pp_rank holds, in bytes per device."""
+    """Bytes that one pp_rank holds, per device."""
 
     pp_rank: int
     params: int
@@ -88,7 +88,7 @@ class RankCost:
 
 
 class Exchange(NamedTuple):
-    """What a rank does of one kind along one axis in a step."""
+    """The exchanges of one kind along one axis that a rank makes in a step."""
 
     axis: str
     kind: str
@@ -99,7 +99,7 @@ class Exchange(NamedTuple):
 
 
 class DeviceLimit(NamedTuple):
-    """What one rank may hold of its device, in bytes."""
+    """Bytes of its device that one rank may use."""
 
     limit_bytes: int
     """Memory of the device; if ranks share it, one rank's part."""
@@ -145,7 +145,7 @@ class StageCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a step takes, priced. Not part of what is run."""
+    """Predicted seconds of a step and its parts. Not part of what is run."""
 
     priced_by: str = ""
     """The device preset's name, or the profile's file."""

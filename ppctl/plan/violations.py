@@ -39,7 +39,7 @@ class Violation:
 
     @property
     def rule(self) -> Rule:
-        """What makes two violations the same."""
+        """The key by which two violations are the same one."""
         return self.code, self.subject
 
 

@@ -1,79 +1,23 @@
 """Tensors out of torch's distributed checkpoints (DCP), which torchtitan and Megatron-core (`torch_dist`) write.
 
 Knows their files: `.metadata`, a pickle that says which bytes of which file are which part of a tensor, and
-data, each part by itself as `torch.save` writes it. Must not know models. A pickle may run any program: of `.metadata`
-only the classes that DCP itself puts there are made, and parts are read by torch with `weights_only`.
+data, each part by itself as `torch.save` writes it. Must not know models. A pickle may run any program: `.metadata`
+is read by `checkpoint.dcp_metadata`, and parts by torch with `weights_only`.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ppctl.checkpoint.boxes import Box, common
+from ppctl.checkpoint.dcp_metadata import METADATA, read_metadata
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.files import nearest_there
-
-METADATA = ".metadata"
-
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.planner": {
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch": {
-        "Size", "device", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32",
-        "int16", "int8", "uint8", "bool",
-    },
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "builtins": {"set", "frozenset", "list", "dict", "tuple"},
-}  # fmt: skip
-"""Module -> what may be taken from it: records, and values without side effects."""
-
-
-class _Inert:
-    """In place of a record of Megatron-core's that says nothing of tensors: keeps nothing, does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-
-def _member(owner: Any, name: Any) -> Enum:
-    """In place of getattr, by which Python 3.11's first releases pickle a member of an Enum: that, and nothing else."""
-    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
-        return owner.__members__[name]
-    raise pickle.UnpicklingError(f"builtins.getattr of {owner!r} is no part of a distributed checkpoint")
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but `_CLASSES`. Raises UnpicklingError naming any other class."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class, or one that does nothing in place of Megatron-core's."""
-        if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module.startswith("megatron.core.dist_checkpointing."):
-            return _Inert
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise pickle.UnpicklingError(f"{module}.{name} is no class of a distributed checkpoint")
 
 
 class DcpReader:
@@ -83,14 +27,11 @@ class DcpReader:
         """Raises CheckpointError (PP-E532) where `.metadata` is missing, damaged or names other classes."""
         self.path = path
         try:
-            with open(path / METADATA, "rb") as stream:
-                found = _Unpickler(stream).load()
+            found = read_metadata(path)
         except OSError as error:
             raise self._refused(f"{METADATA} cannot be read: {error.strerror}") from None
-        except Exception as error:  # a pickle that is damaged can raise anything
-            raise self._refused(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
-        if not isinstance(found, Metadata):
-            raise self._refused(f"{METADATA} holds no description of tensors")
+        except ValueError as error:
+            raise self._refused(str(error)) from None
         self._metadata = found
         entries = found.state_dict_metadata
         self.tensors = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}

@@ -20,6 +20,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from ppctl.errors import visible
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -100,13 +102,21 @@ def raise_file_limit() -> None:
 
 
 def lose_lines_rather_than_fail() -> None:
-    """From now on stdout and stderr drop what does not fit on a full disk."""
+    """From now on stdout and stderr drop what does not fit on a full disk, and show control characters as escapes."""
     sys.stdout, sys.stderr = (_lossy(number) for number in (1, 2))
+
+
+class _VisibleText(io.TextIOWrapper):
+    """Text whose control characters are shown as escapes: under torchrun it goes to a terminal, and may be a file's."""
+
+    def write(self, text: str, /) -> int:
+        """Write `text`."""
+        return super().write(visible(text))
 
 
 def _lossy(number: int) -> io.TextIOWrapper:
     raw = _LossyFile(number, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    return _VisibleText(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def keep_stdout() -> TextIO:

@@ -147,7 +147,7 @@ def _lives(store: Store, number: int, own: OwnRank, until: float) -> bool:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LOOK)
-    return int(store.get(found)) == own.world_size
+    return bool(store.get(found) == str(own.world_size).encode())  # whatever stands there
 
 
 def _is_set(store: Store, key: str, until: float) -> bool:
@@ -189,9 +189,7 @@ def read_run(directory: Path) -> SharedRun:
 def publish_run(store: SealedStore, shared: SharedRun) -> None:
     """Give the run to the ranks that call `receive_run`."""
     if not store.has_proofs:
-        print(
-            f"notice: {SECRET}=none: whoever reaches the rendezvous store can change what is trained", file=sys.stderr
-        )
+        print(f"notice: {SECRET}=none: whoever reaches the rendezvous store can run programs as you", file=sys.stderr)
     parts = {"directory": str(shared.run.path), "config": to_mapping(shared.config), "plan": shared.plan.to_json()}
     store.set(_RUN, parts)
 
@@ -206,11 +204,12 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
         if "refused" in parts:
             store.add(_READERS, 1)
             return _exit_code(parts["refused"])
-        run = RunDir(Path(parts["directory"]))
+        told = RunDir(Path(parts["directory"]))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TrainingError(unproved(_RUN)) from error
-    own = sealed(store, run, told=True)
-    parts = own.get(_RUN)
+    own = sealed(store, told, told=True)
+    parts = own.get(_RUN)  # all of it is taken from here: what was read before may have been a stranger's
+    run = RunDir(Path(parts["directory"]))
     return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own
 
 

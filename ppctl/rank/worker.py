@@ -39,6 +39,7 @@ from ppctl.devices import device_index, device_type, group_backends, loopback_va
 from ppctl.errors import ConfigError
 from ppctl.hang.progress import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
+from ppctl.processes import python
 from ppctl.rank.launcher import make_watch, show_begin, show_end
 from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
@@ -153,7 +154,7 @@ def _exec_with(environment: Mapping[str, str]) -> None:
     if environment.items() - os.environ.items():
         # Blocked until the new process handles them.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
-        os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", "--join"], os.environ | dict(environment))
+        os.execve(sys.executable, [*python("ppctl.rank.worker"), "--join"], os.environ | dict(environment))
 
 
 @dataclass(frozen=True)

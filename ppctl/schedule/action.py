@@ -1,4 +1,4 @@
-"""What a schedule is: operations, actions, channels, and the value that holds them.
+"""Schedules as values: operations, actions, channels, and the value that holds them.
 
 Knows the text and CSV form (torch's own spelling) and the one dependency rule, `deps`. Must not know policies, time,
 tensors or configuration. Standard library only.
@@ -18,7 +18,7 @@ from ppctl.errors import Problem, ScheduleError
 
 
 class Op(StrEnum):
-    """What one action does. `B` computes both gradients; `I` and `W` are its halves (input, weights)."""
+    """The operation of one action. `B` computes both gradients; `I` and `W` are its halves (input, weights)."""
 
     F = "F"
     B = "B"
@@ -233,7 +233,7 @@ class Schedule:
         return stage > self.frozen_stages
 
     def queue(self, channel: Channel) -> Channel:
-        """What keeps a channel's messages in order: the channel itself, or in batches one queue for both directions."""
+        """The queue that keeps a channel's messages in order: the channel itself, or one for both directions."""
         return Channel(channel.source, channel.target, BOTH) if self.batched else channel
 
     def batch_ends(self, pp_rank: int) -> frozenset[int]:

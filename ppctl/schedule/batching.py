@@ -44,7 +44,7 @@ class _Message(NamedTuple):
 
 
 def _message(action: Action, schedule: Schedule) -> _Message | None:
-    """What an action makes for another rank."""
+    """The message that an action makes for another rank."""
     op, stage, mb = action
     place = schedule.placement
     if op is Op.F and stage < place.num_stages - 1 and not place.is_local(stage):

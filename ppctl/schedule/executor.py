@@ -26,7 +26,7 @@ _Ready = list[float | None]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What came of running the lists. `starts` and `ends` (seconds) hold one entry per action that is no message, per
+    """The result of running the lists. `starts` and `ends` (seconds) hold one entry per action that is no message, per
     rank in list order; `stuck` maps every rank that did not finish to the index of the action it waits at."""
 
     starts: list[list[float]]
@@ -89,7 +89,7 @@ class _Line:
 
 
 class _Work(NamedTuple):
-    """What computing one operation on one stage needs, by which line that comes, what it costs and what it gives."""
+    """One operation of one stage: its input, the line that brings that, its cost and its result."""
 
     needs: _Ready
     comes_by: _Line

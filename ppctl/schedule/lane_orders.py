@@ -31,7 +31,7 @@ Block = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What every lane costs, where its result goes, and what a rank may hold."""
+    """The cost of every lane, where its result goes, and the memory that a rank may use."""
 
     placement: Placement
     num_microbatches: int
@@ -99,7 +99,7 @@ class Lanes:
         )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
-        """The same with messages that many times as long, stages that much evener (0 to 1), lanes stretched."""
+        """The lanes with messages that many times as long, stages that much evener (0 to 1), lanes stretched."""
         seconds = list(self.seconds)
         for kind in range(KINDS):
             mean = sum(seconds[kind::KINDS]) / self.placement.num_stages

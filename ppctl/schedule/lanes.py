@@ -23,7 +23,7 @@ Wanted = dict[Key, Sequence[Action]]
 
 
 def wanted_lanes(schedule: Schedule) -> list[Wanted]:
-    """What every rank has to run. What a schedule has anywhere (messages, and on trained stages backwards and
+    """The lanes that every rank has to run. What a schedule has anywhere (messages, and on trained stages backwards and
     sync) it has everywhere."""
     place, count = schedule.placement, schedule.num_microbatches
     ops = set(map(itemgetter(0), chain.from_iterable(schedule.actions)))

@@ -31,7 +31,7 @@ class First(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a free rank does. Gradients go before forwards, both before weight gradients, but for what follows."""
+    """The choice of a free rank. Gradients go before forwards, both before weight gradients, but for what follows."""
 
     first: First = First.OLDEST
     alternate: bool = True

@@ -32,7 +32,7 @@ class RankStamps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What every rank did in `step`."""
+    """The spans of every rank in `step`."""
 
     step: int
     ranks: tuple[RankStamps, ...]

@@ -51,7 +51,7 @@ def _halves(backward: Action) -> tuple[Action, Action]:
 
 
 def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
-    """What is wrong with the pairs of a schedule that is sound without them.
+    """Problems of the pairs of a schedule that is sound without them.
 
     A pair is an F and a B or I. In their rank's list the backward follows on the forward, with nothing but messages
     between the two. An action is in one pair at most. And neither of the two may need the other, be it over the lists
@@ -95,7 +95,7 @@ def _some(pairs: Collection[Pair]) -> str:
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
-    """What waits for itself, over the lists of all ranks, if the two of a pair start at once; empty if nothing does."""
+    """Actions that wait for each other in a circle, if the two of a pair start at once; empty where there is none."""
     waits = _never_there(plain, groups)
     pp_rank, met = next(iter(waits), 0), list[int]()
     while waits and pp_rank not in met:
@@ -135,7 +135,7 @@ _Result = tuple[bool, int, int]
 
 
 class _Made:
-    """What the stages have made: bytes by stage and microbatch, because a schedule has many actions."""
+    """The results that stages have made: bytes by stage and microbatch, because a schedule has many actions."""
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.ahead = [bytearray(num_microbatches) for _ in range(num_stages)]

@@ -248,7 +248,7 @@ def least_capacities(schedule: Schedule) -> dict[Channel, int]:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """What goes over a channel, every message named by its RECV: in the order of the sends, and in the order of use.
+    """The messages of a channel, each named by its RECV: in the order of the sends, and in the order of use.
 
     `sent_at`, `needed_at` and `used_at` say when that is in a simulation.
     """

@@ -1,4 +1,4 @@
-"""What a picture of a step shows: its trace, what its stages are, and what every rank holds while it runs.
+"""The contents of a picture of a step: its trace, its stages, and the memory of every rank while it runs.
 
 Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `text_timeline`) or how costs come
 about. Standard library only.
@@ -25,7 +25,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class StageNote:
-    """What a picture shows of a stage."""
+    """The text of a stage in a picture."""
 
     stage: int
     pp_rank: int
@@ -108,7 +108,7 @@ def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple
 
 
 def _levels(fixed: int, changes: list[tuple[float, int]]) -> tuple[Level, ...]:
-    """What is held after each change, frees before allocations of the same moment."""
+    """Bytes that are held after each change, frees before allocations of the same moment."""
     levels = [Level(0.0, fixed)]
     for time, change in sorted(changes):
         level = Level(time, levels[-1].held + change)

@@ -312,7 +312,7 @@ def make_schedule(
 
 
 def too_few_microbatches(policy: Policy, pp: int, num_microbatches: int) -> str:
-    """What is wrong with a number of microbatches below `policy.needs_microbatches`."""
+    """The message for a number of microbatches below `policy.needs_microbatches`."""
     least = policy.needs_microbatches(pp)
     return f"{policy.name} fills a V of {2 * pp} stages: at least {least} microbatches, not {num_microbatches}"
 

@@ -72,7 +72,7 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search came to. The schedule is compute-only; it may be a named one under that name."""
+    """The result of a search. The schedule is compute-only; it may be a named one under that name."""
 
     schedule: Schedule
     seconds: float

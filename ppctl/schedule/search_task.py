@@ -1,4 +1,4 @@
-"""What a schedule is searched for: stages at their places, their costs and sizes, and what a rank may hold of these.
+"""The task of a search for a schedule: stages at their places, their costs and sizes, and the ranks' limits of memory.
 
 Knows the least that any schedule holds, and the named schedules that a search has to beat. Must not know how a search
 goes (`search`). Standard library only.
@@ -18,7 +18,7 @@ from ppctl.schedule.simulate import Costs
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a schedule is searched for."""
+    """The stages, costs and limits for which a schedule is searched."""
 
     placement: Placement
     num_microbatches: int
@@ -39,12 +39,12 @@ def placements(pp: int, vpp: int) -> list[Placement]:
 
 
 def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> float:
-    """What 1F1B keeps on its first rank: of min(pp, num_microbatches) microbatches the first pp-th of the stages."""
+    """The memory of 1F1B's first rank: min(pp, num_microbatches) microbatches on the first pp-th of the stages."""
     return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
 
 
 def least_limits(placement: Placement, sizes: Sequence[float], put_off: Sequence[float] | None = None) -> list[float]:
-    """What is enough for every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
+    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
 
     Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
     """
@@ -88,7 +88,7 @@ def shortest(task: Task) -> float:
 
 
 def held_by(task: Task, schedule: Schedule) -> list[float]:
-    """What every pp_rank holds at most under a schedule whose microbatches run in order, as the task counts."""
+    """The peak of every pp_rank under a schedule whose microbatches run in order, in the task's unit."""
     rows = rows_of(schedule)
     assert rows is not None
     return lanes_of(task).peaks(rows)

@@ -58,11 +58,11 @@ class Costs:
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0) -> Costs:
-        """The same for every stage."""
+        """Costs that are equal for every stage."""
         return cls((forward,) * num_stages, (backward,) * num_stages, message=message)
 
     def seconds(self) -> dict[Op, Sequence[float]]:
-        """What each operation takes, by stage."""
+        """Seconds of each operation, by stage."""
         half = [0.5 * seconds for seconds in self.backward]
         return {
             Op.F: self.forward,
@@ -126,16 +126,17 @@ def critical_path(schedule: Schedule, trace: Trace) -> list[Span]:
         last[span.pp_rank] = span
     if not ends:
         return []
-    path = [max(trace.spans, key=lambda span: span.end)]
-    while (reason := _reason(path[-1].action, schedule, ends, before)) is not None:
-        path.append(reason)
-    return path[::-1]
+    last_span = max(trace.spans, key=lambda span: span.end)
+    path = {last_span.action: last_span}  # of a file that lies an action may wait for itself
+    while (reason := _reason(next(reversed(path)), schedule, ends, before)) and reason.action not in path:
+        path[reason.action] = reason
+    return list(path.values())[::-1]
 
 
 def _reason(
     action: Action, schedule: Schedule, ends: dict[Action, Span], before: dict[Action, Span | None]
 ) -> Span | None:
-    """What an action waited for: the later of its rank's previous action and what it needs from its neighbour."""
+    """The span that an action waited for: its rank's previous one or what its neighbour sends, whichever is later."""
     op, stage, mb = action
     needed = None
     if op is F and stage > 0:

@@ -58,7 +58,7 @@ def _label(pp_rank: int, stage: int, *, first: bool) -> str:
 
 
 def _shown(row: Sequence[Span], times: Sequence[float]) -> list[Action | None]:
-    """What the rank runs at each of these times."""
+    """The action that the rank runs at each of these times."""
     starts = [span.start for span in row]
     under = [row[bisect_right(starts, time) - 1] if starts and time >= starts[0] else None for time in times]
     return [span.action if span and time < span.end else None for span, time in zip(under, times, strict=True)]

@@ -33,7 +33,7 @@ def spans_of(pp_rank: int, actions: Iterable[Action], starts: Iterable[float], e
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What every pp_rank of one step did, and when. The spans of one rank are in the order in which it ran them."""
+    """The actions of every pp_rank in one step, with their times. A rank's spans are in their order."""
 
     pp: int
     spans: tuple[Span, ...]

@@ -133,7 +133,7 @@ def _disordered(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]
 
 
 def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[int, Action, Action]]:
-    """What stands too early in a rank's list: its index, itself, and what it needs of the same list.
+    """Actions that are too early in a rank's list: (index, action, the later action of the list that it needs).
 
     `mixed` are the stages of which some backwards are split and some whole. Of others every microbatch needs the same,
     and the lane is judged whole.
@@ -155,7 +155,7 @@ def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[in
 def _early_in_lane(
     schedule: Schedule, own: Lanes, lane: Key, at: Sequence[int]
 ) -> Iterator[tuple[int, Action, Action]]:
-    """The same of one lane, microbatch by microbatch: those that are split alike need the same."""
+    """Actions of one lane that are too early, microbatch by microbatch: those that are split alike need the same."""
     op, stage = lane
     alike: dict[tuple[bool, bool], list[tuple[Key, Sequence[int]]]] = {}
     for mb, index in enumerate(at):
@@ -250,7 +250,7 @@ def _hanging(schedule: Schedule) -> list[Problem]:
 
 
 def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:
-    """What would set a stuck rank free."""
+    """The event that would set a stuck rank free."""
     row, place = schedule.actions[pp_rank], schedule.placement
     action = row[index]
     if schedule.batched and action.op in MESSAGES:

@@ -1,4 +1,4 @@
-"""What a measured step says of its schedule: what every stage took, and how long the step would be if one took less.
+"""Simulates a measured step again: the seconds of every stage, and of the step if one stage took less.
 
 Knows spans, and the simulator. Must not know how a trace came about. Standard library only.
 """

@@ -22,7 +22,7 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     callback.pre_train(TrainingRun(session, start, callback.enter))
     batches = session.data.batches(start.step, start.consumed_samples, start.sample_order)
     trainer = Trainer(session, batches, sizes, callback)
-    if session.device.type == "cuda" and start.step < config.train.steps:
+    if trainer.on_gpu and start.step < config.train.steps:
         # Minutes, where layers are compiled: they say nothing of a step's length.
         callback.enter("loading kernels", start.step)
         trainer.dry_pass(start.step)

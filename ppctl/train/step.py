@@ -39,6 +39,7 @@ class Trainer:
         self.whole = session
         """The session of the whole global batch."""
         self.batches = batches
+        self.on_gpu = session.device.type == "cuda"
         self.sizes = BatchSizes.of(session.config.train) if sizes is None else sizes
         self.callback = callback or Callback()
         self._steps_for = steps_for_tokens(session.config)
@@ -138,7 +139,7 @@ class Trainer:
             self._reduce(program.stage)
         s.replica.reducer.finish()
         s.replica.weights.clear_gradients()
-        if s.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(s.device)
             if s.pipeline.communicator is not None:
                 self._reserve()

@@ -39,7 +39,7 @@ class Use(NamedTuple):
 
 
 def operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
-    """What is kept for one use: the tensors that `make` reads, without the weight."""
+    """The tensors that are kept for one use: those that `make` reads, without the weight."""
     if isinstance(make, partial):
         yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
 

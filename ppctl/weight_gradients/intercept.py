@@ -24,7 +24,7 @@ from ppctl.weight_gradients.put_off import PLAIN, PutOff, collecting, parameter_
 
 @contextmanager
 def intercepting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
-    """As `collecting`, for modules whose products do not ask."""
+    """`collecting` for modules whose products do not ask whether they are deferred."""
     gradients.intercepted = True
     with collecting(gradients, backward=backward), _Mode(gradients):
         yield
@@ -68,9 +68,9 @@ class _Mode(TorchFunctionMode):
                 return made
         # Inside a transform of torch.func (vmap, grad) no autograd function of this package runs.
         product = None if torch._C._are_functorch_transforms_active() else _PRODUCTS.get(function)
-        found = None if product is None else product(self.gradients, *args, **kwargs)
-        if found is not None:
-            return found
+        result = None if product is None else product(self.gradients, *args, **kwargs)
+        if result is not None:
+            return result
         args = _each(self.gradients.elsewhere, args)
         return function(*args, **{name: _each(self.gradients.elsewhere, value) for name, value in kwargs.items()})
 

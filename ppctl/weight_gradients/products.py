@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppctl.weight_gradients.put_off import PutOff, Rule, multiply
+from ppctl.weight_gradients.put_off import ProductRule, PutOff, multiply
 
 
 def linear(gradients: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,10 +52,10 @@ def embedding(
 
     def of_factor(gradient: Tensor, numbers: Tensor, weight: Tensor) -> Tensor:
         backward = torch.ops.aten.embedding_dense_backward
-        found: Tensor = backward(gradient, numbers, len(weight), padding, by_frequency)
-        return found
+        of_weight: Tensor = backward(gradient, numbers, len(weight), padding, by_frequency)
+        return of_weight
 
-    return multiply(gradients, Rule(look_up, _nothing, of_factor), weight, numbers)
+    return multiply(gradients, ProductRule(look_up, _nothing, of_factor), weight, numbers)
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -117,15 +117,15 @@ def _nothing(*_: Tensor) -> None:
     """Numbers have no gradient."""
 
 
-_LINEAR = Rule(F.linear, _of_input, _transposed_gradient)
-_MATMUL = Rule(lambda x, factor, _: torch.matmul(x, factor), _of_left, _matrix_gradient)
-_ADDMM = Rule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _matrix_gradient)
-_BMM = Rule(
+_LINEAR = ProductRule(F.linear, _of_input, _transposed_gradient)
+_MATMUL = ProductRule(lambda x, factor, _: torch.matmul(x, factor), _of_left, _matrix_gradient)
+_ADDMM = ProductRule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _matrix_gradient)
+_BMM = ProductRule(
     lambda x, factor, _: torch.bmm(x, factor),
     lambda gradient, x, factor: gradient.bmm(factor.transpose(1, 2)),
     lambda gradient, x, factor: x.transpose(1, 2).bmm(gradient),
 )
-_GROUPED = Rule(
+_GROUPED = ProductRule(
     lambda rows, factor, _, ends: F.grouped_mm(rows, factor, offs=ends),
     lambda gradient, rows, factor, ends: F.grouped_mm(gradient, factor.transpose(1, 2), offs=ends),
     lambda gradient, rows, factor, ends: _of_groups(gradient, rows, factor, ends),

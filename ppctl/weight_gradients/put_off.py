@@ -63,10 +63,10 @@ class PutOff:
         return True
 
     def elsewhere(self, tensor: Tensor) -> Tensor:
-        """What a function that is no such product must get for `tensor`, so that a weight's uses stay together.
+        """Returns the tensor that a function other than such a product must get, so that a weight's uses stay together.
 
-        A parameter that is put off by now: a copy of it without memory, whose gradient is put, computed, to the others.
-        Of every other parameter nothing will be put off.
+        For a parameter that is deferred by now that is a copy without memory, whose computed gradient joins the others.
+        No use of any other parameter will be deferred.
         """
         base = parameter_of(tensor)
         if base is None:
@@ -225,7 +225,7 @@ def keep_collecting() -> Callable[[], None]:
 
 
 def putting_off(weight: Tensor) -> PutOff | None:
-    """What collects the deferred weight gradient of a product with `weight`; None if it is not deferred."""
+    """The collector of the deferred weight gradient of a product with `weight`; None if it is not deferred."""
     if _collecting is None or not torch.is_grad_enabled() or not _collecting.takes(weight):
         return None
     return _collecting
@@ -254,7 +254,7 @@ class _Store:
 WeightGradStore = _Store()
 
 
-class Rule(NamedTuple):
+class ProductRule(NamedTuple):
     """A kind of product of an activation x and a factor, which is the weight in the dtype in which it is multiplied."""
 
     multiply: Callable[..., Tensor]
@@ -267,9 +267,9 @@ class Rule(NamedTuple):
     """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
 
 
-class _Call(NamedTuple):
+class _ProductCall(NamedTuple):
     gradients: PutOff
-    rule: Rule
+    rule: ProductRule
     weight: Tensor
     place: Tensor
     cast_back: torch.dtype | None
@@ -279,7 +279,7 @@ class _Call(NamedTuple):
 
 def multiply(
     gradients: PutOff,
-    rule: Rule,
+    rule: ProductRule,
     weight: Tensor,
     x: Tensor,
     *others: Tensor,
@@ -296,7 +296,7 @@ def multiply(
     # Autocast casts a parameter once for all its uses, which are summed before that is undone, and each view by itself.
     cast_back = weight.dtype if cast and weight._base is not None else None
     place, held = gradients.place(weight, cast=cast), [weight if factor is None else factor]
-    return _apply_product(_Call(gradients, rule, weight, place, cast_back, held), anchor, x, bias, *others)
+    return _apply_product(_ProductCall(gradients, rule, weight, place, cast_back, held), anchor, x, bias, *others)
 
 
 class _Product(torch.autograd.Function):
@@ -306,7 +306,9 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, _: Tensor | None, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, call: _ProductCall, _: Tensor | None, x: Tensor, bias: Tensor | None, *others: Tensor
+    ) -> Tensor:
         factor = call.factor.pop()
         ctx.call = call
         ctx.save_for_backward(factor, x if call.rule.keeps_input else None, *others)

@@ -16,23 +16,31 @@ import ppctl
 
 PACKAGE = Path(ppctl.__file__).parent
 
+_LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 ALLOWED = {
-    ("pretrained/dcp_reader.py", "pickle"): "others' checkpoints have an index that is a pickle",
-    ("pretrained/dcp_reader.py", "Unpickler"): "makes the records of such an index and nothing else",
+    ("checkpoint/dcp_metadata.py", "pickle"): "torch's checkpoints have an index that is a pickle",
+    ("checkpoint/dcp_metadata.py", "Unpickler"): "makes the records of such an index and nothing else",
+    ("checkpoint/format_1.py", "FileSystemReader"): "its index is read by dcp_metadata, and names tensors alone",
+    ("checkpoint/format_1.py", _LOAD): "torch reads parts of tensors with weights_only",
 }
 """(file, what it uses): why it may."""
 
 MODULES = re.compile(
     r"(_?pickle|cPickle|pickletools|copyreg|shelve|dbm|marshal|xmlrpc|dill|cloudpickle|joblib|jsonpickle|multiprocess"
-    r"|(torch\.)?multiprocessing|torch\.package|torch\.distributed\.rpc)(\..*)?"
+    r"|(torch\.)?multiprocessing|torch\.package|torch\.hub|torch\.distributed\.(rpc|elastic)"
+    r"|concurrent\.futures\.process|logging\.config)(\..*)?"
 )
 """Whoever imports one, or a module of one, reads or exchanges pickles with it."""
 
 OBJECTS = re.compile(
     r"((all_)?gather|scatter|broadcast|send|recv)_object(_list)?|_unpickler|_tensor_to_object|Unpickler"
     r"|(read|load)_pickle|(unsafe|full)_load(_all)?|(Unsafe|Full)Loader|run_(path|module)"
+    r"|ProcessPoolExecutor|(FileSystem|Fsspec|HuggingFaceStorage)Reader|SourceFileLoader|exec_module"
 )
 """Names that run what arrives, of whatever module."""
+
+LOADERS = re.compile(r"(torch|numpy|yaml|dcp)\.load(_all)?|torch\..+\.load(_state_dict)?|numpy\..+\.read_array")
+"""Functions that may run what they read, by their names in full."""
 
 BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 SAFE = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False, "use_safetensors": True}
@@ -41,6 +49,7 @@ SAFE = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False,
 
 def faults(tree: ast.AST) -> Iterator[str]:
     """What runs what it reads."""
+    full = dict(_imported(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if MODULES.fullmatch(alias.name))
@@ -53,7 +62,16 @@ def faults(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_name(node.value):
             yield node.value
         elif isinstance(node, ast.Call):
-            yield from _of_call(node)
+            yield from _of_call(node, full)
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The names that imports give, and what they stand for in full."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((alias.asname, f"{module}{alias.name}") for alias in node.names if alias.asname)
+            yield from ((alias.name, f"{module}{alias.name}") for alias in node.names if module and not alias.asname)
 
 
 def _is_name(text: str) -> bool:
@@ -61,14 +79,15 @@ def _is_name(text: str) -> bool:
     return bool(OBJECTS.fullmatch(text) or MODULES.fullmatch(text))
 
 
-def _of_call(node: ast.Call) -> Iterator[str]:
-    name = ast.unparse(node.func)
+def _of_call(node: ast.Call, full: dict[str, str]) -> Iterator[str]:
+    first, dot, rest = ast.unparse(node.func).partition(".")
+    name = full.get(first, first) + dot + rest
     given = {each.arg: each.value.value if isinstance(each.value, ast.Constant) else ... for each in node.keywords}
-    if name in BUILTINS or (name.endswith("torch.load") and "weights_only" not in given):
+    if name.removeprefix("builtins.") in BUILTINS:
         yield name
-    if name.startswith("yaml.load") and "SafeLoader" not in ast.unparse(node):
-        yield name
-    if name in ("dcp.load", "torch.distributed.checkpoint.load"):
+    harmless = {"torch": "weights_only" in given, "yaml": "SafeLoader" in ast.unparse(node)}
+    harmless["numpy"] = len(node.args) < 3  # the third one is allow_pickle
+    if LOADERS.fullmatch(name) and not harmless.get(name.partition(".")[0], False):
         yield name
     yield from (f"{key}=" for key, harmless in SAFE.items() if given.get(key, harmless) is not harmless)
 
@@ -112,6 +131,18 @@ def test_nothing_that_is_read_is_run() -> None:
         "dcp.load(state, checkpoint_id=path)",
         "AutoModel.from_pretrained(path, trust_remote_code=True)",
         "pandas.read_pickle(path)",
+        "from torch import load\nload(file)",
+        "import torch as t\nt.load(file)",
+        "from torch import serialization as s\ns.load(file)",
+        "torch.jit.load(file)",
+        "import numpy as np\nnp.load(file, None, True)",
+        "from yaml import load as read, Loader\nread(text, Loader)",
+        "import builtins\nbuiltins.exec(text)",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp\nload_with_dcp(state)",
+        "from torch.distributed import checkpoint as c\nc.load(state)",
+        "class Own(filesystem.FileSystemReader): pass",
+        "spec.loader.exec_module(module)",
     ],
 )
 def test_what_would_be_added_is_found(text: str) -> None:
@@ -124,6 +155,8 @@ def test_what_would_be_added_is_found(text: str) -> None:
         "torch.load(file, weights_only=True)",
         "yaml.load(text, Loader=SafeLoader)",
         "numpy.load(file)",
+        "import numpy as np\nnp.load(file, 'r')",
+        "from ppctl.data import load\nload(file)",
         "model.eval()",
         "json.loads(text)",
         "re.compile(text)",

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, TrainingError
-from ppctl.rank.rendezvous import receive_run, refuse_run, sealed
+from ppctl.plan import build_plan
+from ppctl.rank.rendezvous import SharedRun, publish_run, receive_run, refuse_run, sealed
 from ppctl.reach.store import SealedStore, connect
 from ppctl.run_starts import SECRET, secret_of, write_secret
 from ppctl.rundir import RunDir
@@ -72,6 +74,32 @@ def test_a_run_of_another_directory_whose_secret_the_stranger_does_not_know_is_r
     plain.set("ppctl/run", "0" * 64 + json.dumps({"directory": str(tmp_path), "config": {}, "plan": {}}))
     with pytest.raises(TrainingError, match="PP-E776"):
         receive_run(plain)
+
+
+def test_the_directory_of_a_run_is_the_proved_one_whatever_stood_there_when_the_secret_was_looked_for(
+    tmp_path, monkeypatch
+):
+    """A link of the stranger's leads to the secret, and the value that rank 0 wrote is put back in time."""
+    monkeypatch.setenv("PPCTL_START", "1")
+    monkeypatch.delenv(SECRET, raising=False)
+    run, link = RunDir(tmp_path / "run"), tmp_path / "link"
+    run.path.mkdir()
+    link.symlink_to(run.path)
+    write_secret(run)
+    config = RunConfig()
+    plain = HashStore()
+    publish_run(sealed(plain, run), SharedRun(run, config, build_plan(config)))
+    ours = plain.get("ppctl/run")
+    told = [b"-" * 64 + json.dumps({"directory": str(link)}).encode(), ours]
+
+    class Changing:
+        """A store whose value another user replaces between two readings."""
+
+        def get(self, key):
+            return told.pop(0)
+
+    shared, _ = receive_run(Changing())
+    assert told == [] and shared.run.path == run.path
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "MASTER_PORT", "PPCTL_START"])

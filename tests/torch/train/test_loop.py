@@ -39,7 +39,7 @@ def entered(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **log:
         found.append("step")
         return StepResult(number + 1, {"loss": 1.0}, None, number + 1 == STEPS, (0.0,) * 4)  # type: ignore[arg-type]
 
-    trainer = SimpleNamespace(dry_pass=lambda step: found.append("dry pass"), step=step)
+    trainer = SimpleNamespace(dry_pass=lambda step: found.append("dry pass"), step=step, on_gpu=device == "cuda")
     monkeypatch.setattr(loop, "Trainer", lambda *_: trainer)
     session: Any = SimpleNamespace(
         config=config,
@@ -84,7 +84,9 @@ def test_a_callback_is_called_at_its_places_in_their_order(monkeypatch: pytest.M
     noting.post_step, noting.close = failing, lambda error: called.extend(["close", str(error)])  # type: ignore[method-assign]
     config = RunConfig()
     config.train.steps, config.log.interval = STEPS, 5
-    trainer = SimpleNamespace(step=lambda number: StepResult(number + 1, {"loss": 1.0}, None, False, (0.0,) * 4))
+    trainer = SimpleNamespace(
+        step=lambda number: StepResult(number + 1, {"loss": 1.0}, None, False, (0.0,) * 4), on_gpu=False
+    )
     monkeypatch.setattr(loop, "Trainer", lambda *_: trainer)
     data = SimpleNamespace(batches=lambda *_: None)
     session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), data=data)
