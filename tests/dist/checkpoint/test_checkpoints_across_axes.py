@@ -80,7 +80,7 @@ def one_cut(config: RunConfig, directory: Path, cut: str) -> dict[str, Any]:
     with nullcontext() if session.replica.gathered is None else session.replica.gathered.all_held():
         spoken = Generator(session).continue_prompt([1, 2, 3], 4)
     trainer = Trainer(session, session.data.batches(STEPS, STEPS * SAMPLES))
-    evaluated = Evaluator(trainer)()
+    evaluated = Evaluator(session)()
     record = trainer.step(STEPS).record
     session.pipeline.close()
     return {"spoken": spoken, **evaluated, **{key: record[key] for key in ("loss", "grad_norm")}}

@@ -111,7 +111,7 @@ def with_and_without(mapping: dict) -> tuple[bool, set, int]:
             assert all(stage.training for stage in trainer.session.model.stages.values())
         operations.seen = executed = set()
         trainer._run_pipeline(0)
-        losses = [Evaluator(trainer)()["eval_loss"]]
+        losses = [Evaluator(trainer.session)()["eval_loss"]]
         losses += [trainer.step(step).record["loss"] for step in range(STEPS)]
         ends.append((losses, state_of(trainer)))
     (losses, tensors), (dry_losses, dry_tensors) = ends

@@ -93,7 +93,7 @@ def interrupted(mapping: dict, directory: str, first: int, last: int) -> tuple[l
     if first:
         load_checkpoint(session, Path(directory) / f"step-{first}")
     trainer = trainer_of(session, first)
-    evaluate, losses = Evaluator(trainer), []
+    evaluate, losses = Evaluator(session), []
     for step in range(first, last):
         assert evaluate() == evaluate(), "nothing is dropped where nothing is trained"
         losses.append(trainer.step(step).record["loss"])
