@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint import shard_file
-from ppctl.checkpoint.gradients import Handed, forget_step, step_directory, write_messages
+from ppctl.checkpoint import disk
 from ppctl.checkpoint.shards import values_of
+from ppctl.checkpoint.step_parity import Handed, forget_step, step_directory, write_messages
 from ppctl.comm.buffers import Message
 from ppctl.comm.groups import gather_rows
 from ppctl.config.quantities import steps_of
@@ -80,7 +80,7 @@ def _unpack_stamps(row: list[float]) -> RankStamps:
 class KeptGradients(Callback):
     """Writes every rank's gradients of the steps of `log.gradients` below `directory`, and fingerprints of messages.
 
-    `checkpoint/gradients.py` has the form of the files.
+    `checkpoint/step_parity.py` has the form of the files.
     """
 
     def __init__(self, session: Session, directory: Path) -> None:
@@ -128,8 +128,8 @@ class KeptGradients(Callback):
         path.mkdir(parents=True, exist_ok=True)
         self._enter("recording", step - 1)  # takes as long as the disk does
         shards = gradient_shards(s)
-        file = path / shard_file.file_name(s.own.rank)
-        shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
+        file = path / disk.file_name(s.own.rank)
+        disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.groups.world)  # behind it all files are written
         if s.own.rank == 0:
             write_messages(path, [each for rank, row in enumerate(rows.tolist()) for each in self._unpack(rank, row)])

@@ -17,20 +17,21 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ppctl.checkpoint import Saver
-from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.background import BackgroundSaver, Saved
-from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import CHANGED, directory_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.saver import BackgroundSaver, Saved, Saver
+from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress
-from ppctl.checkpoint_folder import Found, find, step_of
+from ppctl.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
 from ppctl.train.snapshot import Loaded, check_optimizer, continued, load_first, session_shards, start_from, state_of
 
+Candidates = Callable[[], list[FoundCheckpoint]]
+"""Looks for checkpoints, the first to be tried first; called on rank 0."""
 SETTLE = 5.0
 """Seconds for which a rank that fails waits for a save under way: others learn of the failure as late."""
 
@@ -96,7 +97,7 @@ class Saves(Callback):
         assert self._background is not None  # else it has raised
         return self._background.memory
 
-    def start(self, candidates: Callable[[], list[Found]]) -> Start:
+    def start(self, candidates: Candidates) -> Start:
         """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`.
 
         A collective over the world. Raises CheckpointError where all are damaged, or one does not fit the run.
@@ -111,7 +112,10 @@ class Saves(Callback):
         return Start()
 
     def _load_local(
-        self, local: LocalCopies, candidates: Callable[[], list[Found]], from_disk: Callable[[], Loaded | None]
+        self,
+        local: LocalCopies,
+        candidates: Candidates,
+        from_disk: Callable[[], Loaded | None],
     ) -> Loaded | None:
         """Take the copies that an earlier start of this run has left in memory, where all ranks have those of one step
         and start, later than that of the checkpoint that the run would go on from; else what `from_disk` loads.
@@ -256,7 +260,7 @@ class _Choice(NamedTuple):
     """For the user."""
 
 
-def _choose(local: LocalCopies, directory: Path, candidates: Callable[[], list[Found]]) -> _Choice:
+def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Choice:
     """On rank 0. Raises CheckpointError (PP-E775) where all that the run has done is in copies of no use to it."""
     chosen, note = local.survey.chosen, local.survey.note
     if chosen is None and not note:
@@ -272,7 +276,7 @@ def _choose(local: LocalCopies, directory: Path, candidates: Callable[[], list[F
         return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
     if chosen.step <= step_of(path):
         return _Choice()
-    where = f"the copies of step {chosen.step} in memory{local.told()}"
+    where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
     return _Choice(True, path, f"going on from {where}; there is {on_disk}")
 
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from axis_runs import config_of
+from one_save import save_checkpoint
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
-from ppctl.checkpoint import CheckpointReader, read_manifest
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.plan.build import build_plan

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from expert_runs import config_of, together
+from one_save import save_checkpoint
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from command import TINY, metrics, only_run, ppctl
 from dense_runs import config_of
+from one_save import save_checkpoint
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.compose import override
 from ppctl.config.mapping import from_mapping, to_mapping

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from axis_runs import config_of
+from one_save import save_checkpoint
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
-from ppctl.checkpoint import load
+from ppctl.checkpoint.reading import load
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.session import Session, build_session

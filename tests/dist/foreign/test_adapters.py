@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
 from foreign_models import described_here, model_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 from torch import Tensor, nn
 
 from ppctl.comm.channels import DirectEnd
@@ -29,7 +29,7 @@ from ppctl.launch.weights import model_values
 from ppctl.model.initialize import initial_value
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.convert import export_checkpoint
+from ppctl.pretrained.hugging_face import export_checkpoint
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import load_checkpoint, start_from
 from ppctl.train.step import Trainer

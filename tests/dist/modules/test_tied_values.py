@@ -10,10 +10,10 @@ import pytest
 import torch
 from dense_runs import config_of
 from foreign_models import model_of
+from one_save import save_checkpoint
 from own_modules import PARTS, batches, made
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from saved_sessions import save_checkpoint
 from torch import Tensor
 
 import ppctl

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from dense_runs import STEPS, config_of, reference, session_of, trainer_of
 from expert_runs import config_of as config_with_experts
+from one_save import save_checkpoint
 from own_worlds import in_own_worlds
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 from whole_tensors import whole_of
 
 from ppctl.config.mapping import to_mapping

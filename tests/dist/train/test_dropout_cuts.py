@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from dense_runs import session_of, trainer_of
 from expert_runs import EXPERTS, SIZES, STEPS, config_of, hold, reference_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import STEPS, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 from torch import nn
 
 from ppctl.config.learning_rate import lr_at

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from axis_runs import MaskedBatches, differences, train_all, whole, world_of
 from axis_runs import config_of as config_over_axes
 from dense_runs import CPU, STEPS, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from own_worlds import in_own_worlds
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError

@@ -9,8 +9,8 @@ import torch
 from accumulated import accumulated
 from dense_runs import config_of, session_of, trainer_of
 from live_memory import LiveBytes, count_in_flight
+from one_save import save_checkpoint
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.mapping import to_mapping
 from ppctl.train.snapshot import load_checkpoint

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import config_of, hold_to_reference, reference, session_of, train_cut, trainer_of
+from one_save import save_checkpoint
 from ranks import RanksFailed, run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import to_mapping

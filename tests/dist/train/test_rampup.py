@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import CPU, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from evaluated_runs import config_of, text
 from observed_runs import train_noted
+from one_save import save_checkpoint
 from ranks import RanksFailed, run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.checkpoint.manifest import read_manifest, record_whole
-from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan

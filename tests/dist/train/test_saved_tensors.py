@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 from expert_runs import MODELS, SEQ, SIZES
+from one_save import save_checkpoint
 from ranks import run_ranks
-from saved_sessions import save_checkpoint
 
 from ppctl.cli.main import main
 from ppctl.config.mapping import from_mapping, to_mapping
