@@ -28,7 +28,7 @@ from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator
 from ppctl.config.schema import RunConfig
 from ppctl.errors import PpctlError, Problem, pasted
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
 from ppctl.launch.described import absent_for, other_version
 from ppctl.launch.environment import Started, detect
 from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides

@@ -30,7 +30,7 @@ from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
 from ppctl.launch.environment import detect
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
 from ppctl.launch.planning import plan_of, planned, refuse

@@ -16,7 +16,7 @@ from ppctl.cli.jobs import RunJob, combined_state, job_of
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.errors import PpctlError, pasted
-from ppctl.hang.waits import published_states, root, waits
+from ppctl.hang.verdict import published_states, root, waits
 from ppctl.rundir import RunDir
 from ppctl.step_lines import clock_text, mean_step_time
 

@@ -1,8 +1,8 @@
 """Bytes of model state on one device, all the time or only while a stage computes, and peaks over a schedule.
 
-Knows the precision recipes of `train/precision.py`, how sharding divides them, and in which order `train/sharded.py`
-makes and frees what `full` sharding gathers (decision 21). Must not know layers' activations, or of schedules more than
-their order of F, B and W.
+Knows the precision recipes of `train/mixed_precision.py`, how sharding divides them, and in which order
+`train/trained_weights.py` makes and frees what `full` sharding gathers (decision 21). Must not know layers'
+activations, or of schedules more than their order of F, B and W.
 """
 
 from __future__ import annotations

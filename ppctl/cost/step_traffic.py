@@ -21,7 +21,7 @@ from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 REPORTED = 15
-"""Numbers of a rank's report, its rank among them, without those of stages and routers (`train/rank_reports.py`)."""
+"""Numbers of a rank's report, its rank among them, without those of stages and routers (`train/reports.py`)."""
 _NUMBER = 8
 """Bytes of one."""
 

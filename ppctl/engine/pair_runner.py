@@ -104,7 +104,7 @@ class _Refusing:
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:
-    """What gives another thread what torch keeps for each: the device and its stream, autocast, modes.
+    """A function that gives another thread the state that torch keeps for each: device and stream, autocast, modes.
 
     So kernels of both halves go into one queue, and whoever watches or casts this thread's operations has both halves.
     """

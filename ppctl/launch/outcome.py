@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ppctl.files import open_regular
-from ppctl.hang.waits import schedule_of
+from ppctl.hang.verdict import schedule_of
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.rundir import RunDir
 

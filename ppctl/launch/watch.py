@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from ppctl import heartbeat
-from ppctl.hang.limits import Limits, Progress
+from ppctl.hang.progress import Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.outcome import Exit

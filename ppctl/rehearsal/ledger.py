@@ -1,4 +1,4 @@
-"""What a device would do and hold while a rank runs: counted where torch hands operations to their kernels.
+"""Counts what a device would do and hold while a rank runs, where torch hands operations to their kernels.
 
 Knows torch's operators and storages. Must not know stages, schedules or plans. Tensors are on torch's `meta` device:
 they have shapes, dtypes and memory that can be counted, and no values. What would copy values to the host is answered
@@ -41,7 +41,7 @@ _SIZES_FROM_VALUES = {
 }
 
 
-class Ledger(TorchDispatchMode):
+class DeviceLedger(TorchDispatchMode):
     """Counts while it is entered. `during` says what the rank is doing; whoever drives the rank sets it."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def during(self) -> str:
-        """What an operation belongs to. In a thread of its own runs the backward of a pair, beside a forward."""
+        """The phase of an operation. In a thread of its own runs the backward of a pair, beside a forward."""
         return self._during if threading.get_ident() == self._thread else BACKWARD
 
     @during.setter

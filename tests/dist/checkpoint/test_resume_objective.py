@@ -98,7 +98,7 @@ def first_norm(mapping: dict) -> float:
     plan = build_plan(config, {"pipeline.pp_batch_size": "command line"} if config.pipeline.pp_batch_size > 1 else {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    norm: float = Trainer(session, session.batches(), lambda: 0).step(0).record["grad_norm"]
+    norm: float = Trainer(session, session.data.batches()).step(0).record["grad_norm"]
     return norm
 
 

@@ -139,9 +139,9 @@ def test_a_broken_rank_ends_the_command_with_its_error(tmp_path, monkeypatch, ca
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'ppctl.rehearsal.rank' in sys.orig_argv:\n"
-        "    import ppctl.model.rotary, ppctl.train.session as session\n"
+        "    import ppctl.model.rotary, ppctl.train.rank_model as rank_model\n"
         "    def broken(*a, **k): raise ValueError('this stage is broken')\n"
-        "    session.build_stage = broken\n"
+        "    rank_model.build_stage = broken\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main(["rehearse", *TWO, "--rank", "0"]) == 1

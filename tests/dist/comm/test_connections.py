@@ -12,8 +12,7 @@ from ranks import run_ranks
 
 import ppctl.comm.communicator as communicator_module
 from ppctl.comm import connections
-from ppctl.comm.channel_ends import _pair_ends, loop_channels
-from ppctl.comm.connections import Connections, connection_name, connections_of
+from ppctl.comm.connections import Connections, _pair_ends, connection_name, connections_of, loop_channels
 from ppctl.comm.groups import limit_of, make_group
 from ppctl.errors import ScheduleError
 from ppctl.plan import memory_reserve

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from pipeline import P2P_MODES
 from ranks import RanksFailed, run_ranks
 
-from ppctl.comm.channel_ends import loop_channels
+from ppctl.comm.connections import loop_channels
 from ppctl.comm.groups import make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.comm.variable_shapes import MessageError

@@ -22,8 +22,8 @@ def train(mapping: dict, steps: int) -> tuple[list[dict], dict[str, torch.Tensor
     session = session_of(mapping)
     trainer = trainer_of(session)
     records = [trainer.step(step).record for step in range(steps)]
-    masters = {name: p.detach().clone() for name, p in session.weights.master.items()}
-    return records, masters, {p.dtype for p in session.weights.model.values()}
+    masters = {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
+    return records, masters, {p.dtype for p in session.replica.weights.model.values()}
 
 
 def changed(config: RunConfig, **changes: object) -> dict:
@@ -101,7 +101,7 @@ def save_and_load(mapping: dict, directory: str) -> tuple[dict, dict]:
     dist.barrier()
     again = session_of(mapping)
     load_checkpoint(again, path)
-    return session.loss_scale.state(), again.loss_scale.state()
+    return session.replica.loss_scale.state(), again.replica.loss_scale.state()
 
 
 def test_the_loss_scale_goes_on_from_a_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def go_on(mapping: dict, directory: str, first: int, last: int) -> tuple[list[di
     trainer = trainer_of(session, first)
     records = [trainer.step(step).record for step in range(first, last)]
     save_checkpoint(session, Path(directory), last, last * session.config.train.global_batch_size)
-    return records, {entry["step"].item() for entry in session.optimizer.state.values()}
+    return records, {entry["step"].item() for entry in session.replica.optimizer.state.values()}
 
 
 def test_steps_that_are_left_out_use_up_nothing_of_the_learning_rates_schedule(text: Path, tmp_path: Path) -> None:

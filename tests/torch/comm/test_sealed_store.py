@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, TrainingError
 from ppctl.plan import build_plan
 from ppctl.rank.rendezvous import SharedRun, publish_run, receive_run, refuse_run, sealed
-from ppctl.reach.store import connect
+from ppctl.reach.store import SealedStore, connect
 from ppctl.run_starts import SECRET, secret_of, write_secret
 from ppctl.rundir import RunDir
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppctl import row_order
-from ppctl.rehearsal.ledger import BLOCK, Ledger
+from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
 from ppctl.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, Operations, Traffic
 
 
@@ -20,7 +20,7 @@ def on_device(*shape, dtype=torch.float32):
 
 @pytest.fixture
 def ledger():
-    with Ledger() as ledger:
+    with DeviceLedger() as ledger:
         yield ledger
 
 
@@ -252,7 +252,7 @@ def test_messages(ledger):
 
 
 def test_nothing_is_counted_once_it_is_left():
-    with Ledger() as ledger:
+    with DeviceLedger() as ledger:
         pass
     x = on_device(1024)
     x + x

@@ -15,9 +15,8 @@ from ppctl.geometry.matrix_owners import Matrices, owned_runs
 from ppctl.model.stage import build_stage
 from ppctl.plan import build_plan
 from ppctl.plan.memory import device_of
-from ppctl.train.muon import Muon, make_optimizer, newton_schulz, orthogonalised
-from ppctl.train.optimizer import AdamW
-from ppctl.train.sharded import ShardedWeights
+from ppctl.train.optimizer import AdamW, Muon, make_optimizer, newton_schulz, orthogonalised
+from ppctl.train.trained_weights import ShardedWeights
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 

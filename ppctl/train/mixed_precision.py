@@ -1,4 +1,4 @@
-"""The loss scale of float16: a factor that keeps small gradients above the smallest float16, and its adjustment.
+"""Computing in a narrower dtype: autocast, and the loss scale of float16 with its adjustment.
 
 Must not know the optimizer, ranks or files: all ranks see the same norm, and so change their scale in the same way.
 """
@@ -6,9 +6,14 @@ Must not know the optimizer, ranks or files: all ranks see the same norm, and so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
+from ppctl.comm.buffers import Message
 from ppctl.config.schema import OptimConfig
+from ppctl.engine.stage import StageProgram
 
 GROWTH = 2.0
 """Factor upwards, and its inverse downwards: powers of two scale without rounding."""
@@ -56,7 +61,7 @@ class LossScale:
             self.scale, self.good_steps, self.chances = self.scale * GROWTH, 0, self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The entries that a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": self.good_steps, "chances": self.chances}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -64,3 +69,29 @@ class LossScale:
         if not self.fixed:
             self.scale = float(state["scale"])
             self.good_steps, self.chances = int(state["good_steps"]), int(state["chances"])
+
+
+def in_precision(
+    program: StageProgram, autocast: str | None, device: torch.device, scale: LossScale | None
+) -> StageProgram:
+    """The program, cast to `autocast` where that is a dtype, with its loss (if it has one) times the loss scale."""
+
+    def forward(mb: int, inputs: Message) -> Message:
+        if autocast is None:
+            outputs = program.forward(mb, inputs)
+        else:
+            with torch.autocast(device.type, dtype=getattr(torch, autocast)):
+                outputs = program.forward(mb, inputs)
+        if scale is not None and not program.sends:
+            outputs = tuple(loss * scale.scale for loss in outputs)
+        return outputs
+
+    return program if autocast is None and scale is None else replace(program, forward=forward)
+
+
+@torch.no_grad()
+def unscale(masters: Mapping[str, nn.Parameter], scale: LossScale | None) -> None:
+    """Divide the gradients by the loss scale, if there is one."""
+    for parameter in masters.values():
+        if scale is not None and parameter.grad is not None:
+            parameter.grad.div_(scale.scale)

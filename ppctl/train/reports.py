@@ -1,6 +1,8 @@
-"""The figures of a step: what a rank reports, and what metrics.jsonl says of all ranks' reports.
+"""The numbers of a step: each rank's report, their exchange in one small gather, and the figures of metrics.jsonl.
 
-Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor in which order.
+Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor in which order. The gather comes before
+the optimizer, so that wrong data or a non-finite loss never reaches a weight. With thousands of ranks nothing here may
+take a Python statement for each of them.
 """
 
 from __future__ import annotations
@@ -8,23 +10,143 @@ from __future__ import annotations
 import math
 import os
 import resource
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from ppctl.accelerators import device_called, preset
+from ppctl.comm.groups import gather_rows
 from ppctl.config.gpu_environment import expanding
-from ppctl.engine.device_memory import AllocatorFigures
-from ppctl.errors import Problem
+from ppctl.data.batches import check_same_samples
+from ppctl.engine.dry_pass import AllocatorFigures
+from ppctl.errors import Problem, TrainingError
 from ppctl.topology import RankGrid
-from ppctl.train.programs import StagePrograms
-from ppctl.train.rank_reports import NOTHING, RankReport, Reports
-from ppctl.train.router_balance import auxiliary_width
+from ppctl.train.callback import SAVE_FAILED, TIME_IS_OVER
+from ppctl.train.programs import StagePrograms, auxiliary_width
 from ppctl.train.session import Session
+
+NOTHING = -1.0
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class RankReport:
+    """One rank's numbers of one step. Times are seconds on the job's common clock."""
+
+    stop: float = 0.0
+    """The signal that asked this rank to stop, or one of the two numbers below 0; 0 to go on."""
+    loss: float = 0.0
+    """This rank's share of the loss (0 where it has no loss stage)."""
+    bad_microbatch: float = NOTHING
+    """The first microbatch whose loss is not finite."""
+    checksum: float = NOTHING
+    """crc32 of the sample ids that this rank read."""
+    loss_tokens: float = 0.0
+    """Tokens that count in the loss, of those whose loss this rank computed: masked ones do not."""
+    start: float = 0.0
+    end: float = 0.0
+    busy: float = 0.0
+    """Seconds in F, B, I and W."""
+    memory_bytes: float = 0.0
+    alloc_retries: float = 0.0
+    """Since the report before, as `driver_allocations`."""
+    driver_allocations: float = 0.0
+    unused_bytes: float = 0.0
+    """Bytes that the GPU's allocator holds and no tensor uses."""
+    mtp_loss: float = 0.0
+    """This rank's share of the mean over the MTP modules' losses."""
+    updates: float = 0.0
+    """Updates that this rank's optimizer has made, in earlier steps."""
+    stage_seconds: list[float] = field(default_factory=list)
+    """Busy seconds of each of this rank's stages, in chunk order; as many on every rank."""
+    auxiliary: list[float] = field(default_factory=list)
+    """Auxiliary losses of each of this rank's routers, summed over its microbatches; as long on every rank."""
+
+    def pack(self) -> list[float]:
+        """The report as one row: float64 is exact for whole numbers below 2^53."""
+        *head, stages, auxiliary = astuple(self)
+        return [*head, *stages, *auxiliary]
+
+
+_COLUMNS = {each.name: index for index, each in enumerate(fields(RankReport)[:-2])}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reports:
+    """The reports of all ranks, by rank: a row each, as `RankReport.pack` makes it."""
+
+    table: Numbers
+    """[ranks, numbers]"""
+    stages: int
+    """How many of a row's numbers are seconds of stages."""
+
+    def column(self, name: str) -> Numbers:
+        """One field of all ranks (not the two lists)."""
+        return self.table[:, _COLUMNS[name]]
+
+    def total(self, name: str) -> float:
+        """The sum of one field over all ranks, added up in rank order: its bits depend on the order."""
+        values: list[float] = self.column(name).tolist()
+        return sum(values)
+
+    @property
+    def stage_seconds(self) -> Numbers:
+        """[ranks, chunks]"""
+        return self.table[:, len(_COLUMNS) : len(_COLUMNS) + self.stages]
+
+    @property
+    def auxiliary(self) -> Numbers:
+        """[ranks, routers]"""
+        return self.table[:, len(_COLUMNS) + self.stages :]
+
+
+def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGroup]) -> Reports:
+    """Every rank's report. A collective: all ranks of the world call it once a step, with their groups."""
+    return Reports(gather_rows(own.pack(), rank, groups).numpy(), len(own.stage_seconds))
+
+
+def check_reports(reports: Reports, step: int, last_stage: int) -> None:
+    """Raise TrainingError, on all ranks, where ranks read different samples or a loss is not finite."""
+    check_same_samples(step, _without(reports.column("checksum"), NOTHING))
+    problems = [
+        Problem(
+            "PP-E732",
+            f"step {step}: the loss of microbatch {microbatch} is not finite on rank {rank} (stage {last_stage})",
+            "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
+        )
+        for rank, microbatch in _without(reports.column("bad_microbatch"), NOTHING).items()
+    ]
+    if problems:
+        raise TrainingError(problems)
+
+
+def _without(column: Numbers, nothing: float) -> dict[int, int]:
+    """rank -> the whole number in a column, where it is not `nothing`."""
+    ranks = np.flatnonzero(column != nothing)
+    return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
+
+
+def stop_reason(reports: Reports) -> str | None:
+    """Why the run has to stop, in words: which signal, on which ranks. None where it goes on."""
+    asked = _without(reports.column("stop"), 0.0)
+    if not asked:
+        return None
+    if SAVE_FAILED in asked.values():
+        return "a checkpoint could not be written"
+    if TIME_IS_OVER in asked.values():
+        return "its time is nearly over"
+    first, number = next(iter(asked.items()))
+    several = f"{len(asked)} ranks" if len(asked) < len(reports.table) else "every rank"
+    ranks = f"rank {first}" if len(asked) == 1 else several
+    return f"{signal.Signals(number).name.removeprefix('SIG')} on {ranks}"
 
 
 class StepFigures:
@@ -55,12 +177,12 @@ class StepFigures:
                 report.loss_tokens = float(programs.own_batch.loss_mask.sum())
             report.bad_microbatch = next((float(mb) for mb, x in enumerate(losses) if not math.isfinite(x)), NOTHING)
         report.stage_seconds = [0.0] * s.plan.sizes.vpp
-        totals = s.recorder.totals()
+        totals = s.pipeline.recorder.totals()
         if totals is not None:
-            s.steps.append(totals)
+            s.pipeline.totals.append(totals)
             report.start, report.end, report.busy = totals.first_start, totals.last_end, totals.busy
             report.stage_seconds = [
-                s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.stages
+                s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.model.stages
             ]
         if programs.mtp_losses and s.own.tp_rank == 0:
             report.mtp_loss = sum(torch.stack([programs.mtp_losses[mb] for mb in sorted(programs.mtp_losses)]).tolist())
@@ -72,11 +194,11 @@ class StepFigures:
         report.alloc_retries = float(self.allocator.retries - before.retries)
         report.driver_allocations = float(self.allocator.driver_allocations - before.driver_allocations)
         report.unused_bytes = float(self.allocator.unused)
-        report.updates = float(s.optimizer.updates)
+        report.updates = float(s.replica.optimizer.updates)
         return report
 
     def further_losses(self, reports: Reports) -> dict[str, float]:
-        """What the objective has beside the loss: MTP's mean loss, and what the auxiliary losses add, over all layers.
+        """The objective's terms beside the loss: MTP's mean loss, and the sum of the auxiliary losses over all layers.
 
         The objective is loss + mtp_weight x mtp_loss + aux_loss.
         """

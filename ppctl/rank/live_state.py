@@ -1,7 +1,7 @@
-"""A rank's times: how long each phase of its start took, and whether the run's time is nearly over.
+"""The live state of a rank: what it turns to, how long each phase of its start took, and whether its time is over.
 
-Knows clocks, the process's age and SLURM's end of a job. Must not know what a phase does, nor what a stop does. A run's
-time ends with its job's limit, or with `train.exit_after`.
+Knows clocks, the process's age, SLURM's end of a job, and who follows a rank's states. Must not know what a phase does,
+nor what a stop does. A run's time ends with its job's limit, or with `train.exit_after`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ppctl.config.quantities import seconds
+from ppctl.heartbeat import HeartbeatFile
 from ppctl.processes import started
+from ppctl.rank.own_process import StopRequest
+from ppctl.rank.watchdog import Alarm
+from ppctl.train.callback import TIME_IS_OVER, Callback
 
 MARGIN = 60.0
 """Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
@@ -62,7 +67,7 @@ class TimeLeft:
     slowest_save: float | None = None
     """Seconds; None before the first one."""
     saved_bytes: int = 0
-    """What the rank saves: before the first save, how long one will take."""
+    """The size of a save: by it the first one is timed in advance."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     """Seconds of the last steps."""
     _doing: tuple[str, float] | None = None
@@ -91,6 +96,38 @@ class TimeLeft:
         save = self.saved_bytes / _SLOW_DISK if self.slowest_save is None else self.slowest_save
         needed = 2 * save + 3 * max([*self.steps, *running], default=0.0) + MARGIN
         return self.job_end is not None and self.job_end - now < needed
+
+
+class LiveState(Callback):
+    """Follows a rank's states: its heartbeat, its alarm and, on rank 0, its clock; says when the run has to stop."""
+
+    def __init__(
+        self, heartbeat: HeartbeatFile, alarm: Alarm, time_left: TimeLeft, stop: StopRequest, loaded: Callable[[], None]
+    ) -> None:
+        """`loaded()` is called before the first state: what follows a start's phases is training."""
+        self._heartbeat, self._alarm, self._time_left = heartbeat, alarm, time_left
+        self._stop, self._loaded = stop, loaded
+        self._begun = False
+
+    def enter(self, state: str, step: int) -> None:
+        """Publish the state; `updating` is a part of a step of training, with its limit and in its time."""
+        if not self._begun:
+            self._begun = True
+            self._loaded()
+        self._heartbeat.step = step
+        self._heartbeat.set_state(state)
+        if state != "updating":
+            self._alarm.set(state)
+            self._time_left.enter(state)
+
+    def stop_requested(self) -> int:
+        """TIME_IS_OVER, or the number of the signal that asked this rank to stop."""
+        return TIME_IS_OVER * self._time_left.over() or self._stop()
+
+
+def time_left(exit_after: str | None) -> TimeLeft:
+    """The clock of a run that ends so long after its start, or with its job."""
+    return TimeLeft(None if exit_after is None else time.time() - process_age() + seconds(exit_after), job_end())
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -1,15 +1,20 @@
-"""The weights of one rank where data-parallel ranks share what the optimizer needs (decisions 11, 21 and 67).
+"""The weights of one rank, as the model computes with them and as the optimizer steps them (decisions 11, 21 and 67).
 
-Must not know stages' modules, the schedule or the optimizer's rule. Gradients add up whole, in the masters' dtype,
-until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments
-exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
-(`GatheredWeights`) whole only while a stage computes. All by canonical name.
+Must not know stages' modules, the schedule or the optimizer's rule. All by canonical name. In float32 and float64 both
+are the same objects and nothing is done twice; otherwise masters are float32, and the master's `.grad` is the
+accumulator (Megatron's main_grad). Replication, ties, norm, clipping, optimizers and checkpoints read masters only.
+
+Where data-parallel ranks share what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
+dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and
+moments exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole,
+or (`GatheredWeights`) whole only while a stage computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,17 +24,65 @@ from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
 from ppctl.topology import BUCKET_ELEMENTS
-from ppctl.train.precision import Weights, add_wide
 from ppctl.wide_dtype import wide_dtype
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""
 
 
-class ShardedWeights(Weights):
-    """As `Weights`, with `master[name]` this rank's part of the parameter, flat, in float32 at least.
+class Weights:
+    """A rank's parameters by canonical name: `model` (what stages compute with) and `master` (float32 or wider).
 
-    Of a name in `owned` that are the elements that the rank owns, of any other one of n equal parts.
+    Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype.
+    """
+
+    model: dict[str, nn.Parameter]
+    master: dict[str, nn.Parameter]
+
+    def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
+        self.model = dict(model)
+        self.master = {name: _master(parameter) for name, parameter in model.items()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's parameters: after an optimizer step, and after loading a checkpoint."""
+        for name, parameter in self.model.items():
+            if parameter is not self.master[name]:
+                parameter.copy_(self.master[name])
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        for parameter in (*self.model.values(), *self.master.values()):
+            parameter.grad = None
+
+    def run(self, name: str) -> range:
+        """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
+        return range(self.model[name].numel())
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == wide_dtype(parameter.dtype):
+        return parameter
+    master = nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
+    parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
+    return master
+
+
+def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        master.grad = add_wide(master.grad, gradient)
+
+
+def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """`total` with one microbatch's gradient added in place: `wide`, which keeps what bfloat16 would round away."""
+    return gradient.to(wide_dtype(gradient.dtype)) if total is None else total.add_(gradient)
+
+
+class ShardedWeights(Weights):
+    """Weights of which `master[name]` is this rank's part of the parameter, flat, in float32 at least.
+
+    It has the elements that the rank owns where the name is in `owned`, else one of n equal parts.
     """
 
     def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf, owned: Mapping[str, Runs]) -> None:
@@ -49,8 +102,7 @@ class ShardedWeights(Weights):
     def publish(self) -> None:
         """Make the model's weights from the ranks' masters. A collective of the groups."""
         for names in self.buckets(self.model):
-            coming = self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
-            coming.into(self.model[name].data for name in names)
+            self._start(names).into(self.model[name].data for name in names)
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -62,6 +114,10 @@ class ShardedWeights(Weights):
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
+
+    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
+        """Start making the weights of one of `buckets` whole from the ranks' masters."""
+        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def start_gather(
         self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype
@@ -114,7 +170,7 @@ class ShardedWeights(Weights):
 
 
 class GatheredWeights(ShardedWeights):
-    """As `ShardedWeights`, whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
+    """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
 
     Between steps a rank has its parts of the masters and moments, and nothing else of a weight. `begin` and
     `hold` are collectives of the groups that share the stage's parameters: all ranks call in one order.
@@ -176,9 +232,6 @@ class GatheredWeights(ShardedWeights):
         for stage in self.stages:
             self.release(stage)
 
-    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
-        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
-
     def _made(self, name: str) -> Tensor:
         """Memory for a weight, which is the model's from now on."""
         parameter = self.model[name]
@@ -192,7 +245,7 @@ def _nothing(parameter: Tensor) -> Tensor:
 
 
 class GradientScatter:
-    """As `GradientReducer`: gives every rank its part of the sums of a stage's gradients."""
+    """Gives every rank, in place of `GradientReducer`, its part of the sums of a stage's gradients."""
 
     def __init__(self, stages: Mapping[int, Iterable[str]], weights: ShardedWeights) -> None:
         self.stages = {stage: list(names) for stage, names in stages.items()}
