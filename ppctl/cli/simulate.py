@@ -21,7 +21,7 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import AUTO, make_schedule, schedule_policy
-from ppctl.schedule.search import Found, find_best
+from ppctl.schedule.search import FoundSchedule, find_best
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
@@ -89,7 +89,7 @@ def _named(args: argparse.Namespace) -> Schedule:
     return make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
 
 
-def _searched(args: argparse.Namespace) -> Found:
+def _searched(args: argparse.Namespace) -> FoundSchedule:
     """The best schedule of `--vpp` chunks per rank; without it, of one chunk, or of two on a V."""
     places = placements(args.pp, args.vpp) if args.vpp else [*placements(args.pp, 1), placements(args.pp, 2)[-1]]
     tasks = []
@@ -105,7 +105,7 @@ def _searched(args: argparse.Namespace) -> Found:
         raise ScheduleError([replace(error.problems[0], remedy=f"--memory {least:g}", place="--memory")]) from error
 
 
-def _search_figures(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+def _search_figures(args: argparse.Namespace, found: FoundSchedule) -> dict[str, Any]:
     """What was searched: the memory, the bound, and the best named schedule of the same placement and memory."""
     named = found.best_named
     return {

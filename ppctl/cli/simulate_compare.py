@@ -14,7 +14,7 @@ from ppctl.cli.console import width
 from ppctl.cli.table import aligned, folded, prose
 from ppctl.cli.timeline import write_timelines
 from ppctl.schedule.action import Placement
-from ppctl.schedule.compare import Compared, compare
+from ppctl.schedule.compare import PolicyFigures, compare
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.simulate import Costs
 from ppctl.schedule.trace import step_time
@@ -51,7 +51,7 @@ def print_comparison(
         print(prose((f"without {name}: {reason}" for name, reason in left_out.items()), width()))
 
 
-def _fields(each: Compared) -> dict[str, Any]:
+def _fields(each: PolicyFigures) -> dict[str, Any]:
     return {
         "schedule": each.policy.name,
         "vpp": each.vpp,
@@ -65,7 +65,7 @@ def _fields(each: Compared) -> dict[str, Any]:
     }
 
 
-def _table(found: Sequence[Compared]) -> str:
+def _table(found: Sequence[PolicyFigures]) -> str:
     head = ("schedule", "chunks", "step", "bubble", "rate", "activations", "messages")
     rows = [
         (
@@ -82,7 +82,7 @@ def _table(found: Sequence[Compared]) -> str:
     return aligned([head, *rows], right=len(head))
 
 
-def _picture(each: Compared) -> Picture:
+def _picture(each: PolicyFigures) -> Picture:
     place = Placement(each.policy.placement, each.trace.pp, each.trace.pp * each.vpp)
     notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
     figures = f"step {each.step:.2f} of 1F1B's, bubble {each.bubble_fraction:.0%}, activations {each.activations:.2f}"

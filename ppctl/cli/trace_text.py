@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ppctl.cli.table import aligned, in_blocks, prose
 from ppctl.plan import Plan
-from ppctl.schedule.measured_step import Ledger
+from ppctl.schedule.measured_step import TimeLedger
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
@@ -25,7 +25,7 @@ class SeenStep(NamedTuple):
     plan: Plan
     pipeline: tuple[int, ...]
     trace: Trace
-    ledgers: list[Ledger]
+    ledgers: list[TimeLedger]
 
     @property
     def named_ranks(self) -> str:
@@ -106,7 +106,7 @@ def _change(seconds: float) -> str:
     return f"{1e3 * seconds:+.2f} ms"
 
 
-def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
+def _ledger_table(found: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:
     """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
     shown = [_by_rank(ledger, pipeline) for ledger in found]
     names = list(dict.fromkeys(name for rows in shown for name in rows))
@@ -133,7 +133,7 @@ def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[li
     return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in found)]]
 
 
-def _by_rank(ledger: Ledger, pipeline: tuple[int, ...]) -> dict[str, float]:
+def _by_rank(ledger: TimeLedger, pipeline: tuple[int, ...]) -> dict[str, float]:
     """A ledger's rows; who was waited for is named as the columns are."""
     renamed = {f"waiting for pp_rank {pp_rank}": f"waiting for rank {rank}" for pp_rank, rank in enumerate(pipeline)}
     return {renamed.get(name, name): seconds for name, seconds in ledger.rows().items()}
@@ -164,7 +164,7 @@ def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
     }
 
 
-def _means(found: Sequence[Ledger]) -> dict[str, float]:
+def _means(found: Sequence[TimeLedger]) -> dict[str, float]:
     """The rows of a ledger, averaged over ranks; whom they wait for is left out."""
     sums: dict[str, float] = {}
     for ledger in found:

@@ -74,10 +74,10 @@ def search_layout(
 
     Where nothing fits into `limit`, the best is what exceeds it least.
     """
-    return _Search(num_layers, has_mtp, schedule, price, limit).run()
+    return _LayoutSearch(num_layers, has_mtp, schedule, price, limit).run()
 
 
-class _Search:
+class _LayoutSearch:
     def __init__(self, num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, limit: int | None) -> None:
         stages, pp = schedule.placement.num_stages, schedule.placement.pp
         self.space = Space(num_layers, stages, range(stages - pp, stages) if has_mtp else range(-1, 0))

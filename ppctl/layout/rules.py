@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.errors import Problem
-from ppctl.layout.letters import MAX_ITEMS, Source, canonical_text
+from ppctl.layout.letters import MAX_ITEMS, LayoutSource, canonical_text
 
 
 class Rules(NamedTuple):
@@ -21,7 +21,7 @@ class Rules(NamedTuple):
     pp: int
     num_layers: int | None
     mtp_num_layers: int | None
-    source: Source
+    source: LayoutSource
 
     def find(self, letter: str) -> Iterator[tuple[int, int]]:
         """(stage, index in the stage) of every layer of one kind, in model order."""

@@ -22,7 +22,7 @@ from ppctl.plan.offloading import offloaded
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing
 from ppctl.plan.profile import origin
-from ppctl.plan.schedule_choice import CAPACITY, Proof, presumed, proved, settled
+from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
 from ppctl.plan.stages import forwards_only, tie_groups
 from ppctl.plan.traffic import step_traffic
@@ -123,7 +123,7 @@ _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
 """What the pp_ranks hold at one size of the batch, and what is wrong with its schedule."""
 
 
-def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
+def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
     """The sizes on the way of a batch that grows, each with its schedule, proved as that of the full size is."""
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
     found: list[SmallerBatch] = []

@@ -14,17 +14,17 @@ from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
-from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
+from ppctl.plan.layout_choice import AUTO, LayoutCut, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import RankPricer, rank_pricer, stages_held
 from ppctl.plan.offloading import check_offloading
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
-from ppctl.plan.profile import Measured, read_profile
+from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.rampup import Size, check_sizes, derive_sizes, in_words
 from ppctl.plan.schedule_choice import (
     CSV,
     Choice,
-    Proof,
+    ProvedSchedule,
     check_compiled,
     check_filled,
     check_length,
@@ -35,7 +35,16 @@ from ppctl.plan.schedule_choice import (
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
-from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
+from ppctl.plan.sizes import (
+    RANK_ORDER,
+    BatchSplit,
+    World,
+    beyond,
+    check_stages,
+    derive_batch,
+    derive_world,
+    divide_model,
+)
 from ppctl.plan.stages import frozen_stages, stage_specs
 from ppctl.plan.types import Derived, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
@@ -50,11 +59,11 @@ class Derivation:
 
     values: ConfigValues
     world: World
-    batch: Batch
-    cut: Cut
+    batch: BatchSplit
+    cut: LayoutCut
     choice: Choice
-    measured: Measured | None
-    proof: Proof | None = None
+    measured: Profile | None
+    proof: ProvedSchedule | None = None
     """Of the schedule that a search for the layout was made with."""
 
     @cached_property
@@ -168,7 +177,7 @@ def derive(
 
 
 def _choice(
-    values: ConfigValues, schedule: Schedule | None, cut: Cut, batch: Batch | None, violations: Violations
+    values: ConfigValues, schedule: Schedule | None, cut: LayoutCut, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
     """The choice of schedule for these stages, with all that is wrong with them and it."""
     num_stages = values["pp"] * cut.vpp

@@ -29,7 +29,7 @@ RECOMPUTED = "train.recompute_stages"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayoutCut:
     """The layout that a run is cut by, and the equations of what was derived for it."""
 
     layout: PipelineParallelLayerLayout
@@ -41,7 +41,7 @@ class Cut:
         return self.layout.virtual_pipeline_model_parallel_size
 
 
-def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> Cut | None:
+def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
     """The layout. None if there is none that fits; then `violations` say why.
 
     `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none is set.
@@ -70,7 +70,7 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
         violations.append(Violation(TOO_MUCH, "search", message, place, {"layout": None}))
 
 
-def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cut | None:
+def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> LayoutCut | None:
     """The layout that Megatron's or NeMo's options were compiled to; it is printed, and held to all rules."""
     layout = PipelineParallelLayerLayout(split.layout, values["pp"])
     if wrong := layout.problems(values["model.num_layers"], values["model.mtp_num_layers"]):
@@ -80,10 +80,10 @@ def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cu
     if values["vpp"] is None:
         count, pp = len(layout.stages), values["pp"]
         derived.append(Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"))
-    return Cut(layout, tuple(derived))
+    return LayoutCut(layout, tuple(derived))
 
 
-def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None) -> Cut | None:
+def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None) -> LayoutCut | None:
     """The even split; vpp is 1 unless it is set, or the schedule asks for more."""
     wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
@@ -106,10 +106,10 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
     derived = [Derived("layout", text, f"layout {text}: {why}")]
     if values["vpp"] is None:
         derived.append(Derived("vpp", vpp, f"vpp {vpp}: {asks}"))
-    return Cut(layout, tuple(derived))
+    return LayoutCut(layout, tuple(derived))
 
 
-def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> Cut | None:
+def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> LayoutCut | None:
     pp, vpp = values["pp"], values["vpp"]
     try:
         count = len(PipelineParallelLayerLayout(text, 1).stages)
@@ -129,7 +129,7 @@ def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> 
     derived: tuple[Derived, ...] = ()
     if vpp is None:
         derived = (Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"),)
-    return Cut(layout, derived)
+    return LayoutCut(layout, derived)
 
 
 def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *more: Overrides) -> None:

@@ -77,7 +77,7 @@ class RankPricer(Protocol):
         """While it runs a schedule, in steps of so many samples; by default of the global batch size."""
 
 
-class _Rank(NamedTuple):
+class _LastingBytes(NamedTuple):
     """Bytes that a pp_rank holds under every schedule."""
 
     params: int
@@ -152,7 +152,7 @@ def rank_pricer(
 
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
-) -> _Rank:
+) -> _LastingBytes:
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers) for stage in own)
@@ -160,7 +160,7 @@ def _rank(
     state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, moved)
     state = state._replace(weights=state.weights + biases)
     passes = sharding == "full" or (sharding == "optimizer_gradients" and backward)
-    return _Rank(
+    return _LastingBytes(
         sum(stage_count(model, stage.layers).total() for stage in own),
         state,
         _passing(config, own, sizes, sharding) if passes else None,

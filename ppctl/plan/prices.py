@@ -32,7 +32,7 @@ from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.memory_limit import GIB, amount
-from ppctl.plan.profile import LayerSeconds, Measured, fitted
+from ppctl.plan.profile import LayerSeconds, Profile, fitted
 from ppctl.plan.sharing import moved_by_muon, sharding_of
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec, Timing
@@ -47,7 +47,7 @@ def stage_costs(
     layers: Iterable[Sequence[Layer]],
     sizes: ParallelSizes,
     micro_batch_size: int,
-    measured: Measured | None = None,
+    measured: Profile | None = None,
 ) -> tuple[StageCost, ...]:
     """The cost of every stage from the layers that it holds, in model order.
 
@@ -59,7 +59,7 @@ def stage_costs(
 
 
 def pricer(
-    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Measured | None = None
+    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None = None
 ) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
     """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
     model, train = config.model, config.train
@@ -105,7 +105,7 @@ def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> in
 
 
 def _scales(
-    config: RunConfig, measured: Measured | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
+    config: RunConfig, measured: Profile | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
 ) -> dict[Kind, tuple[float, float]]:
     """How many times longer than the preset says a kind of layer takes: forward and backward."""
     if measured is None:

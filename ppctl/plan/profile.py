@@ -34,7 +34,7 @@ class LayerSeconds(NamedTuple):
     backward: float
 
 
-class Measured(NamedTuple):
+class Profile(NamedTuple):
     """A profile that was read: its file, and every stage's layers with what they took."""
 
     path: str
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
     """Median seconds of a message; none where the run sent none."""
 
 
-def read_profile(values: ConfigValues, violations: Violations) -> Measured | None:
+def read_profile(values: ConfigValues, violations: Violations) -> Profile | None:
     """The measured costs; None if no profile is set or, with a violation, if it is of no use here."""
     if values[KEY] is None:
         return None
@@ -72,7 +72,7 @@ def read_profile(values: ConfigValues, violations: Violations) -> Measured | Non
     from statistics import median  # slow to import, and few plans have a profile
 
     held = tuple((parse_layers(layers), seconds) for layers, seconds in stages)
-    return Measured(path, held, median(times) if times else None)
+    return Profile(path, held, median(times) if times else None)
 
 
 def _seconds(value: object) -> float:
@@ -87,7 +87,7 @@ def _layers(values: ConfigValues) -> set[str]:
     return set(map(str, [Layer("embedding"), *numbered, Layer("loss")]))
 
 
-def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
+def origin(measured: Profile | None, layout: str) -> tuple[Derived, ...]:
     """The source of measured costs, and whether they had to be regrouped for this layout."""
     if measured is None:
         return ()

@@ -15,7 +15,7 @@ from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
 from ppctl.config.schema import RunConfig
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
-from ppctl.plan.sizes import CALL, Batch, derive_batch, nearest_divisors
+from ppctl.plan.sizes import CALL, BatchSplit, derive_batch, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 
@@ -30,7 +30,7 @@ class Size(NamedTuple):
     segment: Segment
     steps: int
     """How many take it."""
-    batch: Batch
+    batch: BatchSplit
 
 
 def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
@@ -46,12 +46,12 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
     return tuple(found)
 
 
-def _batch(values: ConfigValues, size: int, dp: int) -> Batch | None:
+def _batch(values: ConfigValues, size: int, dp: int) -> BatchSplit | None:
     return derive_batch(values.overridden({"gbs": size, RAMPUP: None}), dp, [])
 
 
 def check_sizes(
-    values: ConfigValues, dp: int, batch: Batch, choice: Choice, num_stages: int, violations: Violations
+    values: ConfigValues, dp: int, batch: BatchSplit, choice: Choice, num_stages: int, violations: Violations
 ) -> None:
     """Refuse sizes that are no whole number of microbatches, or that the schedule has no order for."""
     if values[RAMPUP] is None or violations:

@@ -27,7 +27,7 @@ _ROUNDS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Microbatches of a rehearsal, in units of what the schedule does in one round of all pp_ranks."""
 
 
-class Kind(NamedTuple):
+class RankKind(NamedTuple):
     """pp_ranks whose stages hold the same kinds of layers in the same order."""
 
     pp_ranks: tuple[int, ...]
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     """All global ranks of these pp_ranks, the rehearsed one first."""
 
 
-def kinds_of(config: RunConfig, plan: Plan) -> tuple[Kind, ...]:
+def kinds_of(config: RunConfig, plan: Plan) -> tuple[RankKind, ...]:
     """The kinds of ranks, in the order of their first pp_rank. Ranks of one pp_rank hold the same sizes."""
     found: dict[Hashable, list[int]] = {}
     for cost in plan.pp_ranks:
@@ -50,7 +50,7 @@ def kinds_of(config: RunConfig, plan: Plan) -> tuple[Kind, ...]:
     kinds = []
     for members in found.values():
         members.sort(key=lambda pp_rank: -plan.pp_ranks[pp_rank].peak_bytes)
-        kinds.append(Kind(tuple(members), tuple(rank for each in members for rank in sorted(of_pp_rank[each]))))
+        kinds.append(RankKind(tuple(members), tuple(rank for each in members for rank in sorted(of_pp_rank[each]))))
     return tuple(sorted(kinds, key=lambda kind: min(kind.pp_ranks)))
 
 
@@ -185,7 +185,7 @@ class RankPeak:
     """By its own stages."""
 
 
-def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[RankPeak]:
+def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> list[RankPeak]:
     """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one.
 
     Each list is replayed with the stages as they were measured. What the rehearsed rank held beside activations, while

@@ -16,7 +16,7 @@ from ppctl.plan.memory import held_bytes
 from ppctl.plan.memory_limit import amount, available_text
 from ppctl.plan.plan import Plan
 from ppctl.plan.plan_picture import picture
-from ppctl.plan.rehearsal import UPDATE, Kind, RankPeak, peaks_of, scaled
+from ppctl.plan.rehearsal import UPDATE, RankKind, RankPeak, peaks_of, scaled
 from ppctl.plan.types import RankCost
 from ppctl.rehearsal_record import Rehearsed
 from ppctl.schedule.picture import Picture, RankMemory
@@ -32,7 +32,7 @@ class Rehearsal:
     plan: Plan
     short: Plan
     """What was rehearsed: the same with fewer microbatches."""
-    measured: tuple[tuple[Kind, Rehearsed], ...]
+    measured: tuple[tuple[RankKind, Rehearsed], ...]
 
     @property
     def microbatches(self) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class Rehearsal:
             "tight": self.tight,
         }
 
-    def _rank(self, kind: Kind, measured: Rehearsed) -> dict[str, Any]:
+    def _rank(self, kind: RankKind, measured: Rehearsed) -> dict[str, Any]:
         cost, peak = self.cost_of(measured.rank), self.peak_of(measured.rank)
         kept = {memory.stage: memory.kept for memory in measured.stages}
         own = {name: getattr(cost, name) for name in (*_STATE, "peak_bytes")}
