@@ -38,8 +38,7 @@ from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overr
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
 from ppctl.launch.process import become_worker
 from ppctl.launch.run_directory import Launch, new_run, with_value
-from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import LocalJob
+from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan
 from ppctl.private_files import own_directory, shared_memory

@@ -15,17 +15,15 @@ from ppctl.cost import parameters
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
-from ppctl.plan.foreign_code import whose_code
 from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off
 from ppctl.plan.memory_limit import device_limit, memory_violations
-from ppctl.plan.offloading import offloaded
+from ppctl.plan.notes import forwards_only, offloaded, whose_code
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing
+from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing, step_traffic
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
-from ppctl.plan.stages import forwards_only, tie_groups
-from ppctl.plan.traffic import step_traffic
+from ppctl.plan.stages import tie_groups
 from ppctl.plan.types import RankCost, SmallerBatch
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
 from ppctl.schedule.trace import bubble_fraction

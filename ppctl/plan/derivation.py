@@ -14,9 +14,8 @@ from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
-from ppctl.plan.layout_choice import AUTO, LayoutCut, check_recompute, check_search, derive_cut
+from ppctl.plan.layout_choice import AUTO, LayoutCut, check_offloading, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import RankPricer, rank_pricer, stages_held
-from ppctl.plan.offloading import check_offloading
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Profile, read_profile

@@ -5,13 +5,16 @@ Knows how stages, pp and vpp depend on each other. Must not know the layout lang
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.argv import PLACE
+from ppctl.config.offloading_rules import LAYERS as OFFLOADED_LAYERS
+from ppctl.config.offloading_rules import SWITCH as OFFLOADING
 from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
+from ppctl.layout.letters import LayerType
 from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
 from ppctl.plan.split_options import Split, compile_split, used_options
@@ -54,6 +57,16 @@ def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, 
     text = values["layout"]
     # For `auto` the even split stands until the schedule is known: `auto_layout.balanced_cut` replaces it.
     return _even_cut(values, violations, chunks) if text in (None, AUTO) else _configured_cut(values, text, violations)
+
+
+def check_offloading(values: ConfigValues, stages: Sequence[Sequence[LayerType]], violations: Violations) -> None:
+    """Refuse more layers than any of a layout's stages has."""
+    number, most = values[OFFLOADED_LAYERS], max(stage.count(LayerType.decoder) for stage in stages)
+    if values[OFFLOADING] and number > most:
+        message = f"{OFFLOADED_LAYERS}={number} counts decoder layers of one stage, and no stage has more than {most}"
+        place = values.cite(OFFLOADED_LAYERS, "pp", "vpp", "model.num_layers")
+        ways = {OFFLOADED_LAYERS: most}, {OFFLOADING: False, OFFLOADED_LAYERS: 0}
+        violations.append(Violation("PP-E226", OFFLOADED_LAYERS, message, place, *ways))
 
 
 def check_search(values: ConfigValues, num_stages: int, violations: Violations) -> None:

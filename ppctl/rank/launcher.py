@@ -23,7 +23,7 @@ from ppctl.train.loop import TrainingEnd
 
 
 class PpctlLauncher:
-    """What a rank does under ppctl's own launcher (`launch/supervisor.py`), which does the rest: print a traceback."""
+    """What a rank does under ppctl's own launcher (`launch/watch.py`), which does the rest: print a traceback."""
 
     def make_watch(self, shared: SharedRun, limits: Limits) -> NodeWatch | None:
         """What has to watch the job on every node."""

@@ -16,8 +16,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.engine.recorder import StepTotals
 from ppctl.plan import Plan
 from ppctl.plan.profile import subject
-from ppctl.schedule.message_times import message_times
-from ppctl.schedule.trace import Span
+from ppctl.schedule.trace import Span, message_times
 
 KEPT = 16
 """Steps that are remembered: one disturbed step, or the slow first one, must not set the price."""

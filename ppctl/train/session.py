@@ -27,8 +27,7 @@ from ppctl.data.load import NO_END, Data, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.geometry.layers import Layer
-from ppctl.geometry.offloading import offloaded_layers
+from ppctl.geometry.layers import Layer, offloaded_layers
 from ppctl.geometry.parts import Parts as WhichParts
 from ppctl.geometry.parts import tp_sums
 from ppctl.geometry.rows import Parameter
