@@ -110,20 +110,20 @@ def gathered_blocks(lengths: Lengths, own: Halves) -> tuple[VisibleBlock, ...]:
     one block, the document over the half's start. Keys count within the whole sequence."""
 
     def of_row(row: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        found = []
+        visible = []
         for number, half in enumerate(own.positions):
             document = _document_at(row, half.start - 1) if half.start else range(0)
             asking = _overlap(document, half)
             if asking:
-                found.append((number * own.chunk, number * own.chunk + asking, document.start, half.start))
-        return found
+                visible.append((number * own.chunk, number * own.chunk + asking, document.start, half.start))
+        return visible
 
     return tuple(_blocks(map(of_row, lengths)))
 
 
 def _blocks(rows: Iterable[list[tuple[int, int, int, int]]]) -> Iterator[VisibleBlock]:
-    for first, last, found in _runs(list(rows)):
-        for begin, end, keys_begin, keys_end in found:
+    for first, last, visible in _runs(list(rows)):
+        for begin, end, keys_begin, keys_end in visible:
             yield VisibleBlock(slice(first, last), slice(begin, end), slice(keys_begin, keys_end))
 
 

@@ -65,9 +65,9 @@ def balanced_cut(
     device, limit = device_limit(config, sizes), None
     if device is not None:
         limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    found = search_layout(model.num_layers, mtp > 0, schedule, price, limit=limit)
-    layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
-    derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
+    result = search_layout(model.num_layers, mtp > 0, schedule, price, limit=limit)
+    layout = PipelineParallelLayerLayout(_text(result.best.candidate, mtp), values["pp"])
+    derived = Derived("layout", layout.canonical(), _equation(result, mtp, batch))
     return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
 
 
@@ -75,12 +75,12 @@ def _text(candidate: Candidate, mtp: int) -> str:
     return canonical_text(stages_of(candidate.counts, mtp, candidate.mtp_stage))
 
 
-def _equation(found: SearchResult, mtp: int, batch: BatchSplit) -> str:
+def _equation(result: SearchResult, mtp: int, batch: BatchSplit) -> str:
     def timed(other: Simulated) -> str:
         return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
 
-    beside = [f"even split {timed(found.even)}"]
-    if found.runner_up is not None:
-        beside.insert(0, f"next best {timed(found.runner_up)}")
-    count = f"{found.simulated} layouts simulated" if found.simulated > 1 else "the only one"
-    return f"layout {timed(found.best)} a step: {count}; {'; '.join(beside)}"
+    beside = [f"even split {timed(result.even)}"]
+    if result.runner_up is not None:
+        beside.insert(0, f"next best {timed(result.runner_up)}")
+    count = f"{result.simulated} layouts simulated" if result.simulated > 1 else "the only one"
+    return f"layout {timed(result.best)} a step: {count}; {'; '.join(beside)}"

@@ -124,7 +124,7 @@ _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
 def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
     """The sizes on the way of a batch that grows, each with its schedule, proved as that of the full size is."""
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
-    found: list[SmallerBatch] = []
+    batches: list[SmallerBatch] = []
     held: list[_OfSize] = []
     proofs = {derivation.batch.num_microbatches: full}
     for segment, steps, batch in derivation.smaller:
@@ -138,7 +138,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
             config, stages, sizes, proof.schedule, trace, derivation.costs, ranks, batch.accumulation, ""
         )
         held.append((ranks, [] if proof is full else proof.wrong))
-        found.append(
+        batches.append(
             SmallerBatch(
                 *(segment.step, steps, segment.sample, segment.size),
                 *(count, batch.accumulation, bubble_fraction(trace)),
@@ -146,7 +146,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
                 proof.schedule,
             )
         )
-    return tuple(found), held
+    return tuple(batches), held
 
 
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:

@@ -217,14 +217,14 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
         return replace(start, choice=search_schedule(start.values, sizes, start.ways, count).choice)
     rivals = list(_with_named_layouts(start))
     layouts = {rival.cut.layout.canonical(): replace(rival, choice=start.choice, proof=None) for rival in rivals}
-    found = {
+    results = {
         text: search_schedule(each.values, sizes, each.ways, count, len(layouts)) for text, each in layouts.items()
     }
-    best = min(found, key=lambda text: (found[text].choice.least, found[text].seconds))
+    best = min(results, key=lambda text: (results[text].choice.least, results[text].seconds))
     held = [timed(rival.values, rival.ways, rival.choice) for rival in rivals]
     fastest = min(range(len(held)), key=held.__getitem__)
     named = rivals[fastest].choice.name, rivals[fastest].cut.layout.canonical(), held[fastest]
-    return replace(layouts[best], choice=with_rival(found[best].choice, *named))
+    return replace(layouts[best], choice=with_rival(results[best].choice, *named))
 
 
 def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:

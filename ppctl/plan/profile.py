@@ -144,12 +144,12 @@ def _settled(
     rows: Sequence[tuple[Counter[Kind], float]], start: Mapping[Kind, float], scale: float
 ) -> dict[Kind, float]:
     weights = {kind: seconds * scale for kind, seconds in start.items()}
-    found = dict(weights)
+    fit = dict(weights)
     for _ in range(ROUNDS):
         for counts, measured in rows:
             norm = sum(n * n * weights[kind] for kind, n in counts.items())
             if norm:
-                residue = measured - sum(n * found[kind] for kind, n in counts.items())
+                residue = measured - sum(n * fit[kind] for kind, n in counts.items())
                 for kind, n in counts.items():
-                    found[kind] = max(0.0, found[kind] + residue * n * weights[kind] / norm)
-    return found
+                    fit[kind] = max(0.0, fit[kind] + residue * n * weights[kind] / norm)
+    return fit

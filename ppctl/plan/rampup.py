@@ -37,13 +37,13 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
     """The sizes on the way, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
     if values[RAMPUP] is None:
         return ()
-    found = []
+    ramp = []
     for segment, after in pairwise(BatchSizes.of(values.config.train).segments):
         batch = _batch(values, segment.size, dp)
         if batch is None:
             return ()
-        found.append(Size(segment, after.step - segment.step, batch))
-    return tuple(found)
+        ramp.append(Size(segment, after.step - segment.step, batch))
+    return tuple(ramp)
 
 
 def _batch(values: ConfigValues, size: int, dp: int) -> BatchSplit | None:
@@ -106,7 +106,7 @@ def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]
 def in_words(config: RunConfig) -> tuple[Derived, ...]:
     """How the batch grows, and how long the run is, where either was given."""
     train, sizes = config.train, BatchSizes.of(config.train)
-    found: list[Derived] = []
+    lines: list[Derived] = []
     reached = last_steps(sizes.segments, train.steps)
     if train.batch_rampup is not None:
         start, increment, samples = read_rampup(train.batch_rampup)
@@ -118,9 +118,9 @@ def in_words(config: RunConfig) -> tuple[Derived, ...]:
         )
         if len(reached) <= count:
             equation += f"; the run ends before, after {train.steps:,}"
-        found.append(Derived("batch_rampup", [each.size for each in sizes.segments], equation))
+        lines.append(Derived("batch_rampup", [each.size for each in sizes.segments], equation))
     if train.batch_rampup is not None or train.samples is not None or train.tokens is not None:
         total = sizes.position(train.steps)
         equation = f"{train.steps:,} steps take {total:,} samples, {total * config.data.seq_length:,} tokens"
-        found.append(Derived("steps", train.steps, equation))
-    return tuple(found)
+        lines.append(Derived("steps", train.steps, equation))
+    return tuple(lines)

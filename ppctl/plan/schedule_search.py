@@ -218,12 +218,12 @@ class _PlacementSearch:
         limits, results = self._limits(), list[FoundSchedule]()
         for search in range(1, 1 + _AGAIN):
             within = [max(pair) for pair in zip(limits, self.task.limits, strict=True)]
-            found = find_schedule(replace(self.task, limits=within), allowance // search)
-            results.append(found)
-            room = self._room(self._proof(found.schedule).schedule)
+            result = find_schedule(replace(self.task, limits=within), allowance // search)
+            results.append(result)
+            room = self._room(self._proof(result.schedule).schedule)
             if min(room) >= 0:
                 break
-            spent = zip(limits, found.held, room, strict=True)
+            spent = zip(limits, result.held, room, strict=True)
             limits = [min(limit, held + left - _MARGIN * limit) for limit, held, left in spent]
         return results
 

@@ -44,15 +44,15 @@ def compare(
     many chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
     """
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
-    found, left_out = [], {}
+    figures, left_out = [], {}
     for name, policy in POLICIES.items():
         if not policy.trains:
             continue
         try:
-            found.append(_figured(policy, pp, num_microbatches, vpp or policy.chunks, costs, reference))
+            figures.append(_figured(policy, pp, num_microbatches, vpp or policy.chunks, costs, reference))
         except ScheduleError as refusal:
             left_out[name] = refusal.problems[0].message
-    return found, left_out
+    return figures, left_out
 
 
 def _figured(

@@ -54,8 +54,8 @@ class MeasuredStep:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
         """The inverse of `to_json`. Raises ValueError where it is none of its results."""
-        found = read(_File, data)
-        return cls(found["step"], tuple(_rank_of(*rank) for rank in found["ranks"]))
+        fields = read(_File, data)
+        return cls(fields["step"], tuple(_rank_of(*rank) for rank in fields["ranks"]))
 
     def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
         """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError where the step

@@ -138,17 +138,17 @@ def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedul
 
     Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) where all are.
     """
-    found: list[FoundSchedule] = []
+    results: list[FoundSchedule] = []
     refused: list[Problem] = []
     for task in tasks:
         try:
-            found.append(find_schedule(task, allowance // len(tasks)))
+            results.append(find_schedule(task, allowance // len(tasks)))
         except ScheduleError as error:
             refused += error.problems
-    if not found:
+    if not results:
         raise ScheduleError(refused)
-    least = min(each.seconds for each in found) * (1 + ROUNDING)
-    return next(each for each in found if each.seconds <= least)
+    least = min(each.seconds for each in results) * (1 + ROUNDING)
+    return next(each for each in results if each.seconds <= least)
 
 
 class _OrderSearch:
