@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import exchanging, kept_more
+from ppctl.cost.context_parallelism import exchanging, kept_more
 from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import Kind
 from ppctl.geometry.parameters import Sizes

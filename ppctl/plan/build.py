@@ -11,7 +11,7 @@ from dataclasses import replace
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.schema import RunConfig
-from ppctl.cost import parameters
+from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
@@ -90,10 +90,10 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         step_time_s=times.pipeline_s * batch.accumulation + times.optimizer_s,
         time_calibrated=measured is not None,
         timing=times,
-        params_total=parameters.total_parameters(model),
-        params_mtp=parameters.mtp_parameters(model),
-        params_active=parameters.active_parameters(model),
-        params_hf=parameters.hugging_face_parameters(model),
+        params_total=parameter_counts.total_parameters(model),
+        params_mtp=parameter_counts.mtp_parameters(model),
+        params_active=parameter_counts.active_parameters(model),
+        params_hf=parameter_counts.hugging_face_parameters(model),
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=values[CAPACITY],

@@ -16,7 +16,7 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameter_counts import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,

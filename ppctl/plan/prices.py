@@ -12,7 +12,7 @@ from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameters import Count, on_device, trained_count
+from ppctl.cost.parameter_counts import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
 from ppctl.cost.step_traffic import Stages, Sums, once_a_step
 from ppctl.cost.times import (

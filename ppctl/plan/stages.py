@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_backward_flops, stage_flops
-from ppctl.cost.parameters import replicated_parameters, stage_count, trained_count
+from ppctl.cost.parameter_counts import replicated_parameters, stage_count, trained_count
 from ppctl.cost.state import PRECISIONS, Precision
 from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
