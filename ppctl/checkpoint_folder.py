@@ -175,7 +175,7 @@ def _named_by_latest(directory: Path) -> tuple[Path | None, str]:
     """The path that `latest` names, and what is wrong with `latest` if nothing is there."""
     pointer = directory / LATEST
     try:
-        with open_regular(pointer) as file:
+        with open_regular(pointer, follow=False) as file:
             text = file.read(_LONGEST_NAME).decode(errors="replace").strip()
     except FileNotFoundError:
         return None, f"{pointer} is missing"

@@ -29,6 +29,10 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 """What ends a line, moves a terminal's cursor, turns the order of letters, or is half of a surrogate pair."""
 
 
+_LONGEST = 2**13
+"""Characters of a message: a value of a file, which it repeats, may have megabytes."""
+
+
 def visible(text: str, keep: str = "\n\t") -> str:
     """`text` with its control characters, but those in `keep`, as escapes such as \\x1b."""
     # From DEL on as JSON writes them: it leaves DEL as it is, and an object that is printed has to stay JSON.
@@ -69,7 +73,8 @@ class Problem:
     place: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.code}: {visible(self.message, '')}"]  # no line of a message can pose as a remedy
+        message = visible(self.message, "")  # no line of a message can pose as a remedy
+        lines = [f"{self.code}: {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}...'}"]
         lines += ["  " + line for line in visible(self.place).splitlines()]
         if self.remedy:
             first, *rest = visible(self.remedy).splitlines()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ppctl.plan import Plan
 
 T = TypeVar("T")
-_Tree = dict[str, Any]
+_YamlTree: Any = tuple[dict[str, Any], dict[str, int]]
 _MOST_OF_A_CONFIG, _MOST_OF_A_PLAN = 2**22, 2**27
 _ELSEWHERE = 'log.dir="$(mktemp -d)"'
 
@@ -98,10 +98,11 @@ class RunDir:
     def read_config(self) -> RunConfig:
         """Read config.yaml. Raises ConfigError (PP-E611) where it is missing or not a config."""
         from ppctl.config.mapping import from_mapping
-        from ppctl.config.yaml_file import read_yaml
+        from ppctl.config.yaml_file import read_yaml, shown
 
-        tree = self._parsed("config.yaml", lambda data: read(_Tree, read_yaml(data.decode())[0]), _MOST_OF_A_CONFIG)
-        return from_mapping(tree, lambda key: f"{self.path / 'config.yaml'}: {key}")
+        name, file = "config.yaml", self.path / "config.yaml"
+        tree, lines = self._parsed(name, lambda data: read(_YamlTree, read_yaml(data.decode())), _MOST_OF_A_CONFIG)
+        return from_mapping(tree, lambda key: f"{file}: {key}", lambda key: shown(file, lines.get(key)))
 
     def write_plan(self, plan: Plan) -> None:
         """Write plan.json and schedule.csv (as executed, with messages)."""
@@ -152,15 +153,14 @@ class RunDir:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""
         return self.metrics_file().read()
 
-    def metrics_file(self, *, tail: bool = False, at: int = 0) -> MetricsFile:
+    def metrics_file(self, *, last: int | None = None, at: int = 0) -> MetricsFile:
         """A reader of metrics.jsonl as it grows."""
-        return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), tail=tail, at=at)
+        return MetricsFile(self.metrics_path, partial(self._leave_out, "metrics.jsonl"), last=last, at=at)
 
     def drop_metrics_from(self, step: int) -> None:
         """Delete the records of `step` and later: a run that continues from a checkpoint repeats these steps."""
         if self.metrics_path.exists():
-            kept = [json.dumps(record) + "\n" for record in self.metrics() if record["step"] < step]
-            self._write("metrics.jsonl", "".join(kept))
+            self.metrics_file().drop_from(step)
 
     def write_status(self, state: str, **more: Any) -> None:
         """Replace status.json: `state` (one of STATES), the time, and for example `step` and `message`."""

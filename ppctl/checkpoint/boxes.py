@@ -5,12 +5,16 @@ Knows shapes and offsets. Must not know values, names or files. Standard library
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
+_MOST_DIVIDED = 6
+"""Dims on which the parts of a tensor may differ: each doubles the corners of a part."""
 
 
 class Box(NamedTuple):
@@ -89,19 +93,30 @@ def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
 
 @lru_cache(maxsize=1024)
 def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
-    """The same of sorted boxes. The layers of a model, and their moments, are all divided in a few ways."""
-    count, open_boxes = 0, list[Box]()
+    """The same of sorted boxes. The layers of a model, and their moments, are all divided in a few ways.
+
+    By their corners, of which neighbours have opposite signs: those of boxes that neither overlap nor leave anything
+    out add up to those of the whole. Boxes are not compared in pairs, of which a file may have too many.
+    """
     for box in boxes:
         if any(end > extent for end, extent in zip(box.end, shape, strict=True)) or min((0, *box.offset)) < 0:
             return f"{_text(box)} is outside of {list(shape)}"
-        if shape:  # those that end before this one begins on dim 0 cannot overlap it, nor any that follows
-            open_boxes = [other for other in open_boxes if other.end[0] > box.offset[0]]
-        overlap = next((other for other in open_boxes if common(other, box)), None)
-        if overlap is not None:
-            return f"{_text(overlap)} and {_text(box)} overlap"
-        open_boxes.append(box)
-        count += box.size
-    return "" if count == prod(shape) else f"{prod(shape) - count} of {prod(shape)} elements are in no part"
+    dims = [d for d, extent in enumerate(shape) if any((b.offset[d], b.shape[d]) != (0, extent) for b in boxes)]
+    if len(dims) > _MOST_DIVIDED:
+        return f"it is divided on {len(dims)} dims"
+    corners: dict[Shape, int] = defaultdict(int)
+    for sides in product((0, 1), repeat=len(dims)):
+        sign = (-1) ** sum(sides)
+        ends = list(zip(dims, sides, strict=True))
+        corners[tuple(shape[d] * side for d, side in ends)] -= sign
+        for box in boxes:
+            corners[tuple(box.offset[d] + box.shape[d] * side for d, side in ends)] += sign
+    if not any(corners.values()) or not prod(shape):
+        return ""
+    if overlap := next((pair for pair in pairwise(boxes) if common(*pair)), None):
+        return f"{_text(overlap[0])} and {_text(overlap[1])} overlap"
+    lacking = prod(shape) - sum(box.size for box in boxes)
+    return f"{lacking} of {prod(shape)} elements are in no part" if lacking > 0 else "its parts overlap"
 
 
 def _text(box: Box) -> str:

@@ -22,11 +22,11 @@ from ppctl.checkpoint.manifest import (
     TensorRecord,
     digests_of,
     record_whole,
-    without_collections,
 )
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
+from ppctl.json_reader import without_collections
 
 Values = Callable[[int], memoryview]
 """The bytes of a rank's shard, by its number."""

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.boxes import Box, Shape
 from ppctl.checkpoint.manifest import DTYPES
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.families.safetensors import read_header
-from ppctl.files import MOST_READ_OF_A_MODEL, read_text, write_atomically
+from ppctl.files import read_json, write_atomically
+from ppctl.json_reader import Count
 
 MESSAGES = "messages.json"
+_MOST_OF_MESSAGES = 2**26
 _NUMPY = {name: torch_name for torch_name, (name, _) in DTYPES.items()}
 
 
@@ -43,6 +46,13 @@ class Handed(NamedTuple):
     def action(self) -> str:
         """Such as `3F12`."""
         return f"{self.stage}{'F' if self.forward else 'B'}{self.microbatch}"
+
+
+class _Messages(TypedDict):
+    """messages.json: the fields of each Handed, in their order. Squares may be infinite, or no number."""
+
+    version: Literal[1]
+    messages: list[tuple[Count, bool, Count, Count, tuple[int, int], Any]]
 
 
 def write_messages(directory: Path, handed: Sequence[Handed]) -> None:
@@ -91,28 +101,35 @@ class KeptStep:
         self.path = step_directory(gradients, step)
         self.parts: dict[str, list[KeptPart]] = {}
         """By the parameter's name, ranks in order."""
+        self.shapes: dict[str, Shape] = {}
         try:
-            record = json.loads(read_text(self.path / MESSAGES, MOST_READ_OF_A_MODEL))
-            self.messages = [
-                Handed(rank, forward, stage, microbatch, (bits[0], bits[1]), squares)
-                for rank, forward, stage, microbatch, bits, squares in record["messages"]
-            ]
+            record = read_json(self.path / MESSAGES, _Messages, _MOST_OF_MESSAGES)
+            self.messages = [Handed(*each)._replace(squares=float(each[-1])) for each in record["messages"]]
             for file in sorted(self.path.glob("rank-*.safetensors")):
                 for name, part in _parts_of(file):
                     self.parts.setdefault(name, []).append(part)
-        except (OSError, ValueError, TypeError, LookupError, CheckpointError) as error:
+            self.shapes = {name: _whole_shape(name, parts) for name, parts in self.parts.items()}
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, CheckpointError) as error:
+            remedy = f"mv {pasted(self.path, f'{self.path}.damaged')}"
             message = f"step {step} of the gradients that were kept cannot be read: {type(error).__name__}: {error}"
-            raise CheckpointError(Problem("PP-E645", message, "keep them once more", str(self.path))) from None
+            raise CheckpointError(Problem("PP-E645", message, remedy, str(self.path))) from None
 
     def whole(self, name: str) -> NDArray[Any]:
         """A gradient put together of the first rank's parts that has each."""
         parts = self.parts[name]
-        extents = zip(*(part.box.end for part in parts), strict=True)
-        shape = tuple(map(max, extents))
+        shape = self.shapes[name]
         whole = np.zeros(shape, parts[0].values().dtype)
         for part in reversed(parts):
             whole[part.box.within((0,) * len(shape))] = part.values()
         return whole
+
+
+def _whole_shape(name: str, parts: Sequence[KeptPart]) -> Shape:
+    """The extents of a gradient with these parts. Raises ValueError where they cannot be all of it."""
+    shape = tuple(map(max, zip(*(part.box.end for part in parts), strict=True)))
+    if sum(part.box.size for part in parts) < prod(shape):
+        raise ValueError(f"{name} is not whole")
+    return shape
 
 
 def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
@@ -120,4 +137,6 @@ def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
     for key, stored in read_header(file).items():
         name, _, offset = key.removeprefix("gradient.").partition("@")
         place = tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape)
+        if min((0, *place)) < 0:
+            raise ValueError(f"{key} begins before its tensor")
         yield name, KeptPart(rank, Box(place, stored.shape), file, stored.offset, _NUMPY[stored.dtype])

@@ -6,13 +6,11 @@ it. Must not know ranks, models or torch: a checkpoint can be verified where tor
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from io import BufferedReader, BytesIO
 from itertools import groupby, islice
@@ -27,7 +25,7 @@ from ppctl.checkpoint.boxes import Box, tiling_fault
 from ppctl.checkpoint_folder import MANIFEST
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
-from ppctl.json_reader import Count, Line, parse, read
+from ppctl.json_reader import Count, Line, parse, read, without_collections
 
 FORMAT = 2
 OLDEST = 1
@@ -61,7 +59,9 @@ FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""
 
-_MOST_OF_A_MANIFEST, _MOST_OF_A_HEAD = 2**30, 64
+_MOST_OF_A_MANIFEST = 2**30
+_MOST_ENTRIES = {"": 64, "files": 2**17, "tensors": 2**20}
+"""Of a manifest, beside its files and tensors, and of these."""
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
@@ -146,18 +146,6 @@ class Manifest:
             return _sealed(text) if text.startswith(_BEGIN) else _format_1(text)
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among records that all stay: with 2,048 ranks half of the time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
 class OtherFormat(Exception):
     """A manifest of another version of ppctl."""
 
@@ -195,8 +183,10 @@ def _sealed(text: bytes) -> Manifest:
             section, found[begun] = begun, {}
         else:
             added = read(kinds[section], parse(b"{%b}" % entry))
-            if not added or added.keys() & found[section].keys() or len(found[""]) > _MOST_OF_A_HEAD:
+            if not added or added.keys() & found[section].keys():
                 raise ValueError("it has a line that is no entry, or one that it has already")
+            if len(found[section]) == _MOST_ENTRIES[section]:
+                raise ValueError(f"it has more than {_MOST_ENTRIES[section]} {section or 'entries'}")
             found[section] |= added
     head = read(_Head, found[""])
     for section in kinds.keys() - found.keys():  # an empty one is one line

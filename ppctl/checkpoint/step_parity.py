@@ -85,7 +85,7 @@ class StepDifferences:
     equal: int
     """Gradients that are the same."""
     missing: list[str]
-    """Names that only one of the two has."""
+    """Names that only one of the two has, or that have another shape in the other one."""
     unlike: list[tuple[str, str, str]]
     """(`A` or `B`, name, owner): uses of a shared parameter whose gradient is not its owner's, which is no step's."""
     largest: float
@@ -112,9 +112,9 @@ def compare_step(
     `place_of` gives a parameter's stage and its number in the order of forwards. `messages`: whether both runs have the
     same stages; `uses`: names of one shared parameter, its owner first. One gradient and a part of it are in memory.
     """
-    ours, theirs = first.step.parts, second.step.parts
+    ours, theirs = first.step.shapes.items(), second.step.shapes.items()
     different, equal, largest = [], 0, 0.0
-    for name in sorted(ours.keys() & theirs.keys(), key=in_order):
+    for name in sorted(dict(ours & theirs), key=in_order):
         progress(name)
         found = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
         largest = max(largest, 0.0 if math.isnan(found.relative) else found.relative)
@@ -124,7 +124,7 @@ def compare_step(
             equal += 1
     action = _first_action(first, second, tolerance) if messages else None
     different.sort(key=lambda each: place_of(each.name), reverse=True)
-    missing = sorted(ours.keys() ^ theirs.keys(), key=in_order)
+    missing = sorted(dict(ours ^ theirs), key=in_order)
     unlike = [found for name, side in (("A", first), ("B", second)) for found in _unlike(name, side.step, uses)]
     return StepDifferences(action, different, equal, missing, unlike, largest)
 

@@ -24,6 +24,9 @@ from ppctl.errors import CheckpointError, Problem, pasted
 Kind = tuple[tuple[int, ...], str]
 """Whole shape, and dtype by torch's name."""
 
+_MOST_DAMAGED = 100
+"""Files that are named as damaged; the others are not looked at."""
+
 READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
 """Fields of `data` that decide what files mean, kept in a checkpoint's state behind `data_`."""
 
@@ -46,16 +49,25 @@ def verify(path: Path) -> Manifest:
     return found.manifest
 
 
-def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] = lambda size: None) -> Verified:
+def examine(
+    path: Path,
+    manifest: Manifest | None = None,
+    *,
+    values: bool = True,
+    progress: Callable[[int], None] = lambda size: None,
+) -> Verified:
     """Look at everything (without `values`: at sizes, headers and the manifest's seal), and collect what is wrong.
 
     `progress` is called with the number of bytes of values that were read. Raises CheckpointError if the manifest
     cannot be read, OSError if the disk cannot.
     """
-    manifest = read_manifest(path)
+    manifest = manifest or read_manifest(path)
     problems: list[Problem] = []
     bad: set[str] = set()
     for name in sorted(manifest.files):
+        if len(problems) >= _MOST_DAMAGED:
+            problems.append(damaged(path, f"not all of its {len(manifest.files)} files were looked at"))
+            return Verified(manifest, problems, 0)
         try:
             check_files(path, manifest, [name])
         except CheckpointError as error:

@@ -143,7 +143,7 @@ def _verify(args: argparse.Namespace) -> int:
     total = 0 if args.quick else bytes_of_values(manifest)
     try:
         with byte_progress("verifying", total) as progress:
-            found = examine(path, values=not args.quick, progress=progress)
+            found = examine(path, manifest, values=not args.quick, progress=progress)
     except OSError as error:
         raise _unreadable(path, error) from error
     problems, position = list(found.problems), None

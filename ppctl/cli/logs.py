@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a log."""
     run_dir = named_run(args)
     if args.rank is None and not run_dir.job():
-        steps = _Steps(run_dir)
+        steps = _Steps(run_dir, args.lines)
         _follow(run_dir, steps.read, args.lines, follow=args.follow)
         message = run_dir.status().get("message") or ("" if steps.last else f"run {run_dir.id} has done no step")
         if message:
@@ -73,8 +73,9 @@ class _LogFile:
 class _Steps:
     """The steps of a run that was not submitted, as it printed them on its terminal."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self._metrics = run_dir.metrics_file()
+    def __init__(self, run_dir: RunDir, lines: int | None) -> None:
+        """At first with the last `lines` at least; None: with all."""
+        self._metrics = run_dir.metrics_file(last=lines)
         self._lines = StepLines(run_dir.read_config().train.steps, width(WIDE))
         self.last = 0
         """The last step that was read; 0 before the first."""

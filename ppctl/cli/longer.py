@@ -46,19 +46,27 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
     return done < after.train.steps and _rate(after, done + 1) > _JUMP * expected * (1 + 1e-9)
 
 
-def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str]) -> Problem:
-    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood behind that."""
+def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
+    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood behind that.
+
+    `more` are switches that each choice needs for other reasons.
+    """
     last, following = _rate(before, max(done, 1)), _rate(after, done + 1)
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
     if held := _held(before):
         rate = _rate(_with(after, optim=held), after.train.steps)
         choice = f"the decay ends at step {before.train.steps:,} as before, and the rate stays {rate:.3g}"
-        choices.append((choice + ("" if rate else " (nothing is learned)"), held, ()))
+        choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
     told = f"the next step's learning rate would be {jump}: {told_rates(before, after, done)}"
-    commands = [pasted("ppctl", "resume", *typed, *_words(optim=optim), *allow) for _, optim, allow in choices]
+    # Rates that were typed give way to those of a choice.
+    kept = [word for word in typed if not sets_rate(word)]
+    commands = [
+        pasted("ppctl", "resume", *(kept if optim else typed), *_words(optim=optim), *allow)
+        for _, optim, allow in choices
+    ]
     message = f"{told}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
     return Problem("PP-E617", message, "\n".join(commands), "train.steps (command line)")
 
@@ -91,7 +99,8 @@ def _warmed_up(config: RunConfig, done: int, steps: int) -> dict[str, Any]:
     """A rate that rises from that of the last step to the peak, and falls to min_lr at the end."""
     optim = config.optim
     left = steps - done
-    top = done + min(max(warmup_steps(optim, steps_for_tokens(config)) or left // 10, 1), left)
+    longest = (left + 1) // 2  # so that the rate falls again before the end
+    top = done + min(max(warmup_steps(optim, steps_for_tokens(config)) or left // 10, 1), longest)
     rates = [("constant", done, _rate(config, done)), ("linear", top, optim.lr), ("cosine", steps, optim.min_lr)]
     rows = [f"{{style: {style}, until: {until}, lr: {rate:.3g}}}" for style, until, rate in rates]
     unset = ("lr_decay_steps", "lr_decay_tokens", "lr_wsd_decay_steps")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.quantities import steps_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan
@@ -63,10 +64,16 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     same = not problems and same_rates(before, composed.config)
     computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
     sound = within_limits(before, list(beyond_limits(before)))  # somebody may have altered the file
-    train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(computed, sound, args))])
-    assert plan is not None  # there were no problems
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
+    if other := [] if args.allow else forbidden(computed, sound, args):
+        # One --allow accepts both: who types it for the one has read of the other.
+        with suppress(CheckpointError):
+            done = step_of(find_checkpoint(str(source), args.dir))
+            if not problems and jumps(before, composed.config, done):
+                other.append(jump_problem(before, composed.config, done, _typed(args), "--allow"))
+    train.refuse([*problems, *displaced(changes), *other])
+    assert plan is not None  # there were no problems
     checkpoint = find_checkpoint(str(source), args.dir)
     _refuse_finished(run, before, composed, checkpoint)
     _refuse_past(changes, composed.config, checkpoint)

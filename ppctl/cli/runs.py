@@ -116,7 +116,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def facts(run: RunDir) -> dict[str, Any]:
     """The facts of a run that can be read without its plan."""
-    status, metrics = run.status(), run.metrics_file(tail=True).read()
+    status, metrics = run.status(), run.metrics_file(last=1).read()
     state = _state(run, status)
     last = metrics[-1] if metrics else {}
     checkpoint = checkpoint_of(run)

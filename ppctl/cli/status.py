@@ -64,7 +64,7 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
 
 def _progress(run: RunDir) -> dict[str, Any]:
     """The steps in all, the speed over the last twenty, and the seconds that the rest takes at it; None if unknown."""
-    records = run.metrics_file(tail=True).read()
+    records = run.metrics_file(last=20).read()
     config = readable(run.read_config)
     total = None if config is None else config.train.steps
     step = mean_step_time(records)

@@ -26,6 +26,7 @@ from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run
+from ppctl.schedule.action import TIMED
 from ppctl.schedule.measured_step import MeasuredStep, ledgers
 from ppctl.topology import RankGrid
 
@@ -134,7 +135,8 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
         raise ValueError(f"it has {len(measured.ranks)} ranks of {plan.sizes.world}")
     grid = RankGrid(plan.sizes)
     for pipeline in {grid.group_of("pp", rank) for rank in range(plan.sizes.world)}:
-        measured.trace(plan.schedule, pipeline)
+        if any(span.action.op not in TIMED for span in measured.trace(plan.schedule, pipeline).spans):
+            raise ValueError("it has times of messages, which take none")
 
 
 def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:

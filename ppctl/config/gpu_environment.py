@@ -20,8 +20,8 @@ _EAGER = "EAGER"
 """CUDA loads a kernel at its first launch, for which the device has to drain: with receives posted, two ranks that
 load at once may wait for each other. Before the first step every stage runs once; but experts and packed documents have
 sizes that change from step to step, and libraries choose other kernels for other sizes."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Both names that torch reads."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Both names that torch has for its allocator's settings: it reads the first one that is set, and never the other."""
 EXPANDABLE = "expandable_segments:True"
 """Blocks of any size come out of one range of addresses, so that fragments hardly ever make torch's allocator free
 memory; and where it has to, it waits for its own stream and not for the whole device."""
@@ -46,7 +46,7 @@ def gpu_environment(
     if pp > 1 and (routed or _varies(config)) and LOADING not in environ:
         added.setdefault(LOADING, _EAGER)
     if _set_by_user(ALLOCATOR, environ, added) is None and not _registers(environ, added):
-        added[ALLOCATOR[0]] = EXPANDABLE
+        added[ALLOCATOR[1]] = EXPANDABLE
     problems = list(_problems(config.parallel.deterministic_mode, pp, environ, added))
     if added.get(SEVERAL_RANKS, environ.get(SEVERAL_RANKS)) != "1":
         problems += _backend_of_shared_gpus(config, f"{SEVERAL_RANKS}=1 is not set")
@@ -65,9 +65,19 @@ def _varies(config: RunConfig) -> bool:
 def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:
     """A note on settings of torch's allocator that are the user's and leave out what ppctl would set."""
     found = _set_by_user(ALLOCATOR, environ, launch_env)
-    if found is None or EXPANDABLE in found[1].replace(" ", ""):
+    if found is None or _expands(found[1]):
         return None
     return f"note: {found[0]}={found[1]} is kept; without it ppctl sets {EXPANDABLE} (ppctl explain PP-E822)"
+
+
+def expanding(environ: Mapping[str, str]) -> str | None:
+    """The override that sets `EXPANDABLE` where ranks read it; None if it is set, or NCCL registers blocks."""
+    name, value = _set_by_user(ALLOCATOR, environ, {}) or (ALLOCATOR[1], "")
+    return None if _expands(value) or _registers(environ, {}) else f"launch.env.{name}={EXPANDABLE}"
+
+
+def _expands(settings: str) -> bool:
+    return EXPANDABLE in settings.replace(" ", "")
 
 
 def _registers(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> bool:
@@ -79,7 +89,7 @@ def _set_by_user(
     names: Sequence[str], environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> tuple[str, str] | None:
     """(name, value) of the first of these variables that is set, where ranks read it: `launch_env` is stronger."""
-    return next(((name, where[name]) for where in (launch_env, environ) for name in names if name in where), None)
+    return next(((name, where[name]) for name in names for where in (launch_env, environ) if name in where), None)
 
 
 def refuse_backend(config: RunConfig, backends: str, nccl: tuple[int, ...] | None) -> None:

@@ -38,18 +38,25 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def from_mapping(mapping: Mapping[str, Any], place: Callable[[str], str] = lambda key: key) -> RunConfig:
+def from_mapping(
+    mapping: Mapping[str, Any],
+    place: Callable[[str], str] = lambda key: key,
+    remedy: Callable[[str], str] = lambda key: "",
+) -> RunConfig:
     """The config that `mapping` describes; what it leaves out keeps its default.
 
-    `place` maps a dotted key to where its value came from. Raises ConfigError with every unknown key and wrong type.
+    `place` maps a dotted key to where its value came from, `remedy` to what helps against a value of a wrong type.
+    Raises ConfigError with every unknown key and wrong type.
     """
-    config, problems = convert(mapping, place)
+    config, problems = convert(mapping, place, remedy)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[RunConfig, list[Problem]]:
+def convert(
+    mapping: Mapping[str, Any], place: Callable[[str], str], remedy: Callable[[str], str] = lambda key: ""
+) -> tuple[RunConfig, list[Problem]]:
     """As `from_mapping`, but returns the problems; a key that has one keeps its default."""
     config = RunConfig()
     problems: list[Problem] = []
@@ -67,7 +74,7 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
         try:
             converted = converted_value(name, value)
         except ValueError as error:
-            problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
+            problems.append(Problem("PP-E102", f"{name}: {error}", remedy(name), place(name)))
             continue
         set_value(config, name, converted)
     if unknown[MOST_UNKNOWN:]:

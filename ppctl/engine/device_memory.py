@@ -9,6 +9,7 @@ comes: two ranks that free memory in one step wait for each other for ever.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ FRAGMENTS = 0.05
 """What the allocator's fragments may take beside a peak; a plan that leaves less free is called tight."""
 _SMALL = 2**19
 """Bytes of a block that torch keeps apart from larger ones (up to 1 MiB)."""
+_ROUNDING = 2**21
+"""Bytes of which large blocks are multiples."""
 
 
 def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
@@ -25,19 +28,30 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
     Called behind a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
     most is taken for fragments and for up to `varying` bytes that depend on the data.
     """
-    small = in_flight * _unused(_stats(device), "small_pool")
+    stats = _stats(device)
+    small = in_flight * _unused(stats, "small_pool")
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     missing = max(0, peak - torch.cuda.memory_allocated(device))
     more = min(int(FRAGMENTS * peak) + varying, max(0, free - missing) // 2)
     most = free - free // 20  # the driver and NCCL take some themselves
-    sizes = [min(missing + more, most), *[_SMALL] * (small // _SMALL)]
+    sizes = [*_divisible(min(missing + more, most), stats), *[_SMALL] * (small // _SMALL)]
     try:
         kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     except torch.OutOfMemoryError:  # another process was faster
         return missing
     del kept  # the cache has them now
     return max(0, missing - free)
+
+
+def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
+    """The sizes of blocks of `size` bytes together that requests of any size may be served from.
+
+    Where the user's `max_split_size_mb` forbids to divide larger blocks, one of them would be lost to all requests but
+    those that are as large.
+    """
+    most = stats.get("max_split_size", -1) - _ROUNDING
+    return [size] if most <= 0 else [*[most] * (size // most), size % most]
 
 
 class AllocatorFigures(NamedTuple):

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd.variable import Variable
 from torch.overrides import _get_current_function_mode_stack
 from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -71,20 +72,35 @@ def _refusing_autograd() -> Iterator[None]:
     On CUDA a device's backwards run one behind the other in one thread of autograd's, and there the pair's own backward
     waits for its turn: the forward would wait for it, and never hand over.
     """
-    autograd: Any = torch.autograd
-    engine, thread = autograd._engine_run_backward, threading.get_ident()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            message = "this forward calls autograd (backward or grad) itself, and it runs beside a backward"
-            raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))
-        return engine(*args, **kwargs)
-
-    autograd._engine_run_backward = run
+    variable: Any = Variable
+    if not isinstance(variable._execution_engine, _Refusing):
+        variable._execution_engine = _Refusing(variable._execution_engine)
+    refusing, thread = variable._execution_engine, threading.get_ident()
+    refusing.threads.add(thread)
     try:
         yield
     finally:
-        autograd._engine_run_backward = engine
+        refusing.threads.remove(thread)
+        if not refusing.threads:
+            variable._execution_engine = refusing.engine
+
+
+class _Refusing:
+    """Autograd's engine, to which all of torch's and ppctl's backwards come, but for those that `threads` ask for."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.threads: set[int] = set()
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's; raises TrainingError in a refused thread."""
+        if threading.get_ident() in self.threads:
+            message = "this forward calls autograd (backward or grad) itself, and it runs beside a backward"
+            raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))
+        return self.engine.run_backward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:

@@ -75,7 +75,9 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
         _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     except OSError as error:
         copy = f'to="$(mktemp -d)" && cp -r --no-preserve=mode {pasted(run.path)} "$to"'
-        raise unwritable(error, run.path, f'{copy} && ppctl resume "$to"/{pasted(run.id)}', str(run.path)) from error
+        overrides = launch.command.partition(f" resume {pasted(run.path)}")[2]
+        remedy = f'{copy} && ppctl resume "$to"/{pasted(run.id)}{overrides}'
+        raise unwritable(error, run.path, remedy, str(run.path)) from error
     return run
 
 

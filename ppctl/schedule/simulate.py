@@ -126,10 +126,11 @@ def critical_path(schedule: Schedule, trace: Trace) -> list[Span]:
         last[span.pp_rank] = span
     if not ends:
         return []
-    path = [max(trace.spans, key=lambda span: span.end)]
-    while (reason := _reason(path[-1].action, schedule, ends, before)) is not None:
-        path.append(reason)
-    return path[::-1]
+    last_span = max(trace.spans, key=lambda span: span.end)
+    path = {last_span.action: last_span}  # of a file that lies an action may wait for itself
+    while (reason := _reason(next(reversed(path)), schedule, ends, before)) and reason.action not in path:
+        path[reason.action] = reason
+    return list(path.values())[::-1]
 
 
 def _reason(

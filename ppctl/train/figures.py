@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ppctl.accelerators import device_called, preset
-from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
+from ppctl.config.gpu_environment import expanding
 from ppctl.engine.device_memory import AllocatorFigures
 from ppctl.errors import Problem
 from ppctl.topology import RankGrid
@@ -123,10 +123,8 @@ def retries_problem(reports: Reports, step: int) -> Problem | None:
     worst = int(retries.argmax())
     often = f"step {step}: torch's allocator on rank {worst} freed memory {int(retries[worst])} times"
     message = f"{often} and waited for its device; two ranks that do so in one step may wait for each other for ever"
-    remedy = "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1"
-    if all(EXPANDABLE not in os.environ.get(name, "") for name in ALLOCATOR):
-        remedy = f"launch.env.{ALLOCATOR[0]}={EXPANDABLE}"
-    return Problem("PP-E822", message, remedy)
+    less = "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1"
+    return Problem("PP-E822", message, expanding(os.environ) or less)
 
 
 def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:

@@ -86,7 +86,7 @@ def train(
         gradients,
         writes,
     )
-    if session.device.type == "cuda" and first < config.train.steps:
+    if trainer.on_gpu and first < config.train.steps:
         enter("loading kernels", first)  # minutes, where layers are compiled: they say nothing of a step's length
         trainer.dry_pass(first)
 

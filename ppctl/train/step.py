@@ -69,6 +69,7 @@ class Trainer:
         self.batches = batches
         self.sizes = BatchSizes.of(session.config.train) if sizes is None else sizes
         self.stop_requested = stop_requested
+        self.on_gpu = session.device.type == "cuda"
         self.tracer = StepTracer(session)
         self.replicas = ReplicaCheck(session)
         self._steps_for = steps_for_tokens(session.config)
@@ -178,7 +179,7 @@ class Trainer:
             self._reduce(program.stage)
         s.reducer.finish()
         s.weights.clear_gradients()
-        if s.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(s.device)
             if s.communicator is not None:
                 self._reserve()

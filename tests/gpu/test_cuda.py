@@ -197,7 +197,7 @@ def test_several_ranks_share_a_device_through_pinned_host_memory():
 
 def test_settings_of_the_allocator_that_come_after_the_import_of_torch_are_read() -> None:
     """A rank that torchrun or srun has started sets what is missing itself (`rank/worker.py`)."""
-    late = f"import os, torch; os.environ['{ALLOCATOR[0]}'] = '{EXPANDABLE}'; torch.empty(2**25, device='cuda')"
+    late = f"import os, torch; os.environ['{ALLOCATOR[1]}'] = '{EXPANDABLE}'; torch.empty(2**25, device='cuda')"
     said = f"{late}; print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
     plain = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
     done = subprocess.run([sys.executable, "-c", said], env=plain, capture_output=True, text=True, check=True)

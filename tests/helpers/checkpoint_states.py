@@ -245,7 +245,9 @@ STRANGE = {
     "`latest` is empty": Strange(_pointing("", "step-4", "step-6"), "step-6", "latest is empty; using step-6"),
     "`latest` is blank": Strange(_pointing("\n", "step-4", "step-6"), "step-6", "latest is empty; using step-6"),
     "`latest` is missing": Strange(_lost("step-4", "step-6"), "step-6", "latest is missing; using step-6"),
-    "`latest` links to nothing": Strange(_link, "step-6", "latest is missing; using step-6"),
+    "`latest` links to nothing": Strange(
+        _link, "step-6", "latest cannot be read (it is a link, not a file); using step-6"
+    ),
     "`latest` is a directory": Strange(_directory, "step-6", "latest cannot be read (Is a directory); using step-6"),
     "`latest` names one that is not there": Strange(
         _pointing("step-8\n", "step-4", "step-6"), "step-6", "latest names step-8, which is not there; using step-6"

@@ -12,12 +12,13 @@ from typing import Any
 import pipeline
 import pytest
 import torch
-from autograd_thread import AutogradThread
+from autograd_thread import ENGINE, AutogradThread
 from emulated_gpu import Mark
 from emulated_hosts import HostPair, HostQueue, HostSemaphore, HostThread, current_actor, hand_over
 from emulated_memory import Memory
 from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
+from torch.autograd.variable import Variable
 
 from ppctl.comm import channel_ends, message_batches
 from ppctl.comm.buffers import BufferPool
@@ -108,7 +109,7 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         patch.setattr(pair_runner, "Turns", make_pair)
         patch.setattr(HostPair, "enter", staticmethod(lambda: None))  # the runner brings the modes of the device
         patch.setattr(all_to_all, "hand_over", hand_over)
-        patch.setattr(torch.autograd, "_engine_run_backward", _in_device_threads(world, threads))
+        patch.setattr(Variable, "_execution_engine", DeviceThreads(threads))
         patch.setattr(message_batches, "dist", Dist)
         patch.setattr(all_to_all, "dist", Dist)
         for name, found in ALLOCATOR.items():
@@ -117,23 +118,22 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         yield
 
 
-def _in_device_threads(world: World, until: ExitStack) -> Callable[..., object]:
+class DeviceThreads:
     """Autograd's engine with a thread for each rank's device, which the rank's host waits for."""
-    threads: dict[int, AutogradThread] = {}
 
-    def run(*args: object, **kwargs: object) -> object:
+    def __init__(self, until: ExitStack) -> None:
+        self._until = until
+        self._threads: dict[int, AutogradThread] = {}
+
+    def run_backward(self, *args: object, **kwargs: object) -> object:
+        """The engine's, in the thread of the caller's device."""
         rank = current_rank()
-        if rank not in threads:
-            actor = current_actor()
+        if rank not in self._threads:
+            self._threads[rank] = self._until.enter_context(AutogradThread(current_actor().adopt))
+        return self._threads[rank].run_backward(*args, **kwargs)
 
-            def enter() -> None:
-                actor.adopt()
-                world.put_on_device(rank)
-
-            threads[rank] = until.enter_context(AutogradThread(enter))
-        return threads[rank].run(*args, **kwargs)
-
-    return run
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ENGINE, name)
 
 
 Wrap = Callable[[StageProgram, int], StageProgram]

@@ -4,7 +4,11 @@ import subprocess
 
 import pytest
 
-from ppctl.errors import listed, pasted
+from ppctl.errors import Problem, listed, pasted
+
+
+def test_a_value_of_megabytes_is_not_repeated():
+    assert len(str(Problem("PP-E102", f"it takes a number, not {'x' * 10**7}"))) < 10_000
 
 
 def test_a_place_lists_the_first_ones():

@@ -112,6 +112,28 @@ def test_metrics_cut_short_by_a_crash_are_forgotten_with_the_steps_that_are_done
     assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3]
 
 
+def test_of_metrics_only_the_end_is_read_to_drop_steps(run: RunDir) -> None:
+    """A terabyte before it, of which the disk has nothing."""
+    run.add_metrics({"step": 0})
+    with open(run.metrics_path, "r+b") as file:
+        file.truncate(2**40)
+    append(run.metrics_path, "\n")
+    for step in range(1, 30_000):
+        run.add_metrics({"step": step})
+    run.drop_metrics_from(3)
+    assert [record["step"] for record in run.metrics_file(last=5).read()] == [1, 2]
+
+
+def test_metrics_of_lines_that_are_none_are_read_to_a_thousandth_of_them(run: RunDir) -> None:
+    with open(run.metrics_path, "wb") as file:
+        file.write(b"\n" * 200_000_000)
+    append(run.metrics_path, '{"step": 7}\n')
+    began = time.process_time()
+    assert run.metrics() == [] and run.metrics_file(last=1).read() == []
+    run.drop_metrics_from(3)
+    assert time.process_time() - began < 2
+
+
 def test_the_status_says_when_and_only_what_is_a_state(run: RunDir) -> None:
     assert run.status() == {"state": "starting"}
     run.write_status("stopped", step=7)
@@ -196,6 +218,17 @@ def test_a_damaged_run_directory_is_an_error_that_names_the_file(run: RunDir, na
     (problem,) = caught.value.problems
     assert problem.code == "PP-E611"
     assert f"{run.path} is not a complete run directory: {name}" in problem.message
+
+
+def test_a_config_with_wrong_values_is_refused_at_its_lines(run: RunDir) -> None:
+    file = run.path / "config.yaml"
+    text = file.read_text().replace("  steps: 100\n", "  steps: x\n")
+    file.write_text(text)
+    line = text.splitlines().index("  steps: x") + 1
+    with pytest.raises(ConfigError) as caught:
+        run.read_config()
+    (problem,) = caught.value.problems
+    assert (problem.place, problem.remedy) == (f"{file}: train.steps", f"sed -n {line - 1},{line + 2}p {file}")
 
 
 def test_metrics_that_are_no_records_are_left_out(run: RunDir) -> None:

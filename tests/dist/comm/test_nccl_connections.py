@@ -81,6 +81,14 @@ def test_a_connection_is_made_with_options_that_torch_has_and_ours_in_them(monke
     assert (options._timeout, options.global_ranks_in_group, options.group_name) == (limit, [4, 6], name)
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a build of torch without NCCL")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu goes further")
+def test_nccl_itself_takes_the_options_and_asks_for_a_device() -> None:
+    given = dist.HashStore(), 0, (4, 6), connection_name((4, 6), 0, "0-1-F/body"), timedelta(seconds=77)
+    with pytest.raises(ValueError, match="only supported with GPUs, no GPUs found"):
+        MAKERS["nccl"](*given)
+
+
 @pytest.mark.parametrize("of", [NCCL, f"{NCCL}.Options", f"{NCCL}.NCCLConfig"])
 def test_a_name_that_torch_has_not_would_be_found(of: str) -> None:
     with pytest.raises(AttributeError, match=r"has no max_cta$"):

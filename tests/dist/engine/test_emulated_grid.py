@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,9 @@ from emulated_pipeline import EmulatedCommunicator, emulation, expected, make_st
 from emulated_world import Deadlock, World
 from pairwise import pairwise
 
+from ppctl.comm.buffers import Message
 from ppctl.comm.modes import Modes
+from ppctl.engine.stage import StageProgram
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import COMPUTE, Action, B, F, Op, Placement, Schedule, deps
 from ppctl.schedule.passes import lower
@@ -214,3 +217,21 @@ def test_the_orders_hold_every_policy_that_runs() -> None:
         )
         assert made.split, name
         assert any(action.op in COMPUTE for row in made.actions for action in row)
+
+
+def test_nodes_of_a_backward_run_in_a_thread_of_their_ranks_device() -> None:
+    """As on CUDA, whichever thread of the host asks: pairs rest on it."""
+    where: set[tuple[int, str]] = set()
+
+    def wrap(program: StageProgram, rank: int) -> StageProgram:
+        def forward(mb: int, inputs: Message) -> Message:
+            outputs = program.forward(mb, inputs)
+            outputs[0].register_hook(lambda _: where.add((rank, threading.current_thread().name.partition("_")[0])))
+            return outputs
+
+        return replace(program, forward=forward)
+
+    schedule = lower(make_schedule("dualpipev", pp=2, vpp=2, num_microbatches=4))
+    assert schedule.pairs
+    assert run_step(World(2), schedule, wrap=wrap).equals(expected(schedule))
+    assert where == {(rank, "autograd") for rank in range(2)}

@@ -92,9 +92,8 @@ def train(
     reads = any(reads_data(spec, session.config.data) for spec in session.own.stages)
     trainer = Trainer(session, Drawn(session.config, session.plan) if reads else None, lambda: 0)
     if reserves is not None:
+        trainer.on_gpu = reserves
         trainer.dry_pass(0)
-    if reserves:
-        trainer._reserve()
     free = torch.cuda.mem_get_info() if reserves else None
     records = [trainer.step(step).record for step in range(steps)]
     assert free is None or torch.cuda.mem_get_info() == free, "the driver was asked in a step"

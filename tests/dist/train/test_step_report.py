@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import random
 import re
 import signal
+from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +27,11 @@ from ppctl.cli.plan import planned
 from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.engine.device_memory import AllocatorFigures
 from ppctl.errors import TrainingError
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
+from ppctl.train import figures as figures_of_steps
 from ppctl.train.figures import bubble_fraction, retries_problem, slowest_stage
 from ppctl.train.rank_reports import (
     NOTHING,
@@ -59,12 +65,14 @@ def test_the_slowest_stage_is_the_one_with_the_most_busy_seconds() -> None:
 def test_a_step_in_which_an_allocator_freed_memory_is_told_with_what_helps(monkeypatch) -> None:
     reports = Reports.of([RankReport(), RankReport(alloc_retries=1.0), RankReport(alloc_retries=3.0), RankReport()])
     assert retries_problem(Reports.of([RankReport(driver_allocations=9.0, unused_bytes=1e9)]), 7) is None
-    for settings, remedy in (
-        ("", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
-        ("max_split_size_mb:64", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
-        ("expandable_segments:True", "train.recompute_granularity=full"),
+    for name, settings, remedy in (
+        ("OTHER", "", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "train.recompute_granularity=full"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "", "launch.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1", "train.recompute_granularity=full"),
     ):
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+        monkeypatch.setenv(name, settings)
         problem = retries_problem(reports, 7)
         assert problem is not None and problem.code == "PP-E822" and problem.remedy.startswith(remedy)
         assert "step 7: torch's allocator on rank 2 freed memory 3 times" in problem.message
@@ -199,6 +207,24 @@ def test_a_report_of_2048_ranks_goes_round_rings_of_16_and_128() -> None:
     """A ring of the world would be 2,047 hops, one after the other, before the optimizer may start."""
     ((table, sizes),) = run_ranks(gathered, 1, 16, 128, 1234)
     assert (len(table), sizes) == (2048, [16, 128])
+
+
+def told_in_steps(mapping) -> tuple[list[int], str]:
+    config = from_mapping(mapping)
+    session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
+    trainer, said, calls = Trainer(session, session.batches(), lambda: False), io.StringIO(), itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+        patch.setattr(figures_of_steps, "AllocatorFigures", SimpleNamespace(of=lambda _: AllocatorFigures(next(calls))))
+        found = [trainer.step(step).record["alloc_retries"] for step in range(2)]
+    return found, said.getvalue()
+
+
+def test_what_allocators_freed_is_a_figure_of_every_step_and_told_once(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("a stage and a rank and a layer " * 50)
+    mapping = to_mapping(config_of(tmp_path / "corpus.txt", pp=1, vpp=1, m=2, dp=1))
+    ((retries, said),) = run_ranks(told_in_steps, 1, mapping)
+    assert retries == [1, 1]
+    assert said.count("warning: PP-E822") == 1 and "step 1: torch's allocator on rank 0 freed memory 1 times" in said
 
 
 def sizes_in_a_step(mapping) -> list[int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from autograd_thread import AutogradThread
-from torch import nn
+from torch import autograd, nn
+from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +23,9 @@ from ppctl.schedule.action import Pair
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.verify import verify
-from ppctl.turns import hand_over
+from ppctl.turns import Turns, hand_over
+from ppctl.weight_gradients.intercept import intercepting
+from ppctl.weight_gradients.put_off import PutOff
 
 EXCHANGES = 3
 M = 6
@@ -63,8 +68,8 @@ def where_nodes_run(request, monkeypatch):
     """A backward's nodes run in the thread that asks for them, as on a CPU, or in one of their own, as on CUDA."""
     with AutogradThread() as thread:
         if "device" in request.param:
-            monkeypatch.setattr(torch.autograd, "_engine_run_backward", thread.run)
-        yield
+            monkeypatch.setattr(Variable, "_execution_engine", thread)
+        yield "autograd" if "device" in request.param else "pair"
 
 
 def run(schedule, log, fails=(), **options):
@@ -186,7 +191,21 @@ def test_the_half_that_fails_is_named(half):
     run(paired, [])  # the thread of the failed pair holds nothing up
 
 
-@pytest.mark.parametrize("how", ["grad", "backward", "Tensor.backward"])
+def test_nodes_of_a_pairs_backward_run_in_the_thread_that_is_meant(where_nodes_run, monkeypatch):
+    names = set()
+
+    def backward(ctx, gradient):
+        if Turns.current is not None:
+            names.add(threading.current_thread().name.partition("_")[0])
+        ctx.note("B")
+        return gradient.clone(), None
+
+    monkeypatch.setattr(Exchange, "backward", staticmethod(backward))
+    run(schedule(), [])
+    assert names == {where_nodes_run}
+
+
+@pytest.mark.parametrize("how", ["grad", "backward", "Tensor.backward", "watched backward"])
 def test_a_forward_beside_a_backward_that_calls_autograd_is_refused_by_name(how, monkeypatch):
     """On CUDA it would wait for the device's thread of autograd, in which the backward waits for the forward."""
 
@@ -194,18 +213,19 @@ def test_a_forward_beside_a_backward_that_calls_autograd_is_refused_by_name(how,
         y = x.detach().requires_grad_()
         out = (y * y).sum()
         hand_over()
-        torch.autograd.grad(out, y) if how == "grad" else out.backward() if "." in how else torch.autograd.backward(out)
+        with intercepting(PutOff()) if "watched" in how else nullcontext():  # as in a stage with split backwards
+            torch.autograd.grad(out, y) if how == "grad" else out.backward() if "." in how else autograd.backward(out)
         return plain(layers, x, mb)
 
     plain = Layers.forward
     monkeypatch.setattr(Layers, "forward", forward)
     run(replace(schedule(), pairs=frozenset()), [])
-    engine = torch.autograd._engine_run_backward
+    engine = Variable._execution_engine
     with pytest.raises(EngineError, match="this forward calls autograd") as caught:
         run(schedule(), [])
     assert caught.value.problems[0].code == "PP-E784"
     assert caught.value.action in {pair.forward for pair in schedule().pairs}
-    assert torch.autograd._engine_run_backward is engine
+    assert Variable._execution_engine is engine
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 7])

@@ -1,5 +1,7 @@
 """Two runs' kept steps compared: what differs is named with its stage and ranks, and what may differ is not."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -113,7 +115,28 @@ def test_copies_and_parts_of_a_message_are_one_message(tmp_path):
         assert compare_step(whole, each, tolerance=1e-6, place_of=of).same == same
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"messages": [[0]]}'])
+def test_a_gradient_of_another_shape_is_a_difference(one, tmp_path):
+    flat = A.reshape(-1)
+    cut = side(kept(tmp_path / "cut", [[("a", flat.shape, (0,), flat), ("b", B.shape, (0,), B)]]))
+    assert compare_step(one, cut, tolerance=0.0, place_of=of).missing == ["a"]
+
+
+@pytest.mark.parametrize("offset", [(10**12, 10**12), (-1, 0), (0,)])
+def test_a_part_that_is_none_of_its_gradient_is_refused(tmp_path, offset):
+    """An array up to where it ends would not fit into memory."""
+    (directory := step_directory(tmp_path, 1)).mkdir()
+    part = Part("gradient.a@" + ",".join(map(str, offset)), A.shape, "float32", Box((0, 0), A.shape))
+    shard_file.write(directory / shard_file.file_name(0), [part], [A.reshape(-1).view(np.uint8).data])
+    write_messages(directory, [])
+    with pytest.raises(CheckpointError, match="PP-E645"):
+        KeptStep(tmp_path, 1)
+
+
+def message(squares):
+    return json.dumps({"version": 1, "messages": [[0, True, 0, 0, [0, 7], squares]]})
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"messages": [[0]]}', "[" * 10**5, message("x"), message(10**400)])
 def test_a_damaged_step_is_refused(one, damage):
     (one.step.path / "messages.json").write_text(damage)
     with pytest.raises(CheckpointError) as error:

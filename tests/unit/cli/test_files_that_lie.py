@@ -66,7 +66,8 @@ def run(tmp_path: Path) -> RunDir:
     run.write_error(RankFailure(0, "boom", "ValueError", "PP-E701", stage=1, others=("more",), ends=(0, 1)))
     run.write_result({"state": "finished", "step": 1, "loss": 5.0, "sample": None, "start_up": {"compose": 0.1}})
     run.write_environment({"variables": {"SLURM_JOB_ID": "7"}, "compose_s": 0.5})
-    run.write_measured_step(1, {"version": 1, "step": 1, "unit": "us", "ranks": [[0, 9, 9, 9, [[0, 1, 2]]]] * 2})
+    ranks = [[0, 9, 9, 9, [[index, 1, 2]]] for index in (0, 1)]
+    run.write_measured_step(1, {"version": 1, "step": 1, "unit": "us", "ranks": ranks})
     run.write_status("running", step=1, start_up={"compose": 0.1})
     with hold(run):
         pass
@@ -196,6 +197,33 @@ def test_an_altered_state_is_refused_by_code(run: RunDir, whole: bool) -> None:
         read_checkpoint(run, more=whole)
 
 
+def test_a_tensor_of_many_parts_is_checked_in_seconds(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """In pairs they would be compared for hours."""
+    path = run.path / CHECKPOINT
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    count, digest = 20_000, "0" * 32
+    parts = [
+        {"file": "x", "bytes": [4 * n + 8, 4 * n + 12], "offset": [0, n], "shape": [1, 1], "digests": [digest]}
+        for n in range(count)
+    ]
+    manifest["files"]["x"] = {"bytes": 4 * count + 8, "header": 8, "digest": digest}
+    for more, said in ([], "x is missing"), (parts[-1:], "overlap"):
+        manifest["tensors"]["a"] = {"shape": [1, count], "dtype": "float32", "shards": parts + more}
+        (path / "manifest.json").write_bytes(sealed(manifest))
+        assert main(["ckpt", "verify", str(path)]) == 3
+        assert said in capsys.readouterr().err
+
+
+def test_of_many_missing_files_a_hundred_are_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.path / CHECKPOINT
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for count in (10_000, 2**17):
+        more = {f"x{n}": {"bytes": 8, "header": 8, "digest": "0" * 32} for n in range(count)}
+        (path / "manifest.json").write_bytes(sealed(manifest | {"files": manifest["files"] | more}))
+        assert main(["ckpt", "verify", str(path)]) == 3
+        assert capsys.readouterr().err.count("PP-E503") == (101 if count == 10_000 else 1)
+
+
 @pytest.mark.parametrize("without", ["files", "tensors", "step"])
 @pytest.mark.parametrize("other", [None, [], "x", float("inf")], ids=ascii)
 def test_a_manifest_of_nothing_is_not_good(run: RunDir, without: str, other: object) -> None:
@@ -241,6 +269,17 @@ def test_a_state_that_no_run_saves_is_damage(run: RunDir, change: dict[str, Any]
         run_state(path)
 
 
+def test_a_link_in_place_of_latest_is_not_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """What another file begins with would be shown."""
+    latest = run.checkpoints / "latest"
+    (elsewhere := run.path.with_name("secret")).write_text("a password\n")
+    latest.unlink()
+    latest.symlink_to(elsewhere)
+    assert main(["ckpt", "verify", str(run.path)]) == 0
+    said = capsys.readouterr().err
+    assert "it is a link, not a file" in said and "password" not in said
+
+
 def test_a_name_outside_of_the_checkpoint_is_not_opened(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     path = run.path / CHECKPOINT
     os.mkfifo(path.parent / "trap")  # whoever opens it waits for ever
@@ -266,10 +305,12 @@ def test_only_the_end_of_the_metrics_is_read(run: RunDir, capsys: pytest.Capture
 def test_one_that_cannot_be_written_is_not_resumed(run: RunDir) -> None:
     (run.path / "status.json").unlink()
     (run.path / "status.json" / "a").mkdir(parents=True)
-    launch = Launch(run.read_config(), run.read_plan(), "ppctl resume one")
+    launch = Launch(run.read_config(), run.read_plan(), f"ppctl resume {run.path} steps=6 --allow")
     with pytest.raises(ConfigError, match="PP-E610: the run directory cannot be written") as refused:
         go_on(run, launch, None)
-    assert refused.value.problems[0].remedy.startswith('to="$(mktemp -d)" && cp -r ')
+    (problem,) = refused.value.problems
+    assert problem.remedy.startswith('to="$(mktemp -d)" && cp -r ')
+    assert problem.remedy.endswith(' && ppctl resume "$to"/one steps=6 --allow')
 
 
 @pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "command.txt", "logs/rank-0000.log"])

@@ -80,6 +80,26 @@ def test_each_choice_works_when_pasted_and_only_the_last_one_jumps(changes: list
     assert again.optim == before.optim and rate(again, done + 1) > 2 * last
 
 
+def test_a_new_warm_up_falls_again_before_the_end() -> None:
+    """The recipe's warm-up of 20 steps is as long as what is left."""
+    run = run_of("lr=3e-3", "optim.min_lr=1e-4", "optim.warmup_steps=20")
+    with pytest.raises(ConfigError) as caught:
+        resumed(run, "steps=80")
+    warm = resumed(run, *arguments(caught.value.problems[0].remedy.splitlines()[1]))
+    assert rate(warm, 71) == pytest.approx(3e-3) and rate(warm, 81) == pytest.approx(1e-4) and rate(warm, 80) < 3e-4
+
+
+@pytest.mark.parametrize("other", ["train.global_batch_size=8", "optim.lr_decay_steps=80"])
+def test_who_is_asked_to_allow_another_change_reads_of_the_jump_too(other: str) -> None:
+    run = run_of("optim.warmup_steps=0")
+    with pytest.raises(ConfigError) as caught:
+        resumed(run, "steps=80", other)
+    change, jump = caught.value.problems
+    assert change.place.startswith(other.partition("=")[0]) and "times as high" in jump.message
+    for line in jump.remedy.splitlines():
+        assert resumed(run, *arguments(line)).train.steps == 80
+
+
 @pytest.mark.parametrize(
     ("changes", "done", "typed"),
     [

@@ -9,7 +9,7 @@ from ppctl.cli.main import main
 from ppctl.config.schema import RunConfig
 from ppctl.rundir import RunDir
 
-RANK = [0, 5, 6, 7, [[0, 1, 2]]]
+RANK, SECOND = ([0, 5, 6, 7, [[index, 1, 2]]] for index in (0, 1))
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def run(tmp_path):
         draft.write_config(RunConfig())
 
     made = RunDir.create(tmp_path, "r", fill)
-    made.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [RANK, RANK]})
+    made.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [RANK, SECOND]})
     return made
 
 
@@ -58,9 +58,17 @@ def shown_alone(tmp_path, capsys):
         draft.write_config(RunConfig())
 
     alone = RunDir.create(tmp_path, "alone", fill)
-    alone.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [RANK, RANK]})
+    alone.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [RANK, SECOND]})
     capsys.readouterr()
     return shown(alone, capsys)[1].out
+
+
+def test_an_action_that_is_told_twice_waits_for_itself_and_is_shown(run, capsys):
+    """The way back from the last action has an end."""
+    (path,) = run.measured_steps().values()
+    twice = [[0, 1, 2], [0, 3, 4]]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ranks": [[0, 5, 6, 7, twice], SECOND]}))
+    assert shown(run, capsys)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -70,7 +78,7 @@ def shown_alone(tmp_path, capsys):
         {"plan": "x"},
         {"ranks": [RANK, [0, 5, 6, 7, [[999, 1, 2]]]]}, {"ranks": [RANK, [0, 5, 6, 7, [[-1, 1, 2]]]]},
         {"ranks": [RANK, [0, 5, 6, float("inf"), []]]}, {"ranks": [RANK, ["0", 5, 6, 7, []]]},
-        {"ranks": [RANK, [0, 5, 6, 7, 8]]},
+        {"ranks": [RANK, [0, 5, 6, 7, 8]]}, {"ranks": [RANK, RANK]},
     ],
 )  # fmt: skip
 def test_a_file_that_no_run_wrote_is_refused(run, capsys, change):

@@ -12,6 +12,7 @@ from ppctl.config.gpu_environment import (
     LOADING,
     REGISTERS,
     WORKSPACES,
+    expanding,
     gpu_environment,
     kept_allocator,
     refuse_backend,
@@ -21,6 +22,7 @@ from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS
 from ppctl.errors import ConfigError
 
 environment = partial(gpu_environment, routed=False)
+OURS = ALLOCATOR[1]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ environment = partial(gpu_environment, routed=False)
 )
 def test_every_stream_gets_a_queue_and_a_single_one_is_refused(environ, launch_env, set_to, place) -> None:
     variables, problems = environment(RunConfig(), 2, environ, launch_env | {"OTHER": "1"})
-    assert variables.pop(ALLOCATOR[0]) == EXPANDABLE
+    assert variables.pop(OURS) == EXPANDABLE
     assert variables == {"OTHER": "1"} | ({} if set_to is None else {QUEUES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     assert all("posted ahead of need would block" in problem.message for problem in problems)
@@ -57,7 +59,7 @@ def test_deterministic_mode_sets_cublas_workspaces_or_refuses_others(environ, la
     config, environ = RunConfig(), environ | {QUEUES: "32"}
     config.parallel.deterministic_mode = True
     variables, problems = environment(config, 2, environ, launch_env | {"OTHER": "1"})
-    assert variables.pop("OTHER") == "1" and variables.pop(ALLOCATOR[0]) == EXPANDABLE
+    assert variables.pop("OTHER") == "1" and variables.pop(OURS) == EXPANDABLE
     assert variables == ({} if set_to is None else {WORKSPACES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     for problem in problems:
@@ -89,23 +91,27 @@ def test_kernels_are_loaded_at_the_start_where_a_batch_may_take_others(key: str)
 @pytest.mark.parametrize("name", ALLOCATOR)
 @pytest.mark.parametrize("pp", [1, 4])
 def test_the_allocators_settings_are_ours_unless_they_are_the_users(pp: int, name: str) -> None:
-    assert environment(RunConfig(), pp, {}, {})[0][ALLOCATOR[0]] == EXPANDABLE
+    assert environment(RunConfig(), pp, {}, {})[0][OURS] == EXPANDABLE
     assert kept_allocator({}, {}) is None
     for value, told in (("max_split_size_mb:512", True), (f"backend:native, {EXPANDABLE}", False), ("", True)):
         user = {name: value}
-        for environ, launch_env in ((user, {}), ({}, user), ({ALLOCATOR[1]: "unheard"}, user)):
+        for environ, launch_env in ((user, {}), ({}, user), ({OURS: "unheard"}, user), (user, {OURS: "unheard"})):
+            if name == OURS and "unheard" in launch_env.values():
+                continue  # it is heard
             variables, problems = environment(RunConfig(), pp, environ, launch_env)
             assert (variables, problems) == ({QUEUES: MOST_QUEUES} | launch_env, [])
             note = kept_allocator(environ, variables)
             assert (note is not None) == told
             assert note is None or f"{name}={value} is kept" in note
+            assert expanding(environ | launch_env) == (f"launch.env.{name}={EXPANDABLE}" if told else None)
         assert kept_allocator({}, environment(RunConfig(), pp, {}, {})[0]) is None, "ours is not told"
 
 
 @pytest.mark.parametrize(("value", "registers"), [("1", True), ("TRUE", True), ("y", True), ("0", False), ("", False)])
 def test_where_nccl_registers_the_allocators_blocks_they_do_not_grow(value: str, registers: bool) -> None:
     for environ, launch_env in (({REGISTERS: value}, {}), ({REGISTERS: "0"}, {REGISTERS: value})):
-        assert (ALLOCATOR[0] not in environment(RunConfig(), 2, environ, launch_env)[0]) == registers
+        assert (OURS not in environment(RunConfig(), 2, environ, launch_env)[0]) == registers
+        assert (expanding(environ | launch_env) is None) == registers, "what would help is not what is left out"
 
 
 BACKEND = "parallel.pipeline_model_parallel_comm_backend"

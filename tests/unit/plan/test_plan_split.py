@@ -10,6 +10,7 @@ from ppctl.config.compose import compose
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import count_of
+from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan import build_plan
 from ppctl.plan.split_options import EMBEDDING, FIRST, LAST, LOSS
 from ppctl.schedule.policies import POLICIES
@@ -156,14 +157,19 @@ def test_modules_by_name_are_a_layout() -> None:
     assert plan(pp=2, pipeline__module_fqns_per_model_part=four).layout == "E|(tt|)*4L"
 
 
-def test_the_names_that_nemo_generates_are_a_layout_but_for_those_that_no_decoder_has() -> None:
-    (record,) = (r for r in RECORDED["records"] if r["fn"] == "generate_hf_model_fqn_per_model_part")
+GENERATED = [r for r in RECORDED["records"] if r["fn"] == "generate_hf_model_fqn_per_model_part"]
+
+
+@pytest.mark.parametrize("record", GENERATED, ids=lambda record: named(record["args"]))
+def test_the_names_that_nemo_generates_are_a_layout_but_for_those_that_no_decoder_has(record: dict) -> None:
     values = dict(pp=record["args"]["num_stages"], model__num_layers=record["args"]["num_layers"])
     with pytest.raises(ConfigError, match=r"model\.vision_tower"):
         plan(**values, pipeline__module_fqns_per_model_part=record["result"])
     others = {f"model.{suffix}" for suffix in RECORDED["meta"]["MULTIMODAL_SUFFIXES"]}
     parts = [[name for name in part if name not in others] for part in record["result"]]
-    assert plan(**values, pipeline__module_fqns_per_model_part=parts).layout == "Ett|tL"
+    letters = ["E" * ("model.embed_tokens" in part) + "t" * str(part).count(".layers.") for part in parts]
+    layout = PipelineParallelLayerLayout("|".join(letters) + "L", len(parts)).canonical()
+    assert plan(**values, pipeline__module_fqns_per_model_part=parts).layout == layout
 
 
 @pytest.mark.parametrize(
