@@ -306,10 +306,10 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
     def of(layers: tuple[Layer, ...]) -> Passing:
         matrices = largest_matrices(model, layers, sizes)
-        bytes_while_passing = passing(
+        held = passing(
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
-        return bytes_while_passing if sharding == "full" else bytes_while_passing._replace(weights=0, arriving=0)
+        return held if sharding == "full" else held._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
 
