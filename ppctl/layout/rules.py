@@ -80,19 +80,20 @@ def _loss(rules: Rules) -> Iterator[Problem]:
 
 
 def _decoders(rules: Rules) -> Iterator[Problem]:
-    decoders = list(rules.find("t"))
-    if rules.num_layers is not None and len(decoders) != rules.num_layers:
-        message = f"the layout holds {_layers(len(decoders), 't')}, the model has num_layers={rules.num_layers}"
-        remedy = rules.source.setting("model.num_layers", len(decoders))
-        yield Problem("PP-E015", message, remedy, _count_place(rules, decoders, rules.num_layers))
+    return _number(rules, "PP-E015", "t", "num_layers", rules.num_layers)
 
 
 def _mtp(rules: Rules) -> Iterator[Problem]:
-    modules = list(rules.find("m"))
-    if rules.mtp_num_layers is not None and len(modules) != rules.mtp_num_layers:
-        message = f"the layout holds {_layers(len(modules), 'm')}, the model has mtp_num_layers={rules.mtp_num_layers}"
-        remedy = rules.source.setting("model.mtp_num_layers", len(modules))
-        yield Problem("PP-E016", message, remedy, _count_place(rules, modules, rules.mtp_num_layers))
+    return _number(rules, "PP-E016", "m", "mtp_num_layers", rules.mtp_num_layers)
+
+
+def _number(rules: Rules, code: str, letter: str, key: str, wanted: int | None) -> Iterator[Problem]:
+    """A layout that holds another number of these layers than the model has; None: it is not known."""
+    places = list(rules.find(letter))
+    if wanted is not None and len(places) != wanted:
+        message = f"the layout holds {_layers(len(places), letter)}, the model has {key}={wanted}"
+        remedy = rules.source.setting(f"model.{key}", len(places))
+        yield Problem(code, message, remedy, _count_place(rules, places, wanted))
 
 
 def _mtp_after_decoders(rules: Rules) -> Iterator[Problem]:
