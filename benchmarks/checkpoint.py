@@ -30,9 +30,9 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from ppctl import checkpoint
-from ppctl.checkpoint import whole_shards
-from ppctl.checkpoint.background import BackgroundSaver
+from ppctl.checkpoint import reading
+from ppctl.checkpoint.saver import BackgroundSaver, Saver
+from ppctl.checkpoint.shards import whole_shards
 from ppctl.checkpoint.writer import NO_WRITER, WriterProcess
 
 TENSORS, STEPS = 24, 10
@@ -201,7 +201,7 @@ class _Bench:
 
     def at_once(self, number: int) -> Row:
         """checkpoint.async=false."""
-        return self._timed(lambda: checkpoint.save(self.root / "at once", number, self.shards, {}, keep=0))
+        return self._timed(lambda: Saver(self.root / "at once", keep=0).save(number, self.shards, {}))
 
     def dcp(self, number: int) -> Row:
         """DCP's save."""
@@ -209,7 +209,7 @@ class _Bench:
 
     def load(self, path: Path) -> Row:
         """What was saved at once, from the page cache, every digest compared."""
-        return self._timed(lambda: checkpoint.load(path, self.shards))
+        return self._timed(lambda: reading.load(path, self.shards))
 
     def dcp_load(self, path: Path) -> Row:
         """The same of DCP, which compares nothing."""

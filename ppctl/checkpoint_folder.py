@@ -40,12 +40,12 @@ _LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoint that a start continues from."""
 
     path: Path
     warning: str = ""
-    """What is wrong with `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
+    """The fault of `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
 
 
 # Names
@@ -75,7 +75,7 @@ def is_step(checkpoint: Path) -> bool:
 # Reading
 
 
-def find(directory: Path) -> Found | None:
+def find(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
     The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. If
@@ -85,18 +85,18 @@ def find(directory: Path) -> Found | None:
     with _os_errors_as_problems(directory):
         named, fault = _named_by_latest(directory)
         # Twice: a run that saves at this moment may be between two renames.
-        found = None if named is None else _at(named) or _at(named)
-        if found is not None:
-            return Found(found)
+        path = None if named is None else _at(named) or _at(named)
+        if path is not None:
+            return FoundCheckpoint(path)
         there = kept(directory)
         if not there:
             return None
         newest = max(there, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
         which = "newest complete checkpoint" if is_complete(newest) else "newest (none is complete)"
-    return Found(newest, f"{fault}; using {newest.name}, the {which} there")
+    return FoundCheckpoint(newest, f"{fault}; using {newest.name}, the {which} there")
 
 
-def candidates(resume: str | None, directory: Path) -> list[Found]:
+def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
     """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other; none for a new run.
 
     One, unless `resume` is AUTO: then the one that `find` finds, and after it all earlier complete ones, newest first.
@@ -105,13 +105,13 @@ def candidates(resume: str | None, directory: Path) -> list[Found]:
     if resume is None:
         return []
     if resume != AUTO:  # a `step-N.old` of the config may have its name back
-        return [Found(at(Path(resume)) or Path(resume))]
+        return [FoundCheckpoint(at(Path(resume)) or Path(resume))]
     first = find(directory)
     if first is None:
         return []
     with _os_errors_as_problems(directory):
         earlier = [path for path in complete(directory) if step_of(path) < step_of(first.path)]
-    return [first, *map(Found, reversed(earlier))]
+    return [first, *map(FoundCheckpoint, reversed(earlier))]
 
 
 def at(path: Path) -> Path | None:

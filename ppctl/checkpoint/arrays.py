@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as numpy's arrays, where torch is not installed; and what of two checkpoints differs.
+"""Tensors of a checkpoint as numpy's arrays, where torch is not installed, and the differences of two checkpoints.
 
 Knows the values of one box at a time. Must not know torch, models or files. numpy lacks bfloat16 and 8-bit floats:
 ml_dtypes adds them.
@@ -9,46 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ppctl.checkpoint.boxes import Box, boxes_of_run, common
+from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.manifest import DTYPES, Manifest, TensorRecord
-from ppctl.checkpoint.names import in_order
-from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.manifest import Manifest, TensorRecord
+from ppctl.checkpoint.tensor_parts import DTYPES, in_order, text_of
 
 _BLOCK = 2**22
 """Elements that are compared at once."""
 
 
-class ArrayReader:
-    """Reads boxes of tensors of one checkpoint. Holds one chunk besides."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Reads format 2; for format 1 see `ppctl.pretrained.compare`."""
-        self.manifest = manifest
-        self._chunks = ChunkReader(path)
+class ArrayReader(ChunkReader):
+    """Reads boxes of tensors of one checkpoint."""
 
     def box(self, name: str, box: Box) -> NDArray[Any]:
-        """The values of a box of a tensor. Raises CheckpointError (PP-E503) where they are not what was saved."""
-        record = self.manifest.tensors[name]
-        dtype = np.dtype(getattr(ml_dtypes, record.dtype, record.dtype))
-        out = np.empty(box.shape, dtype)
-        for shard in record.shards:
-            if common(shard.box, box) is not None:
-                for piece in self._chunks.pieces(name, shard, DTYPES[record.dtype][1], box):
-                    out[piece.place] = np.frombuffer(piece.data, dtype).reshape(piece.shape)[piece.taken]
+        """Return a box of a tensor. Raises CheckpointError (PP-E503) where its values are not what was saved."""
+        out = np.empty(box.shape, numpy_dtype(self.manifest.tensors[name].dtype))
+        for piece in self.pieces(name, box):
+            out[piece.place] = np.frombuffer(piece.data, out.dtype).reshape(piece.shape)[piece.taken]
         return out
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype with torch's name `name`."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A tensor that both have, and in which they are not equal to the bit."""
+class TensorDifference:
+    """The difference of a tensor that two checkpoints have, and that is not equal to the bit in both."""
 
     name: str
     kinds: tuple[str, str]
@@ -68,14 +62,14 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """What two checkpoints have that is not the same; names in the model's order."""
+class CheckpointDifferences:
+    """The differences between two checkpoints; names in the model's order."""
 
     missing: list[str]
     """Those that only the first one has."""
     new: list[str]
     """Those that only the second one has."""
-    different: list[Difference]
+    different: list[TensorDifference]
     equal: int
     """The number of tensors that are equal to the bit."""
 
@@ -85,23 +79,16 @@ class Compared:
         return not (self.missing or self.new or self.different)
 
 
-class BoxReader(Protocol):
-    """What `compare` asks of a checkpoint: `ArrayReader`, or for another format what reads it."""
-
-    manifest: Manifest
-
-    def box(self, name: str, box: Box) -> NDArray[Any]:
-        """The values of a box of a tensor."""
-
-
 def bytes_to_compare(first: Manifest, second: Manifest) -> int:
-    """How many bytes of values of the first `compare` will have read."""
+    """Return how many bytes of values of the first checkpoint `compare` reads."""
     names = first.tensors.keys() & second.tensors.keys()
     unlike = [first.tensors[name] for name in names if not _alike(first.tensors[name], second.tensors[name])]
     return sum(math.prod(record.shape) * DTYPES[record.dtype][1] for record in unlike)
 
 
-def compare(first: BoxReader, second: BoxReader, progress: Callable[[int], None] = lambda size: None) -> Compared:
+def compare(
+    first: ArrayReader, second: ArrayReader, progress: Callable[[int], None] = lambda size: None
+) -> CheckpointDifferences:
     """Compare all tensors of two checkpoints of any cut.
 
     Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
@@ -112,25 +99,27 @@ def compare(first: BoxReader, second: BoxReader, progress: Callable[[int], None]
     different = []
     both = sorted(ours.keys() & theirs.keys(), key=in_order)
     for name in both:
-        if not _alike(ours[name], theirs[name]) and (found := _difference(name, first, second, progress)):
-            different.append(found)
+        if not _alike(ours[name], theirs[name]) and (one := _difference(name, first, second, progress)):
+            different.append(one)
     missing, new = (sorted(a.keys() - b.keys(), key=in_order) for a, b in ((ours, theirs), (theirs, ours)))
-    return Compared(missing, new, different, len(both) - len(different))
+    return CheckpointDifferences(missing, new, different, len(both) - len(different))
 
 
 def _alike(one: TensorRecord, other: TensorRecord) -> bool:
     """Whether the manifests prove that both are equal."""
-    digests = [record.sha256 or {shard.box: shard.digests for shard in record.shards} for record in (one, other)]
+    digests = [{shard.box: shard.digests for shard in record.shards} for record in (one, other)]
     return (one.shape, one.dtype) == (other.shape, other.dtype) and digests[0] == digests[1]
 
 
-def _difference(name: str, first: BoxReader, second: BoxReader, progress: Callable[[int], None]) -> Difference | None:
-    """How a tensor differs in both; None if it does not."""
+def _difference(
+    name: str, first: ArrayReader, second: ArrayReader, progress: Callable[[int], None]
+) -> TensorDifference | None:
+    """Return the difference of a tensor; None if there is none."""
     records = [reader.manifest.tensors[name] for reader in (first, second)]
     kinds = (text_of(records[0].shape, records[0].dtype), text_of(records[1].shape, records[1].dtype))
     shape = records[0].shape
     if shape != records[1].shape:
-        return Difference(name, kinds)
+        return TensorDifference(name, kinds)
     count, at, values = 0, tuple[int, ...](), (math.nan, math.nan)
     squares, whole, largest = 0.0, 0.0, 0.0
     for block in _blocks(shape):
@@ -151,11 +140,11 @@ def _difference(name: str, first: BoxReader, second: BoxReader, progress: Callab
         return None
     norm = math.sqrt(squares)
     relative = norm / math.sqrt(whole) if whole else math.nan
-    return Difference(name, kinds, count, math.prod(shape), at, values, norm, relative, largest)
+    return TensorDifference(name, kinds, count, math.prod(shape), at, values, norm, relative, largest)
 
 
 def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where two arrays differ: to the bit, or as numbers where their dtypes differ."""
+    """Return where two arrays differ: to the bit, or as numbers where their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))
     bits = np.dtype(f"u{a.dtype.itemsize}")

@@ -49,7 +49,7 @@ class Box(NamedTuple):
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None if nothing. Two boxes of one number share it."""
+    """Return the elements that two boxes of one tensor share; None if none. Two boxes of one number share it."""
     offset = tuple(map(max, one.offset, other.offset))
     shape = tuple(end - begin for begin, end in zip(offset, map(min, one.end, other.end), strict=True))
     return Box(offset, shape) if all(extent > 0 for extent in shape) else None
@@ -85,15 +85,15 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
     """Why the boxes do not make up a tensor of this shape, each element once; empty if they do."""
-    found = tuple(sorted(boxes))
-    if any({len(box.offset), len(box.shape)} != {len(shape)} for box in found):
+    in_order = tuple(sorted(boxes))
+    if any({len(box.offset), len(box.shape)} != {len(shape)} for box in in_order):
         return f"its parts have other dims than {list(shape)}"
-    return _tiling_fault(shape, found)
+    return _tiling_fault(shape, in_order)
 
 
 @lru_cache(maxsize=1024)
 def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
-    """The same of sorted boxes. The layers of a model, and their moments, are all divided in a few ways.
+    """Return the fault of sorted boxes; kept, as all layers of a model and their moments are divided in a few ways.
 
     By their corners, of which neighbours have opposite signs: those of boxes that neither overlap nor leave anything
     out add up to those of the whole. Boxes are not compared in pairs, of which a file may have too many.

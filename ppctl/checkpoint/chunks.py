@@ -14,15 +14,16 @@ from typing import NamedTuple
 from xxhash import xxh3_128
 
 from ppctl.checkpoint.boxes import Box, Shape, boxes_of_run, common
-from ppctl.checkpoint.manifest import CHUNK, ShardRecord, changed, damaged
+from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, changed, damaged
+from ppctl.checkpoint.tensor_parts import DTYPES
 from ppctl.errors import CheckpointError
 from ppctl.files import open_regular
 
 _Slices = tuple[slice, ...]
 
 
-class Piece(NamedTuple):
-    """Some of a wanted box: values[taken] of a contiguous array of `shape` belong at `place` of the box."""
+class ChunkPiece(NamedTuple):
+    """A part of a wanted box: values[taken] of a contiguous array of `shape` belong at `place` of the box."""
 
     data: memoryview
     """The array's bytes; they are overwritten by the next chunk."""
@@ -34,15 +35,21 @@ class Piece(NamedTuple):
 class ChunkReader:
     """Reads chunks of one checkpoint, holding one of them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
         self._chunk = bytearray(0)
 
-    def pieces(self, name: str, shard: ShardRecord, width: int, wanted: Box) -> Iterator[Piece]:
-        """What `shard` has of the box `wanted` of the tensor `name`, whose values are `width` bytes wide.
+    def pieces(self, name: str, wanted: Box) -> Iterator[ChunkPiece]:
+        """Yield all pieces of the box `wanted` of a tensor.
 
         Raises CheckpointError (PP-E503) where the bytes are not those that were saved, and OSError.
         """
+        record = self.manifest.tensors[name]
+        for shard in record.shards:
+            if common(shard.box, wanted) is not None:
+                yield from self._pieces(name, shard, DTYPES[record.dtype][1], wanted)
+
+    def _pieces(self, name: str, shard: ShardRecord, width: int, wanted: Box) -> Iterator[ChunkPiece]:
         first = shard.bytes[0]
         with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
@@ -57,10 +64,10 @@ class ChunkReader:
                     values = data[taken : taken + box.size * width]
                     taken += len(values)
                     if shared := common(box, wanted):
-                        yield Piece(values, box.shape, shared.within(box.offset), shared.within(wanted.offset))
+                        yield ChunkPiece(values, box.shape, shared.within(box.offset), shared.within(wanted.offset))
 
     def faults(self, name: str, shard: ShardRecord) -> Iterator[tuple[int, str]]:
-        """Read every chunk of a shard of the tensor `name`: for each its bytes, and what is wrong with it, or nothing.
+        """Read every chunk of a shard of the tensor `name`; yield its size and what is wrong with it, or nothing.
 
         Raises OSError.
         """

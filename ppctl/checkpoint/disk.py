@@ -1,21 +1,24 @@
-"""What a save does on the disk: a rank's file, and for rank 0 who writes what, the manifest and the commit.
+"""The work of a save on the disk: a rank's file, and for rank 0 who writes what, the manifest and the commit.
 
-Needs no torch: the writer of a node (`writer`) does it for its ranks, or a rank does it itself. Must not know where the
-values lie, nor how ranks agree.
+Functions of plain values, without torch: the writer of a node (`writer`) runs them for its ranks, or a rank does
+itself. Their annotations say what travels to the writer. Must not know where the values lie, nor how ranks agree.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from xxhash import xxh3_128
+
 from ppctl import checkpoint_folder, wire
-from ppctl.checkpoint import shard_file
-from ppctl.checkpoint.holders import Writers, check_copies, choose_writers, parts_of
 from ppctl.checkpoint.manifest import (
-    DTYPES,
+    CHUNK,
+    FORMAT,
     FileRecord,
     Manifest,
     ShardRecord,
@@ -23,119 +26,89 @@ from ppctl.checkpoint.manifest import (
     digests_of,
     record_whole,
 )
-from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint_folder import MANIFEST, STATE
-from ppctl.errors import CheckpointError, Problem
+from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart, Values, Writers, check_copies, choose_writers, parts_of
+from ppctl.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
+from ppctl.errors import CheckpointError, PpctlError, Problem
 from ppctl.json_reader import without_collections
 
-Values = Callable[[int], memoryview]
-"""The bytes of a rank's shard, by its number."""
+WORK = "prepare", "choose", "write", "commit", "retain", "discard"
+"""The functions that a writer runs for its ranks, in the order of a save: of this file and of `checkpoint_folder`."""
+
+__all__ = ["WORK", "discard", "prepare", "retain"]
 
 
-class Written(NamedTuple):
-    """What a rank has done. Bare numbers and texts: rank 0 reads those of all ranks."""
+class WrittenParts(NamedTuple):
+    """The file that a rank has written, and digests of its parts. Bare numbers and texts: rank 0 reads those of all."""
 
     file: tuple[int, int, str] | None
     """Size, bytes of the header and their digest; None where the rank writes nothing."""
     begins: list[int]
-    """Where in the file each of its own parts begins, in the order of its shards."""
+    """Where in the file each of its own parts begins, in the order of its parts."""
     digests: list[str]
-    """The chunks' digests of all shards that it holds, with blanks between."""
+    """The chunks' digests of all parts that it holds, with blanks between."""
 
 
-class Disk:
-    """One rank's work on the disk. Ranks call `hold` and `write`; rank 0 alone all others."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.parts: Sequence[Part] = ()
-        self._own = b""
-        self._writers: Writers | None = None
-
-    def choose(self, all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Decide which rank writes what, from the `packed_parts` of all ranks in rank order; `Writers.own`."""
-        with without_collections():
-            self._writers = choose_writers(list(map(parts_of, all_parts)))
-        return self._writers.own
-
-    def prepare(self, directory: Path, step: int) -> None:
-        """Make the directory that ranks write into."""
-        checkpoint_folder.prepare(directory, step)
-
-    def hold(self, parts: bytes, own: bytes) -> None:
-        """From now on the rank holds these `packed_parts`, and writes those of which `own` is 1."""
-        self.parts, self._own = parts_of(parts), own
-
-    def write(self, directory: Path, values: Values) -> bytes:
-        """Write this rank's share and bring it to the disk, and read the rest for its digests; `Written` as bytes."""
-        mine = [number for number, own in enumerate(self._own) if own]
-        # The widest elements first: all of them then lie at multiples of their size.
-        mine.sort(key=lambda number: -DTYPES[self.parts[number].dtype][1])
-        record, places = None, dict[int, ShardRecord]()
-        if mine:
-            path = directory / shard_file.file_name(self.rank)
-            parts = [self.parts[number] for number in mine]
-            file, shards = shard_file.write(path, parts, map(values, mine))
-            record, places = (file.bytes, file.header, file.digest), dict(zip(mine, shards, strict=True))
-        found = [
-            " ".join(places[number].digests if number in places else digests_of(values(number)))
-            for number in range(len(self.parts))
-        ]
-        begins = [places[number].bytes[0] for number in sorted(places)]
-        return wire.packed(Written, Written(record, begins, found))
-
-    def commit(self, directory: Path, step: int, written: Sequence[bytes], state: bytes) -> Path:
-        """Compare the copies, seal what all ranks have written and give it its name; the checkpoint's path.
-
-        If an earlier call was killed, this one goes on where that one stopped.
-        """
-        assert self._writers is not None
-        temporary = checkpoint_folder.temporary_path(directory, step)
-        path = checkpoint_folder.step_path(directory, step)
-        with without_collections():
-            manifest = manifest_of(step, self._writers, [wire.unpacked(Written, each) for each in written])
-            if temporary.is_dir():
-                seal(temporary, manifest, state)
-                return checkpoint_folder.publish(directory, step)
-            if (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
-                raise FileNotFoundError(2, os.strerror(2), str(temporary))
-        return checkpoint_folder.point_at(directory, step)
-
-    def discard(self, path: Path) -> None:
-        """Delete what a failed save has left."""
-        checkpoint_folder.discard(path)
-
-    def retain(self, directory: Path, step: int, keep: int, keep_every: int) -> None:
-        """Delete checkpoints that are no longer kept."""
-        checkpoint_folder.retain(directory, step, keep, keep_every)
+# On rank 0
 
 
-def manifest_of(step: int, writers: Writers, written: Sequence[Written]) -> Manifest:
-    """The manifest of what all ranks have written. Raises CheckpointError (PP-E504) where copies differ."""
-    check_copies(writers, [each.digests for each in written])
-    begins = [iter(each.begins) for each in written]
-    of_rank = [dict(zip(_ones(own), begin, strict=True)) for own, begin in zip(writers.own, begins, strict=True)]
-    names = [shard_file.file_name(rank) for rank in range(len(written))]
+def choose(all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Decide which rank writes what, from the `packed_parts` of all ranks in rank order; returns `Writers.own`."""
+    return _writers(tuple(all_parts)).own
+
+
+@lru_cache(maxsize=1)
+def _writers(all_parts: tuple[bytes, ...]) -> Writers:
+    """Return the writers of these parts; kept, since save after save has the same parts."""
+    with without_collections():
+        return choose_writers(list(map(parts_of, all_parts)))
+
+
+def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequence[bytes], state: bytes) -> Path:
+    """Compare the copies, seal what all ranks have written and give it its name; returns the checkpoint's path.
+
+    If an earlier call was killed, this one goes on where that one stopped.
+    """
+    temporary = checkpoint_folder.temporary_path(directory, step)
+    path = checkpoint_folder.step_path(directory, step)
+    writers = _writers(tuple(all_parts))
+    with without_collections():
+        manifest = manifest_of(step, writers, [wire.unpacked(WrittenParts, each) for each in reports])
+        if temporary.is_dir():
+            seal(temporary, manifest, state)
+            return checkpoint_folder.publish(directory, step)
+        if (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
+            raise FileNotFoundError(2, os.strerror(2), str(temporary))
+    return checkpoint_folder.point_at(directory, step)
+
+
+def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) -> Manifest:
+    """Return the manifest of what all ranks have written. Raises CheckpointError (PP-E504) where copies differ."""
+    check_copies(writers, [each.digests for each in reports])
+    begins = [iter(each.begins) for each in reports]
+    of_rank = [
+        {number: next(begin) for number, one in enumerate(own) if one}
+        for own, begin in zip(writers.own, begins, strict=True)
+    ]
+    names = [file_name(rank) for rank in range(len(reports))]
     shards: dict[str, list[ShardRecord]] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     for part, holders in writers.holders.items():
         rank, number = holders[0]
         begin, (offset, shape) = of_rank[rank][number], part.box
-        record = ShardRecord(
-            names[rank], (begin, begin + part.bytes), offset, shape, tuple(written[rank].digests[number].split())
-        )
+        digests = tuple(reports[rank].digests[number].split())
+        record = ShardRecord(names[rank], (begin, begin + part.bytes), offset, shape, digests)
         shards.setdefault(part.name, []).append(record)
         kinds[part.name] = part.whole, part.dtype
     tensors = {
-        name: TensorRecord(*kinds[name], tuple(sorted(found, key=lambda shard: (shard.offset, shard.shape))))
-        for name, found in shards.items()
+        name: TensorRecord(*kinds[name], tuple(sorted(each, key=lambda shard: (shard.offset, shard.shape))))
+        for name, each in shards.items()
     }
-    files = {names[rank]: FileRecord(*each.file) for rank, each in enumerate(written) if each.file is not None}
+    files = {names[rank]: FileRecord(*each.file) for rank, each in enumerate(reports) if each.file is not None}
     return Manifest(step, files, tensors)
 
 
 def seal(path: Path, manifest: Manifest, state: bytes) -> None:
-    """Rank 0's part: state and manifest, synced, once every file is seen from here with all its bytes."""
+    """Write and sync state and manifest, once every file is seen from here with all its bytes."""
     unseen = [name for name, record in manifest.files.items() if _size(path / name) != record.bytes]
     if unseen:
         message = f"files that other ranks wrote cannot be seen from rank 0: {', '.join(sorted(unseen))}"
@@ -150,10 +123,6 @@ def _with_state(manifest: Manifest, state: bytes) -> Manifest:
     return Manifest(manifest.step, {**manifest.files, STATE: record_whole(state)}, manifest.tensors)
 
 
-def _ones(own: bytes) -> list[int]:
-    return [number for number, one in enumerate(own) if one]
-
-
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else -1
 
@@ -163,3 +132,98 @@ def _write_synced(path: Path, text: bytes) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+# On every rank
+
+
+def write(rank: int, directory: Path, parts: Sequence[TensorPart], own: bytes, values: Values) -> bytes:
+    """Write the parts of which `own` is 1 and bring them to the disk, and read the others for their digests.
+
+    Returns the packed WrittenParts.
+    """
+    mine = [number for number, one in enumerate(own) if one]
+    # The widest elements first: all of them then lie at multiples of their size.
+    mine.sort(key=lambda number: -DTYPES[parts[number].dtype][1])
+    record, records = None, dict[int, ShardRecord]()
+    if mine:
+        file, shards = write_file(directory / file_name(rank), [parts[number] for number in mine], map(values, mine))
+        record, records = (file.bytes, file.header, file.digest), dict(zip(mine, shards, strict=True))
+    digests = [
+        " ".join(records[number].digests if number in records else digests_of(values(number)))
+        for number in range(len(parts))
+    ]
+    begins = [records[number].bytes[0] for number in sorted(records)]
+    return wire.packed(WrittenParts, WrittenParts(record, begins, digests))
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05}.safetensors"
+
+
+def write_file(
+    path: Path, parts: Sequence[TensorPart], values: Iterable[memoryview]
+) -> tuple[FileRecord, list[ShardRecord]]:
+    """Write a new safetensors file and bring it to the disk; returns its record, and where each part is in it.
+
+    `values` are the bytes of each part, asked for one after the other. Digests are those of the bytes in memory: what a
+    disk or a network loses on the way is found by them. Raises OSError, also where the file exists: what a writer of an
+    earlier start still does never mixes with this. Raises ValueError where values are not as long as their part says.
+    """
+    header, begins = header_of(parts, ppctl=str(FORMAT))
+    shards = []
+    with open(path, "xb", buffering=0) as stream:
+        _write_all(stream.fileno(), memoryview(header))
+        for part, begin, data in zip(parts, begins, values, strict=True):
+            if len(data) != part.bytes:
+                raise ValueError(f"{part.name} has {len(data)} bytes instead of {part.bytes}")
+            digests = []
+            for first in range(0, len(data), CHUNK):
+                chunk = data[first : first + CHUNK]
+                digests.append(xxh3_128(chunk).hexdigest())  # while it is in the cache
+                _write_all(stream.fileno(), chunk)
+            place = (begin, begin + len(data))
+            shards.append(ShardRecord(path.name, place, part.box.offset, part.box.shape, tuple(digests)))
+        os.fsync(stream.fileno())
+        size = stream.tell()
+    return FileRecord(size, len(header), xxh3_128(header).hexdigest()), shards
+
+
+def header_of(parts: Sequence[TensorPart], *, aligned: int = 8, **metadata: str) -> tuple[bytes, list[int]]:
+    """Return the bytes of a safetensors file in front of its values, and where in the file each part begins.
+
+    The values begin at a multiple of `aligned`.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part.bytes)
+        dtype, _ = DTYPES[part.dtype]
+        entries[part.key] = {"dtype": dtype, "shape": part.box.shape, "data_offsets": ends[-2:]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % aligned)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + end for end in ends[:-1]]
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    """A kernel may take less than all of it at once."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+# Failures
+
+
+def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:
+    """Return the problems of an exception: its own, the file system's, or that a rank failed to do `what`."""
+    if isinstance(error, PpctlError):
+        return error.problems
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        place = str(error.filename) if error.filename else ""
+        remedy = "free space or mend the directory (`df -h`, `ls -ld`), then `ppctl resume`"
+        return (Problem("PP-E505", f"rank {rank} could not {what}: {reason}", remedy, place),)
+    message = f"rank {rank} failed to {what}: {type(error).__name__}: {error}"
+    return (Problem("PP-E507", message, remedy=f"see the traceback in logs/rank-{rank:04d}.log"),)

@@ -1,7 +1,7 @@
 """Copies in memory as all ranks of a job have them: looked for at a start, brought to who needs them, made.
 
 Knows how a copy travels between ranks, over the process group of the saves beside training. Must not know checkpoints
-on the disk, sessions, nor who is told.
+on the disk, sessions, nor what is reported.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppctl.checkpoint import local_copy
-from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.host_memory import HostMemory, shared_file
 from ppctl.checkpoint.local_copy import Chosen, LocalCopy, LocalRecord, Seen
-from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.writer import size_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.shards import HostMemory, shared_file
+from ppctl.checkpoint.tensor_parts import TensorPart, size_of
 from ppctl.errors import CheckpointError, Problem
 
 _PIECE = 2**28
@@ -31,21 +30,21 @@ _SHOWN = 4
 """Hosts that are named."""
 
 
-class Survey(NamedTuple):
-    """What all ranks know after they have looked."""
+class CopiesAtStart(NamedTuple):
+    """The copies of all ranks, as all of them know after they have looked."""
 
     start: str
     """A number of this start."""
     hosts: list[list[int]]
     names: list[str]
-    """Of the hosts."""
+    """The hosts' names."""
     keepers: list[int]
     """For each rank, who keeps its copy on a neighbouring host; empty without replicas."""
     sizes: list[int]
     """Bytes of each rank's copy."""
     chosen: Chosen | None
     note: str
-    """What is wrong with the copies that are there."""
+    """Why copies that are there are not chosen."""
     other: int
     """Their step where they are all of another cut or optimizer; else 0."""
 
@@ -58,7 +57,9 @@ class LocalCopies:
     there is no neighbour, PP-E505.
     """
 
-    def __init__(self, directory: Path, parts: Sequence[Part], ranks: AgreeingRanks, *, replicas: int = 0) -> None:
+    def __init__(
+        self, directory: Path, parts: Sequence[TensorPart], ranks: AgreeingRanks, *, replicas: int = 0
+    ) -> None:
         self.directory, self.ranks, self.replicas = directory, ranks, replicas
         self.own = LocalCopy(directory, ranks.rank)
         self._kept_of: int | None = None
@@ -67,15 +68,15 @@ class LocalCopies:
         def look() -> Seen:
             return local_copy.see(directory, ranks.rank, ranks.size, parts, size_of(parts))
 
-        self.survey = ranks.agree("look for copies in memory", look, self._survey, each=Seen, result=Survey)
+        self.survey = ranks.agree("look for copies in memory", look, self._survey, each=Seen, result=CopiesAtStart)
         if replicas:
             self._kept_of = self.survey.keepers.index(ranks.rank)
             self._kept = LocalCopy(directory, self._kept_of, kept=True)
         (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
 
-    def _survey(self, seen: list[Seen]) -> Survey:
+    def _survey(self, seen: list[Seen]) -> CopiesAtStart:
         hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
-        return Survey(
+        return CopiesAtStart(
             secrets.token_hex(8),
             hosts,
             [seen[ranks[0]].host for ranks in hosts],
@@ -105,7 +106,7 @@ class LocalCopies:
             LocalCopy(self.directory, rank, kept=True) for rank in kept
         ]
 
-    def told(self) -> str:
+    def sources_text(self) -> str:
         """Where copies come from that do not lie on their ranks' own hosts, for a person."""
         assert self.survey.chosen is not None
         host_of = {rank: number for number, ranks in enumerate(self.survey.hosts) for rank in ranks}
@@ -128,20 +129,20 @@ class LocalCopies:
         source, kept = chosen.sources[me]
         wanted = [to for to, (of, _) in enumerate(chosen.sources) if of == me and (to != me or kept)]
 
-        found: dict[int, tuple[bytes, Tensor]] = {}
+        asked: dict[int, tuple[bytes, Tensor]] = {}
 
         def read() -> None:
             for to in wanted:
-                found[to] = _values(LocalCopy(self.directory, to, kept=chosen.sources[to][1]))
+                asked[to] = _values(LocalCopy(self.directory, to, kept=chosen.sources[to][1]))
 
         what, values = "read copies in memory", _tensor(memory.bytes)
         # All have what they send before the first message: nobody waits for one who has failed.
         self.ranks.agree(what, read, lambda _: None)
-        sent = [each for to, (text, data) in found.items() if to != me for each in _send(to, text, data, self.ranks)]
+        sent = [each for to, (text, data) in asked.items() if to != me for each in _send(to, text, data, self.ranks)]
         if source != me:
             text = _receive(source, values, self.ranks)
         elif kept:
-            text, data = found[me]
+            text, data = asked[me]
             values.copy_(data)
         else:
             text = self.own.text()
@@ -190,7 +191,7 @@ class LocalCopies:
         """From now on this rank's own copy changes."""
         self.own.forget()
 
-    def copy(self, step: int, parts: Sequence[Part], state: bytes, memory: memoryview) -> None:
+    def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
         """This rank's own copy is of `step` and whole; with replicas, a collective that exchanges it with neighbours.
 
         Without room for a record there is no copy: ranks compare what they have at a start.

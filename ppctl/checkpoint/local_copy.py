@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ppctl import private_files
 from ppctl.checkpoint.manifest import digests_of
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.json_reader import parse, read
 from ppctl.processes import identity
@@ -34,18 +34,17 @@ CHANGED = "warning: copies in memory have changed since they were made; they are
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """What lies in the memory. Of use where every rank has one of the same step, start and world, of its parts."""
+    """The record of a copy: of use where every rank has one of the same step and start, of its parts."""
 
     step: int
-    world: int
     start: str
-    """Of the run, in which it was made: copies that two starts made of one step may differ."""
+    """The start of the run that made it: copies that two starts made of one step may differ."""
     parts: str
-    """A digest of the parts' names, boxes and dtypes."""
+    """A digest of the parts' names, boxes and dtypes, and of the number of ranks."""
     state: str
     """The content of `state.json`."""
     digests: list[str]
-    """Of the memory in chunks."""
+    """The memory's digests, chunk by chunk."""
 
     @staticmethod
     def of(text: bytes) -> LocalRecord:
@@ -69,7 +68,7 @@ class LocalCopy:
         private_files.write(self.record, text)
 
     def text(self) -> bytes:
-        """Of its record. Raises OSError."""
+        """Return the bytes of its record. Raises OSError."""
         return private_files.read(self.record, _MOST_OF_A_RECORD)
 
     def is_intact(self) -> bool:
@@ -84,9 +83,11 @@ class LocalCopy:
             return mmap(file.fileno(), 0)
 
 
-def record_text(step: int, world: int, start: str, parts: Sequence[Part], state: bytes, memory: memoryview) -> bytes:
+def record_text(
+    step: int, world: int, start: str, parts: Sequence[TensorPart], state: bytes, memory: memoryview
+) -> bytes:
     """The record of values in `memory`."""
-    record = LocalRecord(step, world, start, _digest(parts), state.decode(), list(digests_of(memory)))
+    record = LocalRecord(step, start, _digest(world, parts), state.decode(), list(digests_of(memory)))
     return json.dumps(asdict(record)).encode()
 
 
@@ -120,8 +121,8 @@ def sweep(directory: Path, names: Collection[str]) -> None:
 
 def files_of(directory: Path, step: int, start: str) -> set[str]:
     """The names of all copies of this step and start on this host, with their records. Raises OSError."""
-    found = [copy for copy, record in _records(directory) if (record.step, record.start) == (step, start)]
-    return {path.name for copy in found for path in (copy.record, copy.values)}
+    copies = [copy for copy, record in _records(directory) if (record.step, record.start) == (step, start)]
+    return {path.name for copy in copies for path in (copy.record, copy.values)}
 
 
 def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
@@ -137,7 +138,7 @@ def _records(directory: Path) -> Iterator[tuple[LocalCopy, LocalRecord]]:
 # What a start finds, and which copies it uses
 
 
-class Copy(NamedTuple):
+class HostCopy(NamedTuple):
     """A copy on a host, by its record."""
 
     rank: int
@@ -148,21 +149,19 @@ class Copy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank finds at a start. Bare values: rank 0 reads those of all ranks."""
+    """The copies that a rank sees at a start. Bare values: rank 0 reads those of all ranks."""
 
     place: str
-    """The same for ranks that share the directory with the copies."""
+    """Equal for ranks that share the directory with the copies."""
     host: str
     parts: str
     """A digest of what the rank holds now."""
     bytes: int
-    """Of its values."""
-    copies: list[Copy]
-    """All that lie at the place, whosesoever, in a world of this size."""
+    """The size of its values."""
+    copies: list[HostCopy]
+    """All that lie at the place, whosesoever."""
     changed: bool
     """Whether the rank's own has other values than it was made with; it is not among `copies` then."""
-    other: int = 0
-    """The latest step of copies at the place that were made in a world of another size."""
 
 
 class Chosen(NamedTuple):
@@ -175,7 +174,7 @@ class Chosen(NamedTuple):
     for a neighbour."""
 
 
-def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int) -> Seen:
+def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
     """Look at the copies on this host; of its own the rank reads the values.
 
     Raises CheckpointError (PP-E650) where the directory, or `checkpoint.local` above it, is not this user's alone.
@@ -186,17 +185,15 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int
         message = f"copies in memory cannot be kept there: {error.strerror} ({error.filename})"
         remedy = pasted(f"checkpoint.local={private_files.shared_memory()}/ppctl-{directory.name[-8:]}")
         raise CheckpointError(Problem("PP-E650", message, remedy, "checkpoint.local")) from error
-    found, process = directory.stat(), identity()
-    place, own = f"{process['boot']} {found.st_dev} {found.st_ino}", _digest(parts)
-    copies, changed, other = [], False, 0
+    status, process = directory.stat(), identity()
+    place, own = f"{process['boot']} {status.st_dev} {status.st_ino}", _digest(world, parts)
+    copies, changed = [], False
     for copy, record in _records(directory):
-        if record.world != world:
-            other = max(other, record.step)
-        elif (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
+        if (copy.rank, copy.kept, record.parts) == (rank, False, own) and not copy.is_intact():
             changed = True
         else:
-            copies.append(Copy(copy.rank, copy.kept, record.step, record.start, record.parts))
-    return Seen(place, process["machine"], own, size, copies, changed, other)
+            copies.append(HostCopy(copy.rank, copy.kept, record.step, record.start, record.parts))
+    return Seen(place, process["machine"], own, size, copies, changed)
 
 
 def hosts_of(places: Sequence[str]) -> list[list[int]]:
@@ -223,15 +220,15 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
         )
         raise CheckpointError(Problem("PP-E544", message, "checkpoint.local_replicas=0"))
     ring = count - 3 * (count % 2)
-    found: dict[int, int] = {}
+    keeper_of: dict[int, int] = {}
     for number, ranks in enumerate(hosts):
         beside = number ^ 1 if number < ring else ring + (number - ring + 1) % 3
-        found |= dict(zip(ranks, hosts[beside], strict=True))
-    return [found[rank] for rank in range(len(found))]
+        keeper_of |= dict(zip(ranks, hosts[beside], strict=True))
+    return [keeper_of[rank] for rank in range(len(keeper_of))]
 
 
 def refused_on_one_host(world: int) -> list[Problem]:
-    """What `keepers` says of ranks that are all on one host, for who knows that before they start."""
+    """Return the problems that `keepers` raises for ranks that are all on one host, which a launcher knows."""
     try:
         keepers([range(world)])
     except CheckpointError as error:
@@ -244,7 +241,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
     for ranks in hosts_of([each.place for each in seen]):
         for copy in {copy for rank in ranks for copy in seen[rank].copies}:
-            if copy.rank >= len(seen) or seen[copy.rank].parts != copy.parts:
+            if not _fits(copy, seen):
                 continue
             if not copy.kept and copy.rank in ranks and copy not in seen[copy.rank].copies:
                 continue  # its rank has found it changed
@@ -260,10 +257,8 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 
 def why_none(seen: Sequence[Seen]) -> str:
-    """What is wrong with copies that are there, where none are chosen; empty where there are none."""
-    fit = [
-        copy for each in seen for copy in each.copies if copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
-    ]
+    """Return why copies that are there are not chosen; empty where there are none."""
+    fit = [copy for each in seen for copy in each.copies if _fits(copy, seen)]
     if any(each.changed for each in seen):
         return CHANGED
     if not fit:
@@ -278,10 +273,13 @@ def why_none(seen: Sequence[Seen]) -> str:
 def latest_of_others(seen: Sequence[Seen]) -> int:
     """The latest step of which there are copies, where none has what any rank holds now; else 0."""
     copies = [copy for each in seen for copy in each.copies]
-    if any(copy.rank < len(seen) and seen[copy.rank].parts == copy.parts for copy in copies):
-        return 0
-    return max([each.other for each in seen] + [copy.step for copy in copies], default=0)
+    return 0 if any(_fits(copy, seen) for copy in copies) else max([copy.step for copy in copies], default=0)
 
 
-def _digest(parts: Sequence[Part]) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _fits(copy: HostCopy, seen: Sequence[Seen]) -> bool:
+    """Whether a copy is of what its rank holds now."""
+    return copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
+
+
+def _digest(world: int, parts: Sequence[TensorPart]) -> str:
+    return hashlib.sha256(json.dumps([world, parts]).encode()).hexdigest()

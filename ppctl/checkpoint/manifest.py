@@ -1,7 +1,7 @@
 """The manifest: which bytes of which file are which part of which tensor, and the digests that prove it.
 
-Knows the files of one checkpoint directory, in the format of `docs/checkpoint.md` and, for reading, in format 1 before
-it. Must not know ranks, models or torch: a checkpoint can be verified where torch is not installed.
+Knows the files of one checkpoint directory, in the format of `docs/checkpoint.md`. Must not know ranks, models or
+torch: a checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from io import BufferedReader, BytesIO
 from itertools import groupby, islice
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from xxhash import xxh3_128
 
@@ -28,8 +28,6 @@ from ppctl.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read
 from ppctl.json_reader import Count, Line, parse, read, without_collections
 
 FORMAT = 2
-OLDEST = 1
-"""torch's distributed checkpoint with a SHA-256 of each file and tensor, written until 2026-11."""
 
 CHUNK = 16 * 2**20
 """Bytes of a shard under one digest; the last chunk of a shard is shorter. Divides by the size of every dtype."""
@@ -54,7 +52,7 @@ DTYPES = {
 
 Digest = Annotated[str, re.compile(r"[0-9a-f]{32,64}")]
 FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]
-"""Of a file in the checkpoint's own directory."""
+"""The name of a file in the checkpoint's own directory."""
 
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""
@@ -112,9 +110,7 @@ class TensorRecord:
 
     shape: tuple[Count, ...]
     dtype: Annotated[str, frozenset(DTYPES)]
-    shards: tuple[ShardRecord, ...] = ()
-    sha256: Line = ""
-    """Of all values; in format 1, which has no shards."""
+    shards: tuple[ShardRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,6 @@ class Manifest:
     step: int
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
-    format: int = FORMAT
 
     def to_text(self) -> str:
         """The manifest as JSON, a line for each file and tensor. Its last entry is the SHA-256 of all before it."""
@@ -135,15 +130,17 @@ class Manifest:
             for name, record in self.tensors.items()
         }
         entries = [f"{_json(key)}: {_json(value)}" for key, value in head.items()]
-        entries += [f'"{key}": {{{_lines(found)}}}' for key, found in (("files", files), ("tensors", tensors))]
+        entries += [f'"{key}": {{{_lines(section)}}}' for key, section in (("files", files), ("tensors", tensors))]
         body = "{\n " + ",\n ".join(entries)
         return f'{body}{_SEAL.decode()}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
     @staticmethod
     def from_text(text: bytes) -> Manifest:
-        """The inverse of `to_text`; also of format 1. Raises ValueError for what is none, `OtherFormat` for others."""
+        """The inverse of `to_text`. Raises OtherFormat for another version's manifest, ValueError for what is none."""
+        if not text.startswith(_BEGIN):
+            raise OtherFormat(_named_format(text))
         with without_collections():
-            return _sealed(text) if text.startswith(_BEGIN) else _format_1(text)
+            return _sealed(text)
 
 
 class OtherFormat(Exception):
@@ -154,13 +151,13 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _lines(found: Mapping[str, object]) -> str:
-    lines = ",\n  ".join(f"{_json(name)}: {_json(record)}" for name, record in sorted(found.items()))
+def _lines(records: Mapping[str, object]) -> str:
+    lines = ",\n  ".join(f"{_json(name)}: {_json(record)}" for name, record in sorted(records.items()))
     return f"\n  {lines}\n " if lines else ""
 
 
 def _plain(shard: ShardRecord) -> dict[str, object]:
-    """As `asdict`, which copies every number by itself: of a million shards that would take a minute."""
+    """Return the fields. `asdict` copies every number by itself: a minute for a million shards."""
     return {each: getattr(shard, each) for each in _SHARD}
 
 
@@ -169,7 +166,7 @@ def _sealed(text: bytes) -> Manifest:
     body, _, rest = text.rpartition(_SEAL)
     if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
         raise ValueError("its seal (the SHA-256 at its end) does not match its content")
-    found: dict[str, dict[str, Any]] = {"": {}}
+    sections: dict[str, dict[str, Any]] = {"": {}}
     kinds: dict[str, Any] = {"": Any, "files": dict[FileName, FileRecord], "tensors": dict[Line, TensorRecord]}
     section, lines = "", BytesIO(body)
     next(lines)
@@ -179,21 +176,21 @@ def _sealed(text: bytes) -> Manifest:
             raise ValueError(f"it has a line of {len(entry)} bytes")
         if section and entry == b"}":
             section = ""
-        elif not section and (begun := _SECTIONS.get(entry, "")) and begun not in found:
-            section, found[begun] = begun, {}
+        elif not section and (begun := _SECTIONS.get(entry, "")) and begun not in sections:
+            section, sections[begun] = begun, {}
         else:
             added = read(kinds[section], parse(b"{%b}" % entry))
-            if not added or added.keys() & found[section].keys():
+            if not added or added.keys() & sections[section].keys():
                 raise ValueError("it has a line that is no entry, or one that it has already")
-            if len(found[section]) == _MOST_ENTRIES[section]:
+            if len(sections[section]) == _MOST_ENTRIES[section]:
                 raise ValueError(f"it has more than {_MOST_ENTRIES[section]} {section or 'entries'}")
-            found[section] |= added
-    head = read(_Head, found[""])
-    for section in kinds.keys() - found.keys():  # an empty one is one line
-        found[section] = read(kinds[section], found[""].get(section))
+            sections[section] |= added
+    head = read(_Head, sections[""])
+    for section in kinds.keys() - sections.keys():  # an empty one is one line
+        sections[section] = read(kinds[section], sections[""].get(section))
     if (head["digest"], head["chunk"]) != (DIGEST, CHUNK):
         raise OtherFormat(f"{FORMAT} with {head['digest']} of every {head['chunk']} bytes")
-    return Manifest(head["step"], found["files"], found["tensors"])
+    return Manifest(head["step"], sections["files"], sections["tensors"])
 
 
 class _Head(TypedDict):
@@ -207,26 +204,12 @@ class _Head(TypedDict):
 _SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors"}
 
 
-class _File1(NamedTuple):
-    bytes: Count
-    sha256: Line
-
-
-class _Manifest1(TypedDict):
-    step: Count
-    files: dict[FileName, _File1]
-    tensors: dict[Line, TensorRecord]
-
-
-def _format_1(text: bytes) -> Manifest:
+def _named_format(text: bytes) -> int:
+    """The number of the format that a manifest of any version names. Raises ValueError where it names none."""
     if len(text) > MOST_READ:
         raise ValueError(f"it has {len(text)} bytes")
-    value = parse(text)
-    if (version := read(dict[str, Any], value).get("format")) != 1:
-        raise OtherFormat(read(Count, version))
-    found = read(_Manifest1, value)
-    files = {name: FileRecord(each.bytes, each.bytes, each.sha256) for name, each in found["files"].items()}
-    return Manifest(found["step"], files, found["tensors"], format=1)
+    version: int = read(Count, read(dict[str, Any], parse(text)).get("format"))
+    return version
 
 
 def digests_of(data: memoryview) -> tuple[str, ...]:
@@ -263,7 +246,7 @@ def checked_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.from_text(text)
     except OtherFormat as other:
-        message = f"the checkpoint at {path} has format {other}, this ppctl reads formats {OLDEST} to {FORMAT}"
+        message = f"the checkpoint at {path} has format {other}, this ppctl reads format {FORMAT}"
         raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it")) from None
     except ValueError as error:
         raise CheckpointError(damaged(path, f"{MANIFEST} cannot be read ({error})")) from None
@@ -283,14 +266,14 @@ def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, record in manifest.tensors.items():
         if len(record.shape) > _MOST_DIMS or prod(extent or 1 for extent in record.shape) >= _MOST_ELEMENTS:
             yield name, "there is no tensor of this shape"
-        elif manifest.format != 1 and (fault := tiling_fault(record.shape, (shard.box for shard in record.shards))):
+        elif fault := tiling_fault(record.shape, (shard.box for shard in record.shards)):
             yield name, fault
         for shard in record.shards:
             if fault := _shard_fault(shard, DTYPES[record.dtype][1], manifest.files.get(shard.file)):
                 yield name, fault
-    for file, found in groupby(in_file_order(manifest), key=lambda each: each[1].file):
+    for file, shards in groupby(in_file_order(manifest), key=lambda each: each[1].file):
         end = 0
-        for name, shard in found:
+        for name, shard in shards:
             if shard.bytes[0] < end:
                 yield name, f"bytes {shard.bytes[0]} to {end} of {file} are another tensor's, too"
             end = shard.bytes[1]
@@ -306,8 +289,8 @@ def _shard_fault(shard: ShardRecord, width: int, file: FileRecord | None) -> str
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare size and header of some files with their records (in format 1 all of them): CheckpointError names those
-    that differ, and tensors that are lost with them."""
+    """Compare size and header of some files with their records: CheckpointError names those that differ, and tensors
+    that are lost with them."""
     problems = [problem for name in names if (problem := _fault(path, name, manifest))]
     if problems:
         raise CheckpointError(problems)
@@ -332,9 +315,6 @@ def _difference(
     path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
 ) -> Problem | None:
     size = os.fstat(stream.fileno()).st_size
-    if manifest.format == 1 and size == expected.bytes:
-        same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
-        return None if same else damaged(path, f"{name} has changed since it was written (its SHA-256 differs)")
     header = stream.read(min(expected.header, size))
     same = xxh3_128(header).hexdigest() == expected.digest
     if not same and (other := _written_as(manifest, header[:8], stream)):

@@ -14,34 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.boxes import Box, common
+from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.holders import check_tensors, packed_parts, parts_of
-from ppctl.checkpoint.manifest import Manifest, ShardRecord, check_files, checked_manifest, read_text
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.manifest import Manifest, check_files, checked_manifest, read_text
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.shards import Shard
-from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.tensor_parts import TensorPart, check_tensors, packed_parts, parts_of
 from ppctl.checkpoint.verification import Kind, misfits
 from ppctl.errors import CheckpointError
 
 
-class CheckpointReader:
-    """Reads tensors, and boxes of them, of one checkpoint by canonical global name. Holds one chunk besides."""
+class CheckpointReader(ChunkReader):
+    """Reads tensors, and boxes of them, of one checkpoint by canonical global name."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
-        self._chunks = ChunkReader(path)
+        super().__init__(path, manifest)
         self._there: set[str] = set()
-        if manifest.format == 1:
-            from ppctl.checkpoint.format_1 import Reader  # it loads torch's checkpoint library
-
-            self._before: Reader | None = Reader(path, manifest)
-        else:
-            self._before = None
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
+        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
         record = self.manifest.tensors[name]
         files = {shard.file for shard in record.shards} - self._there
         check_files(self.path, self.manifest, files)  # before memory is taken for what a manifest says
@@ -56,18 +48,8 @@ class CheckpointReader:
 
         Raises CheckpointError (PP-E503) where the values are not those that were saved, and OSError.
         """
-        wanted = Box(offset, tuple(out.shape))
-        if self._before is not None:
-            out.copy_(self._before.tensor(name)[wanted.within((0,) * len(offset))])
-            return
-        record, dtype = self.manifest.tensors[name], getattr(torch, self.manifest.tensors[name].dtype)
-        for shard in record.shards:
-            if common(shard.box, wanted) is not None:
-                self._take(name, shard, dtype, wanted, out)
-
-    def _take(self, name: str, shard: ShardRecord, dtype: torch.dtype, wanted: Box, out: Tensor) -> None:
-        """Copy what `shard` has of the box `wanted` into `out`."""
-        for piece in self._chunks.pieces(name, shard, dtype.itemsize, wanted):
+        dtype = getattr(torch, self.manifest.tensors[name].dtype)
+        for piece in self.pieces(name, Box(offset, tuple(out.shape))):
             values = torch.frombuffer(piece.data, dtype=dtype).view(piece.shape)
             out[piece.place].copy_(values[piece.taken])
 
@@ -103,18 +85,18 @@ def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGrou
 
 
 def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
-    """Fill shards, without other ranks. What several are equal boxes of is read once."""
-    filled: dict[Part, Tensor] = {}
+    """Fill shards, without other ranks. Equal boxes are read once."""
+    filled: dict[TensorPart, Tensor] = {}
     for shard in shards:
         out = shard.tensor.detach()
-        if (found := filled.get(shard.part)) is not None:
-            out.copy_(found)
+        if (equal := filled.get(shard.part)) is not None:
+            out.copy_(equal)
             continue
         reader.fill(shard.name, tuple(shard.offset), out)
         filled[shard.part] = out
 
 
-def _check_fit(path: Path, manifest: Manifest, wanted: set[Part]) -> None:
+def _check_fit(path: Path, manifest: Manifest, wanted: set[TensorPart]) -> None:
     """Compare the checkpoint with all ranks' parts together."""
     kinds: dict[str, set[Kind]] = {}
     for part in wanted:

@@ -1,30 +1,43 @@
 """Saving: every rank writes what it holds, rank 0 seals it; then it gets its name, `latest`, and old ones are deleted.
 
-Knows the order of the steps, and what all ranks agree on. Must not know models, optimizers or the run.
+Knows the order of the steps, what all ranks agree on, and what a step of training waits for: at once, beside training
+(decision 50), or from one process tensor by tensor. Must not know models, optimizers or the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.disk import Disk, Values
-from ppctl.checkpoint.holders import packed_parts
-from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.shards import Shard, values_of
-from ppctl.checkpoint.state import state_text
-from ppctl.errors import CheckpointError
+from ppctl.checkpoint import disk
+from ppctl.checkpoint.disk import problems_of
+from ppctl.checkpoint.local_copies import LocalCopies
+from ppctl.checkpoint.manifest import Manifest, TensorRecord
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.run_state import state_text
+from ppctl.checkpoint.shards import HostMemory, Shard, values_of, whole_shards
+from ppctl.checkpoint.tensor_parts import TensorPart, Values, packed_parts
+from ppctl.checkpoint.writer import NO_WRITER, NodeWriter, WriterAddress
+from ppctl.errors import CheckpointError, Problem
+
+R = TypeVar("R")
 
 
 class Saver:
     """Saves the shards of the ranks of a process group (None: the default one) into one directory of checkpoints.
 
-    Which rank writes which part is agreed on once, and again when a rank's parts have changed.
+    Which rank writes which part is agreed on once, and again when a rank's parts have changed. Without a `writer` this
+    process works on the disk itself.
     """
 
     def __init__(
@@ -34,12 +47,16 @@ class Saver:
         keep: int,
         keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        disk: Disk | None = None,
+        writer: NodeWriter | None = None,
     ) -> None:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.ranks = AgreeingRanks(process_group)
-        self.disk = Disk(self.ranks.rank) if disk is None else disk
-        self._parts: list[Part] | None = None
+        self._writer = writer
+        self._parts: list[TensorPart] | None = None
+        self._own = b""
+        """For each of the parts 1 where this rank writes it."""
+        self._all_parts: list[bytes] = []
+        """On rank 0: the packed parts of every rank."""
 
     def save(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> Path:
         """Write step-`step`; called by all ranks together, returns its path on all of them.
@@ -55,62 +72,182 @@ class Saver:
             step, [shard.part for shard in held], lambda number: values_of(held[number].tensor), state_text(state)
         )
 
-    def write(self, step: int, parts: list[Part], values: Values, state: bytes) -> Path:
-        """The same with the values of parts, wherever they lie, and the bytes of `state.json`."""
+    def write(self, step: int, parts: list[TensorPart], values: Values, state: bytes) -> Path:
+        """`save` with the values of parts, wherever they lie, and the bytes of `state.json`."""
         directory, temporary = self.directory, checkpoint_folder.temporary_path(self.directory, step)
         what = f"write the checkpoint {checkpoint_folder.step_path(directory, step)}"
         self._prepare(what, step, parts)
         try:
             path = self.ranks.agree(
                 what,
-                lambda: self.disk.write(temporary, values),
-                lambda written: self.disk.commit(directory, step, written, state),
+                lambda: self._do(what, disk.write, self.ranks.rank, temporary, parts, self._own, values),
+                lambda reports: self._do(what, disk.commit, directory, step, self._all_parts, reports, state),
                 each=bytes,
                 result=Path,
             )
         except CheckpointError:
             if self.ranks.rank == 0:
-                self.disk.discard(temporary)
+                self._do(what, disk.discard, temporary)
             raise
+        what = "delete old checkpoints"
         self.ranks.agree(
-            "delete old checkpoints",
+            what,
             lambda: None,
-            lambda _: self.disk.retain(directory, step, self.keep, self.keep_every),
+            lambda _: self._do(what, disk.retain, directory, step, self.keep, self.keep_every),
         )
         return path
 
-    def _prepare(self, what: str, step: int, parts: list[Part]) -> None:
+    def _prepare(self, what: str, step: int, parts: list[TensorPart]) -> None:
         """Make the directory, and agree on who writes what, unless every rank holds the parts of the last save."""
         changed = parts != self._parts
 
         def begin(changes: list[bool]) -> bool:
             if not any(changes):
-                self.disk.prepare(self.directory, step)
+                self._do(what, disk.prepare, self.directory, step)
             return any(changes)
 
         if not self.ranks.agree(what, lambda: changed, begin, each=bool, result=bool):
             return
 
         def choose(all_parts: list[bytes]) -> tuple[bytes, ...]:
-            own = self.disk.choose(all_parts)
-            self.disk.prepare(self.directory, step)
+            own = self._do(what, disk.choose, all_parts)
+            self._do(what, disk.prepare, self.directory, step)
+            self._all_parts = all_parts
             return own
 
         own = self.ranks.agree(what, lambda: packed_parts(parts), choose, each=bytes, result=tuple[bytes, ...])
-        self.disk.hold(packed_parts(parts), own[self.ranks.rank])
-        self._parts = parts
+        self._own, self._parts = own[self.ranks.rank], parts
+
+    def _do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
+        """Call a function of `disk`, in the writer where there is one."""
+        return work(*arguments) if self._writer is None else self._writer.do(what, work, *arguments)
 
 
-def save(
-    directory: Path,
-    step: int,
-    shards: Iterable[Shard],
-    state: Mapping[str, Any],
-    *,
-    keep: int,
-    keep_every: int = 0,
-    process_group: dist.ProcessGroup | None = None,
+def save_streamed(
+    directory: Path, step: int, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], state: Mapping[str, Any]
 ) -> Path:
-    """A single save, as by a `Saver`. Without torch.distributed this process is alone."""
-    saver = Saver(directory, keep=keep, keep_every=keep_every, process_group=process_group)
-    return saver.save(step, shards, state)
+    """Write `directory`/step-`step` from one process that never holds more than one tensor; returns its path.
+
+    `tensors` are on the meta device, for shapes and dtypes by canonical global name; `read` is called for each once.
+    Raises what `read` raises, and OSError; then, as after a crash, nothing is left that would be read.
+    """
+    parts = [shard.part for shard in whole_shards(tensors)]
+    parts.sort(key=lambda part: -tensors[part.name].element_size())
+    temporary = checkpoint_folder.prepare(directory, step)
+    path = temporary / disk.file_name(0)
+    try:
+        record, shards = disk.write_file(path, parts, (values_of(read(part.name)) for part in parts))
+        records = {
+            part.name: TensorRecord(part.whole, part.dtype, (shard,)) for part, shard in zip(parts, shards, strict=True)
+        }
+        disk.seal(temporary, Manifest(step, {path.name: record}, records), state_text(state))
+        return checkpoint_folder.publish(directory, step)
+    except BaseException:
+        checkpoint_folder.discard(temporary)
+        raise
+
+
+# Beside training
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    step: int
+    path: Path
+    seconds: float
+    """From the begin of the save, its copy included, to the end."""
+
+
+class BackgroundSaver:
+    """Saves, one at a time, beside what the ranks of `process_group` do; no other thread may use that group.
+
+    A step waits for one copy of what its rank holds. A thread then goes through the order of a save; nearly all the
+    time it waits, for the node's writer or for other ranks.
+
+    `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
+    saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
+    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) where there is no memory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        shards: Iterable[Shard],
+        *,
+        keep: int,
+        keep_every: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        address: WriterAddress = NO_WRITER,
+        local: LocalCopies | None = None,
+        warn: Callable[[Problem], None],
+    ) -> None:
+        rank, self.local = dist.get_rank() if dist.is_initialized() else 0, local
+        self.memory = HostMemory(list(shards), None if local is None else local.own.values)
+        self._writer = NodeWriter(address, rank, self.memory.descriptor, self.memory.size, warn)
+        self._saver = Saver(
+            directory, keep=keep, keep_every=keep_every, process_group=process_group, writer=self._writer
+        )
+        self._thread: Thread | None = None
+        self._saved: deque[Saved] = deque()
+        self._error: CheckpointError | None = None
+        self.under_way: int | None = None
+        """The step that is being saved."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way has failed: `finish` will raise, on all ranks."""
+        return self._error is not None
+
+    def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
+        """Copy what is saved as step-`step`, and write it in the background; called by all ranks together.
+
+        Waits first for the save before this one, as `finish` does. `shards` and `state` are as of `Saver.save`. Not
+        `to_disk`: only the local copy.
+        """
+        self.finish()
+        began, held, text = time.perf_counter(), list(shards), state_text(state)
+        if [shard.part for shard in held] != self.memory.parts:
+            raise ValueError("the shape of what a rank saves in the background cannot change")
+        if self.local is not None:
+            self.local.forget()
+        copied = self.memory.copy(held)
+        self.under_way = step
+        arguments = step, text, began, copied, to_disk
+        self._thread = Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self, limit: float | None = None) -> bool:
+        """Wait for the save under way, at most `limit` seconds: whether it is over. Raises CheckpointError as
+        `Saver.save` does."""
+        if self._thread is not None:
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                return False
+            self._thread = self.under_way = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return True
+
+    def news(self) -> list[Saved]:
+        """The checkpoints that have become complete since the last call; does not wait."""
+        return [self._saved.popleft() for _ in range(len(self._saved))]
+
+    def close(self) -> None:
+        """No save follows: the writer may end."""
+        self._writer.close()
+
+    def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
+        try:
+            self.memory.wait(copied)
+            if self.local is not None:
+                self.local.copy(step, self.memory.parts, state, self.memory.bytes)
+            if to_disk:
+                path = self._saver.write(step, self.memory.parts, self.memory.values, state)
+                self._saved.append(Saved(step, path, time.perf_counter() - began))
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # of the process group: another rank has gone
+            self._error = CheckpointError(problems_of(error, f"save step {step}", self._saver.ranks.rank))

@@ -1,22 +1,152 @@
-"""Two runs' gradients of one step compared: the first action and the parameters in which they differ.
+"""Gradients that runs keep of a step (`log.gradients`, decision 58), and where those of two runs differ first.
 
-Knows kept steps, how ranks share what stages hand on, and how far two numbers may lie apart. Must not know runs, their
-figures, nor why they should be equal (`plan/parity.py`). numpy alone.
+Knows their files: gradients/step-N/rank-NNNNN.safetensors, parts of gradients by the names of parameters, and beside
+them messages.json with fingerprints of what stages hand on; how ranks share these; and how far two numbers may lie
+apart. Every rank writes what it has, copies included: which of several copies is wrong is what a comparison is for.
+Must not know torch, how a step is computed, nor why two runs should be equal (`plan/parity.py`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ppctl.checkpoint.gradients import Handed, KeptStep
-from ppctl.checkpoint.names import in_order
+from ppctl.checkpoint.arrays import numpy_dtype
+from ppctl.checkpoint.boxes import Box, Shape
+from ppctl.checkpoint.tensor_parts import DTYPES, in_order
+from ppctl.errors import CheckpointError, Problem, pasted
+from ppctl.families.safetensors import read_header
+from ppctl.files import read_json, write_atomically
+from ppctl.json_reader import Count
 from ppctl.topology import ParallelSizes
+
+MESSAGES = "messages.json"
+_MOST_OF_MESSAGES = 2**26
+_NUMPY = {name: torch_name for torch_name, (name, _) in DTYPES.items()}
+
+
+class Handed(NamedTuple):
+    """A fingerprint of the output of a stage's forward, or of the gradient of its input."""
+
+    rank: int
+    forward: bool
+    stage: int
+    microbatch: int
+    """Its number in the global batch, whatever dp is."""
+    bits: tuple[int, int]
+    """The halves of the sum of its values' bits, read as integers, modulo 2^64."""
+    squares: float
+    """The sum of its values' squares, in float64."""
+
+    @property
+    def action(self) -> str:
+        """Such as `3F12`."""
+        return f"{self.stage}{'F' if self.forward else 'B'}{self.microbatch}"
+
+
+class _Messages(TypedDict):
+    """messages.json: the fields of each Handed, in their order. Squares may be infinite, or no number."""
+
+    version: Literal[1]
+    messages: list[tuple[Count, bool, Count, Count, tuple[int, int], Any]]
+
+
+def write_messages(directory: Path, handed: Sequence[Handed]) -> None:
+    """Write messages.json of a step."""
+    write_atomically(directory / MESSAGES, json.dumps({"version": 1, "messages": handed}) + "\n", durable=False)
+
+
+def step_directory(gradients: Path, step: int) -> Path:
+    """Where a step is kept, below a run's directory of gradients."""
+    return gradients / f"step-{step}"
+
+
+def forget_step(gradients: Path, step: int) -> None:
+    """Delete what is kept of a step; its messages first, without which it is not whole. Raises OSError."""
+    path = step_directory(gradients, step)
+    for file in [path / MESSAGES, *path.glob("rank-*.safetensors")]:
+        file.unlink(missing_ok=True)
+
+
+def kept_steps(gradients: Path) -> list[int]:
+    """The steps that are kept whole: the messages are written last."""
+    numbers = (path.parent.name.removeprefix("step-") for path in gradients.glob(f"step-*/{MESSAGES}"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+class KeptPart(NamedTuple):
+    """A part of a gradient, as one rank had it."""
+
+    rank: int
+    box: Box
+    file: Path
+    begin: int
+    dtype: str
+
+    def values(self) -> NDArray[Any]:
+        """Return its values, in the box's shape."""
+        flat = np.fromfile(self.file, numpy_dtype(self.dtype), self.box.size, offset=self.begin)
+        return flat.reshape(self.box.shape)
+
+
+class KeptStep:
+    """A step as a run has kept it. Raises CheckpointError (PP-E645) where a file is damaged."""
+
+    def __init__(self, gradients: Path, step: int) -> None:
+        self.path = step_directory(gradients, step)
+        self.parts: dict[str, list[KeptPart]] = {}
+        """By the parameter's name, ranks in order."""
+        self.shapes: dict[str, Shape] = {}
+        try:
+            record = read_json(self.path / MESSAGES, _Messages, _MOST_OF_MESSAGES)
+            self.messages = [Handed(*each)._replace(squares=float(each[-1])) for each in record["messages"]]
+            for file in sorted(self.path.glob("rank-*.safetensors")):
+                for name, part in _parts_of(file):
+                    self.parts.setdefault(name, []).append(part)
+            self.shapes = {name: _whole_shape(name, parts) for name, parts in self.parts.items()}
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, CheckpointError) as error:
+            remedy = f"mv {pasted(self.path, f'{self.path}.damaged')}"
+            message = f"step {step} of the gradients that were kept cannot be read: {type(error).__name__}: {error}"
+            raise CheckpointError(Problem("PP-E645", message, remedy, str(self.path))) from None
+
+    def whole(self, name: str) -> NDArray[Any]:
+        """A gradient put together of the first rank's parts that has each."""
+        parts = self.parts[name]
+        shape = self.shapes[name]
+        whole = np.zeros(shape, parts[0].values().dtype)
+        for part in reversed(parts):
+            whole[part.box.within((0,) * len(shape))] = part.values()
+        return whole
+
+
+def _whole_shape(name: str, parts: Sequence[KeptPart]) -> Shape:
+    """Return the extents of a gradient with these parts. Raises ValueError where they cannot be all of it."""
+    shape = tuple(map(max, zip(*(part.box.end for part in parts), strict=True)))
+    if sum(part.box.size for part in parts) < prod(shape):
+        raise ValueError(f"{name} is not whole")
+    return shape
+
+
+def _parts_of(file: Path) -> Iterator[tuple[str, KeptPart]]:
+    rank = int(file.stem.removeprefix("rank-"))
+    for key, stored in read_header(file).items():
+        name, _, offset = key.removeprefix("gradient.").partition("@")
+        place = tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape)
+        if min((0, *place)) < 0:
+            raise ValueError(f"{key} begins before its tensor")
+        yield name, KeptPart(rank, Box(place, stored.shape), file, stored.offset, _NUMPY[stored.dtype])
+
+
+# Two runs
+
 
 _OF_SQUARES = 10.0
 """How much further than values sums of squares may lie apart: twice for the square, and room for what adds up."""
@@ -36,15 +166,15 @@ class Side(NamedTuple):
         return self.sizes.tp if whole else 1
 
     def handed(self) -> dict[tuple[bool, int, int], list[Handed]]:
-        """What stages handed on, by (forward, stage, microbatch), as several ranks had it.
+        """Return the fingerprints by (forward, stage, microbatch), as several ranks had them.
 
         Without losses of ranks that have a part of every sequence: their squares are not those of the sum.
         """
-        found: dict[tuple[bool, int, int], list[Handed]] = {}
+        by_place: dict[tuple[bool, int, int], list[Handed]] = {}
         for each in self.step.messages:
             if self.sizes.cp == 1 or not each.forward or each.stage != self.last_stage:
-                found.setdefault((each.forward, each.stage, each.microbatch), []).append(each)
-        return found
+                by_place.setdefault((each.forward, each.stage, each.microbatch), []).append(each)
+        return by_place
 
 
 class ActionDifference(NamedTuple):
@@ -53,9 +183,9 @@ class ActionDifference(NamedTuple):
     action: str
     stage: int
     ranks: list[int]
-    """Of the second run."""
+    """Ranks of the second run."""
     relative: float
-    """Of the norm; 0 where only bits differ."""
+    """The relative difference of the norm; 0 where only bits differ."""
 
 
 class ParameterDifference(NamedTuple):
@@ -64,7 +194,7 @@ class ParameterDifference(NamedTuple):
     name: str
     stage: int
     ranks: list[int]
-    """Of the second run, those whose part or copy differs."""
+    """Ranks of the second run whose part or copy differs."""
     of: int
     """How many ranks have parts or copies."""
     relative: float
@@ -77,7 +207,7 @@ class ParameterDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDifferences:
-    """What of a step is not the same in both runs."""
+    """The differences of a step between two runs."""
 
     action: ActionDifference | None
     parameters: list[ParameterDifference]
@@ -116,16 +246,16 @@ def compare_step(
     different, equal, largest = [], 0, 0.0
     for name in sorted(dict(ours & theirs), key=in_order):
         progress(name)
-        found = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
-        largest = max(largest, 0.0 if math.isnan(found.relative) else found.relative)
-        if found.ranks:
-            different.append(found)
+        compared = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
+        largest = max(largest, 0.0 if math.isnan(compared.relative) else compared.relative)
+        if compared.ranks:
+            different.append(compared)
         else:
             equal += 1
     action = _first_action(first, second, tolerance) if messages else None
     different.sort(key=lambda each: place_of(each.name), reverse=True)
     missing = sorted(dict(ours ^ theirs), key=in_order)
-    unlike = [found for name, side in (("A", first), ("B", second)) for found in _unlike(name, side.step, uses)]
+    unlike = [use for name, side in (("A", first), ("B", second)) for use in _unlike(name, side.step, uses)]
     return StepDifferences(action, different, equal, missing, unlike, largest)
 
 
@@ -169,14 +299,14 @@ def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
 def _first_action(first: Side, second: Side, tolerance: float) -> ActionDifference | None:
     """The first one along the way of a microbatch: forwards from stage 0 on, then backwards from the last stage on."""
     ours, theirs = first.handed(), second.handed()
-    found = []
+    different = []
     for key in ours.keys() & theirs.keys():
         relative = _handed_apart(key, (first, ours[key]), (second, theirs[key]), tolerance)
         if relative is not None:
-            found.append((key, relative))
-    if not found:
+            different.append((key, relative))
+    if not different:
         return None
-    (forward, stage, mb), relative = min(found, key=lambda each: _order(each[0]))
+    (forward, stage, mb), relative = min(different, key=lambda each: _order(each[0]))
     ranks = sorted(each.rank for each in theirs[forward, stage, mb])
     return ActionDifference(theirs[forward, stage, mb][0].action, stage, ranks, relative)
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, check_files, damaged, in_file_order, read_manifest
-from ppctl.checkpoint.names import ranges
-from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.tensor_parts import ranges, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed
@@ -32,21 +31,12 @@ READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
 
 
 class Verified(NamedTuple):
-    """What was found."""
+    """A checkpoint that was looked at."""
 
     manifest: Manifest
     problems: list[Problem]
     read: int
     """Bytes of values that were read."""
-
-
-def verify(path: Path) -> Manifest:
-    """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged, and for
-    values also the tensor and the bytes."""
-    found = examine(path)
-    if found.problems:
-        raise CheckpointError(found.problems)
-    return found.manifest
 
 
 def examine(
@@ -73,7 +63,7 @@ def examine(
         except CheckpointError as error:
             problems += error.problems
             bad.add(name)
-    read, reader = 0, ChunkReader(path)
+    read, reader = 0, ChunkReader(path, manifest)
     for name, shard in in_file_order(manifest) if values else ():
         if shard.file in bad:
             continue
@@ -86,7 +76,7 @@ def examine(
 
 
 def bytes_of_values(manifest: Manifest) -> int:
-    """What `examine` reads if every file is there."""
+    """Return how many bytes `examine` reads if every file is there."""
     return sum(shard.bytes[1] - shard.bytes[0] for record in manifest.tensors.values() for shard in record.shards)
 
 

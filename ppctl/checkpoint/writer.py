@@ -3,8 +3,8 @@
     python -m ppctl.checkpoint.writer SOCKET PARENT     started by the node's first rank, before it uses a GPU
 
 A rank connects, and hands over the memory that its copies lie in: a file without a name, so that nothing is left in
-/dev/shm however the processes end. Then it calls methods of a `Disk`, one at a time; each rank has a thread here. The
-writer ends with its last connection, or when the rank that started it dies. If it dies itself, ranks do its work.
+/dev/shm however the processes end. Then it asks for functions of `disk`, one at a time; each rank has a thread here.
+The writer ends with its last connection, or when the rank that started it dies. If it dies itself, ranks do its work.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partialmethod
 from io import BufferedRWPair
 from mmap import PROT_READ, mmap
 from threading import Lock, Thread
-from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
 from ppctl import wire
-from ppctl.checkpoint.disk import Disk, Values
-from ppctl.checkpoint.shard_file import Part, file_name
-from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.checkpoint import disk
+from ppctl.checkpoint.disk import file_name, problems_of
+from ppctl.checkpoint.tensor_parts import Values, values_in
+from ppctl.errors import CheckpointError, Problem
 from ppctl.processes import python
+
+R = TypeVar("R")
 
 _HELLO = struct.Struct("<qq")
 """The rank, and the bytes of its memory, whose descriptor comes along."""
@@ -56,7 +58,7 @@ NO_WRITER = WriterAddress()
 
 
 class WriterProcess:
-    """The writer of this node, as the rank that starts it sees it. Raises OSError where it cannot be started."""
+    """The writer of this node, as the rank sees it that starts it. Raises OSError where it cannot be started."""
 
     def __init__(self, key: bytes = b"") -> None:
         self.address = WriterAddress(f"ppctl-writer-{os.getpid()}-{secrets.token_hex(8)}", key)
@@ -68,12 +70,12 @@ class WriterProcess:
                 command, pass_fds=[listening.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )
         assert self.process.stdin is not None
-        with self.process.stdin as told, suppress(BrokenPipeError):  # ranks will find that it has gone
-            told.write(key)
+        with self.process.stdin as key_pipe, suppress(BrokenPipeError):  # ranks will find that it has gone
+            key_pipe.write(key)
 
 
-class RemoteDisk(Disk):
-    """A `Disk` whose work the writer at `address` does, over the shared memory `descriptor` of `size` bytes.
+class NodeWriter:
+    """The writer at `address` as a rank uses it, over the shared memory `descriptor` of `size` bytes.
 
     If the writer is lost, or it is another user's, `warn` gets a problem (PP-E510) once, and from then on this
     process does the work itself, beginning with the call in which it was lost.
@@ -82,11 +84,8 @@ class RemoteDisk(Disk):
     def __init__(
         self, address: WriterAddress, rank: int, descriptor: int, size: int, warn: Callable[[Problem], None]
     ) -> None:
-        super().__init__(rank)
-        self._warn = warn
-        self._lasting: dict[str, tuple[Any, ...]] = {}
-        """The last arguments of calls that later ones build on."""
-        self._writer: BufferedRWPair | None = None
+        self.rank, self._warn = rank, warn
+        self._connection: BufferedRWPair | None = None
         if not address.name:
             return
         try:
@@ -95,35 +94,39 @@ class RemoteDisk(Disk):
                 _refuse_strangers(connected)
                 prove(connected, address.key, b"rank", b"writer")
                 socket.send_fds(connected, [_HELLO.pack(rank, size)], [descriptor])
-                self._writer = connected.makefile("rwb")
+                self._connection = connected.makefile("rwb")
         except OSError as error:
             self._lose(error)
 
-    def close(self) -> None:
-        """Let the writer go: no call follows."""
-        if self._writer is not None:
-            with suppress(OSError):  # what it has not been told is lost with it
-                self._writer.close()
-            self._writer = None
+    def do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
+        """Call a function of `disk.WORK`. `what` names the work in messages, as an infinitive.
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        if self._writer is not None:
-            if name in ("choose", "hold"):
-                self._lasting[name] = arguments
-            number, kinds = _NAMES.index(name), _CALLS[_NAMES.index(name)]
+        Raises CheckpointError where it fails in the writer, and what the function raises where this process calls it.
+        """
+        if self._connection is not None:
+            number = disk.WORK.index(work.__name__)
+            kinds = _CALLS[number]
             try:
                 # `write` has one more, its values, which are for this process.
-                _send(self._writer, number, wire.packed(kinds, arguments[: len(get_args(kinds))]))
-                failed, value = _receive(self._writer, (_RESULTS[number], _Failure))
+                _send(self._connection, number, wire.packed(kinds, (what, *arguments)[: len(get_args(kinds))]))
+                failed, value = _receive(self._connection, (_RESULTS[number], _PROBLEMS))
             except (EOFError, OSError, wire.Malformed) as error:
                 self._lose(error)
-                if name == "write":
-                    (arguments[0] / file_name(self.rank)).unlink(missing_ok=True)
+                if number == _WRITE:
+                    (arguments[1] / file_name(self.rank)).unlink(missing_ok=True)
             else:
                 if failed:
-                    raise value.error()
-                return value
-        return getattr(Disk, name)(self, *arguments)
+                    raise CheckpointError(value)
+                result: R = value
+                return result
+        return work(*arguments)
+
+    def close(self) -> None:
+        """Let the writer go: no call follows."""
+        if self._connection is not None:
+            with suppress(OSError):  # what it has not been told is lost with it
+                self._connection.close()
+            self._connection = None
 
     def _lose(self, cause: Exception) -> None:
         self.close()
@@ -133,8 +136,6 @@ class RemoteDisk(Disk):
         if isinstance(cause, _Stranger):
             see = f"ask the host's administrator about that user (`getent passwd {cause.user}`)"
         self._warn(Problem("PP-E510", message, f"{see}; the run goes on, and the rank writes by itself"))
-        for name, arguments in self._lasting.items():
-            getattr(Disk, name)(self, *arguments)
 
 
 # What both sides send: frames
@@ -143,46 +144,19 @@ class RemoteDisk(Disk):
 _FRAME = struct.Struct("<BQ")
 """Which of several kinds the value has, and its bytes."""
 _MOST = 2**31
-"""Bytes of a frame: 2 GiB. The longest says what all ranks have written, of 2,048 ranks about 10 MiB."""
-_NAMES = [name for name in vars(Disk) if not name.startswith("_")]
-"""The calls by their numbers; their annotations say what travels."""
+"""Bytes of a frame: 2 GiB. The longest holds what all ranks hold and have written, of 2,048 ranks about 30 MiB."""
+_PROBLEMS = tuple[Problem, ...]
 
 
 def _kinds_of(name: str) -> tuple[Any, Any]:
-    hints = get_type_hints(getattr(Disk, name))
+    """Return the annotations of what a call sends, `what` first, and of its result."""
+    hints = get_type_hints(getattr(disk, name))
     result = hints.pop("return")
-    return tuple.__class_getitem__(tuple(kind for kind in hints.values() if kind != Values)), result
+    return tuple.__class_getitem__((str, *(kind for kind in hints.values() if kind != Values))), result
 
 
-_CALLS, _RESULTS = zip(*map(_kinds_of, _NAMES), strict=True)
-for _name in _NAMES:
-    setattr(RemoteDisk, _name, partialmethod(RemoteDisk._call, _name))
-
-
-class _Failure(NamedTuple):
-    """An exception of a call."""
-
-    kind: str
-    problems: tuple[Problem, ...]
-    arguments: tuple[int | str | None, ...]
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        if isinstance(error, PpctlError):
-            return cls(CheckpointError.__name__, error.problems, ())
-        if isinstance(error, OSError) and error.errno is not None:
-            file = str(error.filename) if error.filename else None
-            return cls(OSError.__name__, (), (error.errno, error.strerror, file))
-        kind = next((each for each in _RAISED if isinstance(error, each)), RuntimeError)
-        return cls(kind.__name__, (), tuple(map(str, error.args if type(error) is kind else [repr(error)])))
-
-    def error(self) -> Exception:
-        if self.problems:
-            return CheckpointError(self.problems)
-        return next((each for each in _RAISED if each.__name__ == self.kind), RuntimeError)(*self.arguments)
-
-
-_RAISED = OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, MemoryError
+_CALLS, _RESULTS = zip(*map(_kinds_of, disk.WORK), strict=True)
+_WRITE = disk.WORK.index("write")
 
 
 class _Stranger(PermissionError):
@@ -211,8 +185,8 @@ def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> Non
     connected.sendall(drawn)
     asked = connected.recv(32, socket.MSG_WAITALL)
     connected.sendall(hmac.digest(key, own + asked, "sha256"))
-    told = connected.recv(32, socket.MSG_WAITALL)
-    if not hmac.compare_digest(told, hmac.digest(key, other + drawn, "sha256")):
+    answer = connected.recv(32, socket.MSG_WAITALL)
+    if not hmac.compare_digest(answer, hmac.digest(key, other + drawn, "sha256")):
         raise PermissionError(errno.EPERM, "a process without this start's key was at its address, and got nothing")
     connected.settimeout(None)
 
@@ -295,49 +269,22 @@ def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> N
                 for each in descriptors:
                     os.close(each)
             with connected.makefile("rwb") as asking:
-                _answer(asking, Disk(rank), memoryview(memory))
+                _answer(asking, rank, memoryview(memory))
     finally:
         connections.end()
 
 
-def _answer(asking: BufferedRWPair, disk: Disk, memory: memoryview) -> NoReturn:
-    values: Values = values_in(memory, ())
+def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:
     while True:
-        number, arguments = _receive(asking, _CALLS)
-        name = _NAMES[number]
+        number, (what, *arguments) = _receive(asking, _CALLS)
         try:
-            value = getattr(disk, name)(*arguments, *((values,) if name == "write" else ()))
-            if name == "hold":
-                values = values_in(memory, disk.parts)
+            if number == _WRITE:
+                arguments.append(values_in(memory, arguments[2]))
+            value = getattr(disk, disk.WORK[number])(*arguments)
             answer = 0, wire.packed(_RESULTS[number], value)
         except Exception as error:
-            answer = 1, wire.packed(_Failure, _Failure.of(error))
+            answer = 1, wire.packed(_PROBLEMS, problems_of(error, what, rank))
         _send(asking, *answer)
-
-
-def places(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Where the bytes of each part lie in the memory of its rank: [begin, end)."""
-    found, end = [], 0
-    for part in parts:
-        begin = -(-end // _ALIGNED) * _ALIGNED
-        end = begin + part.bytes
-        found.append((begin, end))
-    return found
-
-
-_ALIGNED = 64
-
-
-def size_of(parts: Sequence[Part]) -> int:
-    """The bytes of that memory; never none."""
-    where = places(parts)
-    return max(where[-1][1] if where else 0, 1)
-
-
-def values_in(memory: memoryview, parts: Sequence[Part]) -> Values:
-    """The values of parts that lie in `memory`."""
-    where = places(parts)
-    return lambda number: memory[slice(*where[number])]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
 Knows the arguments, where a checkpoint is found, and in which order its parts are asked. Must not know torch: what
-makes new weights is `python -m ppctl.pretrained`, which is started here and prints its own problems.
+makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest
-from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
 from ppctl.cli import ckpt_convert, ckpt_text
-from ppctl.cli.ckpt_convert import planned_config, start_pretrained
+from ppctl.cli.ckpt_convert import planned_config
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, width
 from ppctl.cli.runs import add_runs_directory
 from ppctl.cli.table import prose
@@ -187,20 +186,13 @@ def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Prob
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from ppctl.checkpoint.arrays import ArrayReader, Compared, Difference, bytes_to_compare, compare
+    from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
 
     paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
     manifests = [read_manifest(path) for path in paths]
-    if any(manifest.format == 1 for manifest in manifests):  # whose values torch alone reads
-        done = start_pretrained("compare", *paths, stdout=subprocess.PIPE)
-        if done.returncode:
-            return done.returncode
-        told = json.loads(done.stdout)
-        found = Compared(**told | {"different": [Difference(**each) for each in told["different"]]})
-    else:
-        first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
-        with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
-            found = compare(first, second, progress)
+    first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
+    with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
+        found = compare(first, second, progress)
     report = ckpt_text.comparison(paths, found)
     print(
         json.dumps(report, indent=1) if args.json else prose(ckpt_text.differences(report, args.limit), width(UNFOLDED))

@@ -1,6 +1,6 @@
 """`ppctl ckpt import | export | average`: checkpoints made from other checkpoints, in a process with torch.
 
-Knows the arguments of `python -m ppctl.pretrained`. Must not know torch, nor what is in a checkpoint.
+Knows the arguments of `python -m ppctl.pretrained.command`. Must not know torch, nor what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -112,13 +112,8 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 def _convert(action: str, *words: object) -> int:
     """Start what converts: its sources, the output, then options."""
-    return start_pretrained(action, *words).returncode
-
-
-def start_pretrained(action: str, *words: object, stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m ppctl.pretrained` to its end."""
-    command = [*python("ppctl.pretrained"), action, *map(str, words)]
-    return subprocess.run(command, stdout=stdout, check=False)
+    command = [*python("ppctl.pretrained.command"), action, *map(str, words)]
+    return subprocess.run(command, check=False).returncode
 
 
 def planned_config(words: Sequence[str]) -> RunConfig:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import DTYPES, check_files, read_manifest
-from ppctl.checkpoint.names import in_order, ranges
-from ppctl.checkpoint.shard_file import text_of
-from ppctl.checkpoint.state import lineage, run_state
+from ppctl.checkpoint.manifest import FORMAT, check_files, read_manifest
+from ppctl.checkpoint.run_state import lineage, run_state
+from ppctl.checkpoint.tensor_parts import DTYPES, in_order, ranges, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.cli.table import aligned
 from ppctl.errors import CheckpointError
@@ -24,7 +23,7 @@ from ppctl.plan.memory_limit import MIB, amount
 from ppctl.rundir import RunDir
 
 if TYPE_CHECKING:
-    from ppctl.checkpoint.arrays import Compared
+    from ppctl.checkpoint.arrays import CheckpointDifferences
 
 _AXES = ("pp", "vpp", "tp", "cp", "ep", "etp", "dp")
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_moe_experts", "mtp_num_layers")
@@ -61,7 +60,7 @@ def contents(path: Path) -> dict[str, Any]:
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {
         "path": str(path),
-        "format": manifest.format,
+        "format": FORMAT,
         "step": manifest.step,
         "bytes": sum(record.bytes for record in manifest.files.values()),
         "files": len(manifest.files),
@@ -183,7 +182,7 @@ def verified(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def comparison(paths: Sequence[Path], found: Compared) -> dict[str, Any]:
+def comparison(paths: Sequence[Path], found: CheckpointDifferences) -> dict[str, Any]:
     """Two checkpoints compared. Numbers that are not finite are null."""
     return {
         "paths": [str(path) for path in paths],

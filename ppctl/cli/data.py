@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def tokenize(args: argparse.Namespace) -> int:
     """Write both files, or nothing."""
-    from ppctl.data.indexed_writer import IndexedWriter
+    from ppctl.data.indexed import IndexedWriter
     from ppctl.data.load import load_all, load_tokenizer
     from ppctl.data.text import encode_files, matching
     from ppctl.data.tokenizer import end_mark, token_dtype

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
-from ppctl.checkpoint.gradients import KeptStep, kept_steps
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
+from ppctl.checkpoint.step_parity import KeptStep, Side, StepDifferences, compare_step, kept_steps
 from ppctl.cli import ckpt_text, parity_text
 from ppctl.cli.console import UNFOLDED, byte_progress, note, overwrite, width
 from ppctl.cli.plan import plan_of, planned

@@ -69,7 +69,7 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
 
     Only a dry run goes on with what cannot be trained; it looks at no files, and its run directory is called ID.
     """
-    from ppctl.data.examine import examine  # numpy
+    from ppctl.data.load import examine
 
     began = time.perf_counter()
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)

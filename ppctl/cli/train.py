@@ -127,7 +127,7 @@ def adapt_to_machine(
     `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run that it names). Raises
     ConfigError with all problems if it cannot run on this machine.
     """
-    from ppctl.data.examine import examine  # numpy
+    from ppctl.data.load import examine
 
     world = plan.sizes.world
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))

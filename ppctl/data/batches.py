@@ -154,9 +154,9 @@ def find_documents(
     """
     if not (end.restarts_positions or end.separates):
         return None, None
-    found = positions(tokens.numpy(), end.token) if places is None else places
-    documents = tuple(lengths(rows) for rows in found) if end.separates else None
-    return torch.from_numpy(found) if end.restarts_positions else None, documents
+    restarting = positions(tokens.numpy(), end.token) if places is None else places
+    documents = tuple(lengths(rows) for rows in restarting) if end.separates else None
+    return torch.from_numpy(restarting) if end.restarts_positions else None, documents
 
 
 class HeldOutBatches:

@@ -1,4 +1,4 @@
-"""What batches are drawn from: samples of one corpus, or of several in fixed proportions, each in an order of its own.
+"""A blend: samples of one corpus, or of several in fixed proportions, each in an order of its own.
 
 Knows weights as whole numbers, corpora and the ids of their samples. Must not know files, steps, batches or torch.
 
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.data import sampler
+from ppctl.data.conversation_rows import ConversationRows
 from ppctl.data.corpus import Corpus, Details
-from ppctl.data.rows import Rows
 from ppctl.data.sampler import Ids
 
 
@@ -30,7 +30,7 @@ class Blend:
     Sample ids count through all corpora in order.
     """
 
-    corpora: tuple[Corpus | Rows, ...]
+    corpora: tuple[Corpus | ConversationRows, ...]
     quotas: tuple[int, ...] | None = None
 
     @cached_property
@@ -88,13 +88,13 @@ class Blend:
         """Which labels of samples `ids` count, and where their documents begin, both [*ids.shape, seq_length]; None
         where marks in the tokens say it."""
         shape = (*ids.shape, seq_length)
-        found = Details(np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64))
+        counts, places = np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
         for corpus, here, own in self._sorted(ids, seq_length):
             details = corpus.details(own, seq_length)
             if details is None:
                 return None
-            found.counts[here], found.places[here] = details
-        return found
+            counts[here], places[here] = details
+        return Details(counts, places)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check each corpus, as `Corpus` does."""
@@ -107,16 +107,18 @@ class Blend:
             corpus.check_samples(own, seq_length, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Blend, Blend]:
-        """The same share of every corpus held out."""
+        """Hold out the same share of every corpus."""
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 
-    def _sorted(self, ids: Ids, seq_length: int) -> Sequence[tuple[Corpus | Rows, npt.NDArray[np.bool_], Ids]]:
+    def _sorted(
+        self, ids: Ids, seq_length: int
+    ) -> Sequence[tuple[Corpus | ConversationRows, npt.NDArray[np.bool_], Ids]]:
         """For each corpus: the positions of its samples in `ids`, and their ids in the corpus."""
         firsts = self._firsts(seq_length)
         number = np.searchsorted(firsts, ids, side="right") - 1
-        found = [(corpus, number == i, ids[number == i] - firsts[i]) for i, corpus in enumerate(self.corpora)]
-        return [(corpus, here, own) for corpus, here, own in found if len(own)]
+        samples = [(corpus, number == i, ids[number == i] - firsts[i]) for i, corpus in enumerate(self.corpora)]
+        return [(corpus, here, own) for corpus, here, own in samples if len(own)]
 
     def _firsts(self, seq_length: int) -> Ids:
         """The first id of each corpus, and the number of all samples."""

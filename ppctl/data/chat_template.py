@@ -39,7 +39,7 @@ class Rendered(NamedTuple):
 
 
 class RenderingFailed(ValueError):
-    """What a template says against a conversation."""
+    """A template's objection to a conversation, in its own words."""
 
 
 class ChatTemplate:
@@ -111,8 +111,8 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
         except OSError as error:
             message = f"data.chat_template={file} cannot be read: {error.strerror or error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=null", str(path))) from None
-    for source, found in _sources(directory, settings):
-        return ChatTemplate(source, _marks(settings), str(found))
+    for source, path in _sources(directory, settings):
+        return ChatTemplate(source, _marks(settings), str(path))
     message = f"data.tokenizer={tokenizer} has no chat template, and data.format=chat renders messages with one"
     looked = f"looked for chat_template.jinja and {_SETTINGS} in {directory}"
     place = "data.tokenizer" if tokenizer == "byte" else looked
@@ -121,33 +121,33 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
 
 def _sources(directory: Path, settings: Mapping[str, Any]) -> list[tuple[str, Path]]:
     """The templates of a tokenizer's directory, the one that counts first: transformers' order."""
-    found = []
+    sources = []
     with suppress(OSError):
-        found.append((read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"))
+        sources.append((read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"))
     named = settings.get("chat_template")
     if isinstance(named, list):  # several, by name
         named = next((row.get("template") for row in named if row.get("name") == "default"), None)
     if isinstance(named, str):
-        found.append((named, directory / _SETTINGS))
-    return found
+        sources.append((named, directory / _SETTINGS))
+    return sources
 
 
 def _settings(directory: Path) -> Mapping[str, Any]:
     try:
-        found: Any = json.loads(read_text(directory / _SETTINGS))
+        settings: Any = json.loads(read_text(directory / _SETTINGS))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _marks(settings: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens by the names that templates know them by: `bos_token`, `eos_token`, …"""
-    found = {}
+    marks = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            marks[name] = text
+    return marks
 
 
 def _without_marks(text: str) -> Rendered:

@@ -6,7 +6,7 @@ know rows, samples or torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ppctl.config.training_config import CHAT, COMPLETION
 from ppctl.data.chat_template import ChatTemplate, Message, RenderingFailed
-from ppctl.data.text import MOST_PROBLEMS, Line, lines, merged
+from ppctl.data.text import Line, encoded, lines
 from ppctl.data.tokenizer import Tokenizer, Tokens
-from ppctl.errors import DataError, Problem
+from ppctl.errors import Problem
 
 _LIKE = {
     CHAT: '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
@@ -29,8 +29,6 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles that are not those of templates."""
 _ASSISTANT = "assistant"
 _KINDS: dict[type, str] = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
-_MANY = 1024
-"""Conversations that are encoded together: a library may spread them over the processor's cores."""
 
 Spans = Sequence[tuple[int, int]]
 """Begins and ends in characters."""
@@ -54,13 +52,13 @@ class Learned(NamedTuple):
         if not len(self.tokens):
             return []
         changes = [0, *(np.flatnonzero(np.diff(self.learned)) + 1).tolist(), len(self.tokens)]
-        found = []
+        runs = []
         for first, after in pairwise(changes):
             begin = 0 if first == 0 else int(self.begins[first])
             end = len(self.text) if after == len(self.tokens) else int(self.begins[after])
             added = after == len(self.tokens) and self.begins[-1] == len(self.text)
-            found.append((bool(self.learned[first]), self.text[begin:end] + ("<end>" if added else "")))
-        return found
+            runs.append((bool(self.learned[first]), self.text[begin:end] + ("<end>" if added else "")))
+        return runs
 
 
 class _Text(NamedTuple):
@@ -75,34 +73,13 @@ def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: Chat
     """Every line of the .jsonl `files` in order: messages, rendered by the template, or without one a prompt and its
     completion.
 
-    Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
+    Raises DataError as `encoded` does.
     """
-    problems: list[Problem] = []
-    found = (_text_of(line, template) for line in lines(files))
-    for batch in _batches(found, problems):
-        if not problems:
-            yield from _encoded(batch, tokenizer, template)
-    if problems:
-        raise DataError(merged(problems, complete=len(problems) < MOST_PROBLEMS))
+    texts = (_text_of(line, template) for line in lines(files))
+    return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
 
 
-def _batches(found: Iterable[_Text | Problem], problems: list[Problem]) -> Iterator[list[_Text]]:
-    """The texts in batches; problems go into `problems`, and twenty of them end it."""
-    batch: list[_Text] = []
-    for item in found:
-        if isinstance(item, Problem):
-            problems.append(item)
-            if len(problems) >= MOST_PROBLEMS:
-                return
-            continue
-        batch.append(item)
-        if len(batch) == _MANY:
-            yield batch
-            batch = []
-    yield batch
-
-
-def _encoded(batch: list[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
+def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
     """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own.
 
     A token that begins before the answer is one of transformers' mask where the template has the keyword `generation`;
@@ -128,14 +105,14 @@ def _text_of(line: Line | Problem, template: ChatTemplate | None) -> _Text | Pro
     if isinstance(line, Problem):
         like = _LIKE[COMPLETION if template is None else CHAT]
         return replace(line, remedy=like) if line.code == "PP-E403" else line
-    found = _completion(line) if template is None else _chat(line, template)
-    if isinstance(found, _Text):
+    rendered = _completion(line) if template is None else _chat(line, template)
+    if isinstance(rendered, _Text):
         try:
-            found.text.encode()
+            rendered.text.encode()
         except UnicodeEncodeError as error:  # JSON may write half of a pair, which is no character
             message = f"not UTF-8 text: {error.reason} at character {error.start} of the conversation"
             return Problem("PP-E411", message, "leave the line out", line.place)
-    return found
+    return rendered
 
 
 def _completion(line: Line) -> _Text | Problem:
@@ -148,8 +125,8 @@ def _completion(line: Line) -> _Text | Problem:
 def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
     messages = line.value.get("messages", line.value.get("conversations"))
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        found = None if messages is None else f"{_KINDS.get(type(messages), 'another value')} there"
-        return _wrong_form(line, CHAT, 'a list of messages under "messages"', found)
+        held = None if messages is None else f"{_KINDS.get(type(messages), 'another value')} there"
+        return _wrong_form(line, CHAT, 'a list of messages under "messages"', held)
     messages = [_message(each) for each in messages]
     if not all(isinstance(each.get("role"), str) for each in messages):
         return _wrong_form(line, CHAT, 'messages with a "role" (or "from")', "messages without")
@@ -180,7 +157,7 @@ def _turns(template: ChatTemplate, messages: list[Message], tools: Any) -> Spans
     """Where the assistant's turns stand, by what each adds to the conversation before it; None where that is no text
     at the end of a beginning of the whole."""
     whole = template.render(messages, tools).text
-    found = []
+    spans = []
     for number, message in enumerate(messages):
         if message["role"] != _ASSISTANT:
             continue
@@ -188,8 +165,8 @@ def _turns(template: ChatTemplate, messages: list[Message], tools: Any) -> Spans
         after = template.render(messages[: number + 1], tools).text
         if not (after.startswith(prompt) and whole.startswith(after)):
             return None
-        found.append((len(prompt), len(after)))
-    return found
+        spans.append((len(prompt), len(after)))
+    return spans
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,6 +186,6 @@ def _says_something(message: Mapping[str, Any]) -> bool:
     return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
-def _wrong_form(line: Line, form: str, wanted: str, found: str | None = None) -> Problem:
-    message = f"the line is not an object with {wanted} (data.format={form}) but {found or line.described}"
+def _wrong_form(line: Line, form: str, wanted: str, held: str | None = None) -> Problem:
+    message = f"the line is not an object with {wanted} (data.format={form}) but {held or line.described}"
     return Problem("PP-E418", message, _LIKE[form], line.place)

@@ -27,7 +27,7 @@ _PAGES, _PAGE = 256, 4096
 
 
 class Details(NamedTuple):
-    """What samples say beside their tokens, where a mark does not say it."""
+    """Counted labels and places of samples' tokens, where no mark in the tokens says them."""
 
     counts: npt.NDArray[np.bool_]
     """[..., s]: which labels count."""
@@ -82,12 +82,12 @@ class Corpus:
         return bool((self.tokens[: WHOLE // self.tokens.dtype.itemsize] == token).any())
 
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """The same for samples that hold such a token."""
+        """Raise DataError where one of these samples holds such a token."""
         for sample in ids.flatten():
             self.check_tokens(int(sample) * seq_length, (int(sample) + 1) * seq_length + 1, vocab_size)
 
     def check_tokens(self, begin: int, end: int, vocab_size: int) -> None:
-        """The same for the tokens from `begin` to before `end`."""
+        """Raise DataError where the tokens from `begin` to before `end` hold such a token."""
         _refuse_beyond(self, self.tokens[begin:end], begin, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
@@ -137,18 +137,18 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
-    found = [encoded for encoded in encode_files(files, tokenizer, text_key=text_key) if len(encoded.tokens)]
-    if not found:
+    documents = [each for each in encode_files(files, tokenizer, text_key=text_key) if len(each.tokens)]
+    if not documents:
         raise DataError(
             Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
         )
-    tokens = np.concatenate([piece for encoded in found for piece in (encoded.tokens, end)]).astype(dtype, copy=False)
-    ends = np.cumsum([len(encoded.tokens) + 1 for encoded in found])
-    places = [encoded.place for encoded in found]
+    tokens = np.concatenate([piece for each in documents for piece in (each.tokens, end)]).astype(dtype, copy=False)
+    ends = np.cumsum([len(each.tokens) + 1 for each in documents])
+    places = [each.place for each in documents]
     return Corpus(
         tokens,
         hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
-        f"{description}: {len(found):,} documents, {len(tokens):,} tokens",
+        f"{description}: {len(documents):,} documents, {len(tokens):,} tokens",
         lambda position: places[int(np.searchsorted(ends, position, side="right"))],
     )
 
@@ -164,7 +164,7 @@ def _mapped(prefix: str) -> Corpus:
 
 
 def _digest(prefix: str, tokens: Tokens) -> str:
-    """As of the same tokens in memory; of a file that is too large to be read through, of what is likely to differ."""
+    """Return the digest of a mapped file: of its tokens, or where they are too many, of what is likely to differ."""
     if tokens.nbytes <= WHOLE:
         return hashlib.sha256(tokens.data).hexdigest()
     with open(idx_path(prefix), "rb") as stream:

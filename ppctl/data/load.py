@@ -1,27 +1,26 @@
-"""From the `data` section of a config to what a run reads: samples to train on and samples held out.
+"""From the `data` section of a config to samples to train on and samples held out, and a look at them before a run.
 
-Knows which keys name which data. Must not know steps, ranks or torch.
+Knows which keys name which data, and what training asks of it. Must not know steps, ranks or torch: the launcher looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ppctl.config.data_paths import quotas, read_sources
-from ppctl.config.schema import DataConfig
+from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.config.training_config import CHAT, TEXT
 from ppctl.data.blend import Blend
 from ppctl.data.chat_template import ChatTemplate, open_template
+from ppctl.data.conversation_rows import ConversationRows, make_rows
 from ppctl.data.conversations import encode_conversations
 from ppctl.data.corpus import Corpus, load_corpus
-from ppctl.data.huggingface import HuggingFaceTokenizer
 from ppctl.data.indexed import as_prefix, bin_path
-from ppctl.data.rows import Rows, make_rows
 from ppctl.data.text import matching
-from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, end_mark
-from ppctl.errors import DataError, Problem
+from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
+from ppctl.errors import DataError, PpctlError, Problem
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -32,7 +31,7 @@ class DocumentEnd(NamedTuple):
 
     token: int
     masks_loss: bool = False
-    """What follows it is another document, which nothing foretells: that label does not count (eod_mask_loss)."""
+    """Whether the label that follows it does not count: nothing foretells another document (eod_mask_loss)."""
     restarts_positions: bool = False
     """Positions count from 0 in every document (reset_position_ids)."""
     separates: bool = False
@@ -44,13 +43,13 @@ NO_END = DocumentEnd(-1)
 
 
 class Data(NamedTuple):
-    """What a run reads."""
+    """The data of a run."""
 
     training: Blend
     held_out: Blend | None
-    """What evaluation reads, if the config names any. No sample of it is among those trained on."""
+    """The samples of evaluation, if the config names any. No sample of it is among those trained on."""
     end: DocumentEnd
-    """What ends a document, and what follows from it."""
+    """The token that ends a document, and what follows from it."""
 
 
 def load_data(data: DataConfig) -> Data:
@@ -79,7 +78,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
-    """What the config lets follow from documents' ends.
+    """Return the token that ends a document, and what the config lets follow from it.
 
     Raises DataError (PP-E410) where something follows from a mark that the tokenizer does not name.
     """
@@ -98,15 +97,17 @@ def of_document_ends(data: DataConfig) -> list[str]:
     return [f"data.{key}" for key in keys if getattr(data, key)]
 
 
-def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | Rows]:
-    """What reads one path of `data.path`, as `data.format` says."""
+def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
+    """Return the function that reads one path of `data.path`, as `data.format` says."""
     if data.format == TEXT:
         return lambda path: load_corpus(path, tokenizer, data.text_key)
     template = open_template(data.tokenizer, data.chat_template) if data.format == CHAT else None
     return lambda path: load_conversations(path, data, tokenizer, template)
 
 
-def load_conversations(path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> Rows:
+def load_conversations(
+    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> ConversationRows:
     """The rows of the .jsonl files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
     prefix = None if path is None else as_prefix(path)
     if path is None or prefix is not None:
@@ -124,7 +125,7 @@ def load_conversations(path: str | None, data: DataConfig, tokenizer: Tokenizer,
     )
 
 
-def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | Rows]) -> Blend:
+def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:
     """The corpora that a value of `data.path` names, with their proportions."""
     sources = read_sources(path)
     if not sources:
@@ -136,13 +137,56 @@ def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corp
 
 def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:
     """Each item loaded. Raises DataError with the problems of all items."""
-    found: list[Loaded] = []
+    loaded: list[Loaded] = []
     problems: list[Problem] = []
     for item in items:
         try:
-            found.append(load(item))
+            loaded.append(load(item))
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(dict.fromkeys(problems))
-    return tuple(found)
+    return tuple(loaded)
+
+
+# Before a run
+
+
+def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the record of the data in env.json, and its problems.
+
+    Reads all text and maps the rest; looks for tokens beyond the vocabulary as the ranks will (`check_vocabulary`).
+    """
+    try:
+        data = load_data(config.data)
+    except PpctlError as error:
+        return {}, list(error.problems)
+    problems = list(_unmarked(data, config))
+    training = _record(data.training, config, problems)
+    held_out = None if data.held_out is None else _record(data.held_out, config, problems)
+    return training | {"held_out": held_out}, list(dict.fromkeys(problems))
+
+
+def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
+    """A problem for each corpus without a document's end, although something is to follow from it."""
+    for corpus in data.training.corpora:
+        if isinstance(corpus, Corpus) and data.end != NO_END and not corpus.holds(data.end.token):
+            asked = of_document_ends(config.data)
+            message = (
+                f"no document ends in the data: it holds no token {data.end.token}, and {' and '.join(asked)} would do "
+                "nothing; `ppctl data tokenize --append-eod` writes one after every document"
+            )
+            yield Problem("PP-E416", message, " ".join(f"{key}=false" for key in asked), corpus.description)
+
+
+def _record(samples: Blend, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:
+    number = 0
+    try:
+        number = samples.num_samples(config.data.seq_length)
+    except PpctlError as error:
+        problems += error.problems
+    try:
+        samples.check_vocabulary(config.model.vocab_size)
+    except PpctlError as error:
+        problems += error.problems
+    return {"description": samples.description, "digest": samples.digest, "samples": number}

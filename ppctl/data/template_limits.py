@@ -1,4 +1,4 @@
-"""What a rendering of a chat template may use: a template is a program of somebody else's, and may never end.
+"""Limits of the rendering of a chat template: it is a program of somebody else's, and may never end.
 
 Knows Jinja's sandbox, and what of a template takes long or makes longer texts. Must not know conversations. Counted,
 not timed: on a slow machine the same conversations are refused as on a fast one.
@@ -17,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MOST_STEPS = 10**9
-"""Of one rendering, about one second; 200 turns of a conversation take a hundredth of them, 1,000 less than a tenth."""
+"""Steps of one rendering, about one second; 200 turns of a conversation take a hundredth of them."""
 LONGEST = 2**24
 """Characters of a text that a template makes: no conversation has as many."""
 MOST_ENTRIES = 2**20
 """Values in a list or a mapping, with those in its own lists and mappings."""
 MOST_BITS = 2**10
-"""Of a whole number."""
+"""Bits of a whole number."""
 LONGEST_SOURCE = 2**16
 """Characters of a template. The longest published ones have a third."""
 
@@ -47,7 +47,7 @@ _UNCOUNTED = ("encode", "translate", "expandtabs")
 """Methods of texts that no template needs: what they make is long by other rules, or no text."""
 _ATOMS = frozenset([int, float, bool, NoneType])
 _PLAIN = (str, int, float, NoneType, Undefined, range)
-"""What is the same text in every process, apart from what holds such values."""
+"""Types of values that are the same text in every process, apart from what holds such values."""
 
 
 class Limited(ImmutableSandboxedEnvironment):
@@ -75,16 +75,16 @@ class Limited(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > LONGEST_SOURCE:
             raise TemplateError(f"it has more than {LONGEST_SOURCE:,} characters")
-        found: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
-        found.set_environment(self)
-        return found
+        counted: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
+        counted.set_environment(self)
+        return counted
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As the sandbox's, without methods whose results are not foreseen."""
+        """Refuse, beside what the sandbox refuses, methods whose results are not foreseen."""
         return attr not in _UNCOUNTED and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, pieces: Iterable[Any]) -> str:
-        """What a template, a block or `~` puts one behind another."""
+        """Join what a template, a block or `~` puts one behind another."""
         texts, length = [], 0
         for piece in pieces:
             length += self._printed(piece)
@@ -95,7 +95,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return text
 
     def call(self, context: Any, callee: Any, /, *arguments: Any, **named: Any) -> Any:
-        """As the sandbox's, counted."""
+        """Call as the sandbox does, and count."""
         self._spend(_CALL)
         method = getattr(callee, "__wrapped__", callee)  # the sandbox's own str.format is a function
         owner = getattr(method, "__self__", None)
@@ -109,7 +109,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return self._noted(super().call(context, callee, *arguments, **named))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """As the sandbox's, where the result is no longer than it may be."""
+        """Compute as the sandbox does, where the result is no longer than it may be."""
         self._spend(_OPERATION)
         if operator == "**":
             _check_bits(max(_number(right), 0) * _number(left).bit_length())
@@ -123,7 +123,7 @@ class Limited(ImmutableSandboxedEnvironment):
         return self._noted(super().call_binop(context, operator, left, right))
 
     def _shown(self, value: Any) -> Any:
-        """What a template puts out, before it is text."""
+        """Count the characters of what a template puts out, before it is text."""
         if not isinstance(value, str):
             self._spend(_CHARACTER * self._printed(value))
         return value

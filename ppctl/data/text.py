@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem, listed, pasted
@@ -57,8 +57,8 @@ def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]
     """
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
-    found = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-    once = {os.path.realpath(name): Path(name) for name in reversed(found) if not os.path.isdir(name)}
+    paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
+    once = {os.path.realpath(name): Path(name) for name in reversed(paths) if not os.path.isdir(name)}
     everything = sorted(once.values())
     files = [file for file in everything if file.suffix in READABLE]
     if not files:
@@ -112,7 +112,7 @@ class Line(NamedTuple):
 
     @property
     def described(self) -> str:
-        """What it is, for messages."""
+        """Its keys, for messages."""
         return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
 
 
@@ -170,7 +170,7 @@ def _document(line: Line, text_key: str) -> Document | Problem:
 
 
 def _meant(value: Mapping[str, Any], text_key: str) -> str:
-    """What reads such a line, by its keys; else how a line looks that is read."""
+    """Return the key that reads such a line; else how a line looks that is read."""
     if "messages" in value or "conversations" in value:
         return "data.format=chat"
     if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
@@ -180,16 +180,16 @@ def _meant(value: Mapping[str, Any], text_key: str) -> str:
     return json.dumps({text_key: "one document"}) if longest is None else pasted(f"data.text_key={longest}")
 
 
-def merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
+def _merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
     """Each kind of problem once, with its first five places; unless `complete`, reading ended before the last."""
     kinds: dict[Problem, list[str]] = {}
     for problem in problems:
         kinds.setdefault(replace(problem, place=""), []).append(problem.place or "")
-    found = []
+    merged = []
     for problem, places in kinds.items():
         more = [f"and {len(places) - 5}{'' if complete else ' or'} more"] if len(places) > 5 else []
-        found.append(replace(problem, place="\n".join(dict.fromkeys([*places[:5], *more]))))
-    return found
+        merged.append(replace(problem, place="\n".join(dict.fromkeys([*places[:5], *more]))))
+    return merged
 
 
 class Encoded(NamedTuple):
@@ -207,31 +207,51 @@ def encode_files(
 ) -> Iterator[Encoded]:
     """Every document of `files` in order, those without a token too.
 
-    Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
+    Raises DataError as `encoded` does.
+    """
+
+    def encode(batch: Sequence[Document]) -> Iterator[Encoded]:
+        for ids, document in zip(tokenizer.encode_documents(batch), batch, strict=True):
+            yield Encoded(ids, document.place)
+
+    return encoded(documents(files, progress, text_key), encode)
+
+
+class _HasText(Protocol):
+    @property
+    def text(self) -> str | bytes: ...
+
+
+Item = TypeVar("Item", bound=_HasText)
+Made = TypeVar("Made")
+
+
+def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], Iterable[Made]]) -> Iterator[Made]:
+    """Yield what `encode` makes of the items, which it gets in batches.
+
+    Raises DataError with the problems of all items, the first twenty; what was yielded before is to be thrown away.
     """
     problems: list[Problem] = []
-    for batch in _batches(documents(files, progress, text_key), problems):
+    for batch in _batches(items, problems):
         if not problems:
             try:
-                tokens = tokenizer.encode_documents(batch)
+                yield from list(encode(batch))
             except DataError as error:
                 problems += error.problems
-                continue
-            yield from (Encoded(ids, document.place) for ids, document in zip(tokens, batch, strict=True))
     if problems:
-        raise DataError(merged(problems[:MOST_PROBLEMS], complete=len(problems) < MOST_PROBLEMS))
+        raise DataError(_merged(problems[:MOST_PROBLEMS], complete=len(problems) < MOST_PROBLEMS))
 
 
-def _batches(found: Iterable[Document | Problem], problems: list[Problem]) -> Iterator[Sequence[Document]]:
-    """The documents in batches; problems go into `problems`, and twenty of them end it."""
-    batch: list[Document] = []
+def _batches(items: Iterable[Item | Problem], problems: list[Problem]) -> Iterator[Sequence[Item]]:
+    """Yield the items in batches; problems go into `problems`, and twenty of them end it."""
+    batch: list[Item] = []
     size = 0
-    for document in found:
-        if isinstance(document, Problem):
-            problems.append(document)
+    for item in items:
+        if isinstance(item, Problem):
+            problems.append(item)
         else:
-            batch.append(document)
-            size += len(document.text)
+            batch.append(item)
+            size += len(item.text)
         if len(problems) >= MOST_PROBLEMS:
             return
         if len(batch) == _MANY or size >= _MUCH:

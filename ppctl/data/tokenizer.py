@@ -1,18 +1,25 @@
-"""Tokenizers: the protocol of all, and the byte-level one, which encodes any text of any language.
+"""Tokenizers: bytes, which encode any text of any language, or a Hugging Face directory's, by the library `tokenizers`.
 
-Knows ids and bytes. Must not know corpora or the model's (padded) vocabulary size.
+Knows ids, bytes and the files of such a directory. Must not know corpora or the model's (padded) vocabulary size. The
+library is an extra, imported here alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ppctl.errors import DataError, Problem
+from ppctl.errors import ConfigError, DataError, Problem
+from ppctl.files import MOST_READ_OF_A_MODEL, read_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 Tokens = npt.NDArray[np.integer[Any]]
 """Token ids as they are kept: in memory as `token_dtype` says, in a mapped file as it was written."""
@@ -79,6 +86,11 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
     return tokenizer.eos
 
 
+def tokenizer_path(name: str) -> str | None:
+    """Return where the files of `data.tokenizer` are, as a checkpoint remembers them; None for `byte`."""
+    return None if name == "byte" else str(Path(name).expanduser().absolute())
+
+
 class ByteTokenizer:
     """Ids 0..255 are the bytes themselves; three ids beyond them mark documents and padding.
 
@@ -91,10 +103,6 @@ class ByteTokenizer:
     vocab_size = 259
     marks = ()
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`'s UTF-8 bytes; a lone surrogate (JSON allows it) keeps its three bytes."""
-        return list(text.encode("utf-8", "surrogatepass"))
-
     def encode_bytes(self, data: bytes) -> Tokens:
         """The ids of raw bytes, one each; not decoded, hence never invalid."""
         return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
@@ -106,12 +114,12 @@ class ByteTokenizer:
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
         """The ids of each text's UTF-8 bytes; a character of several bytes is the place of each. No mark is put
         around a text."""
-        found = []
+        encoded = []
         for text in texts:
             ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
             begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # bytes that go on with a character: 10xxxxxx
-            found.append(Pieces(ids, begins, begins + 1))
-        return found
+            encoded.append(Pieces(ids, begins, begins + 1))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Marks (bos, eos, pad) vanish; invalid UTF-8 and ids without a meaning become U+FFFD."""
@@ -122,3 +130,116 @@ class ByteTokenizer:
         if 0 <= token < 256:
             return bytes((token,))
         return b"" if token in (self.bos, self.eos, self.pad) else "\ufffd".encode()
+
+
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class HuggingFaceTokenizer:
+    """Encodes as the directory's own pipeline does: the tokens that it puts around every text (a bos, say) included.
+
+    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; where neither names one, the only
+    special token that is usual for it.
+    """
+
+    def __init__(self, library: Library, eos: int | None) -> None:
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self.eos = eos
+        self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._dtype = token_dtype(self.vocab_size)
+
+    @classmethod
+    def open(cls, path: Path) -> HuggingFaceTokenizer:
+        """Read `path`, a directory or a tokenizer.json."""
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as missing:
+            install = f"{sys.executable} -m pip install tokenizers"
+            message = f"data.tokenizer={path} needs the library tokenizers, which is not installed"
+            raise ConfigError(Problem("PP-E410", message, install, "data.tokenizer")) from missing
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            library = Library.from_str(read_text(file, MOST_READ_OF_A_MODEL))
+        except OSError as error:
+            message = f"data.tokenizer={path}: {error.strerror or error}; it is `byte`, or a directory with a file"
+            raise DataError(
+                Problem("PP-E410", f"{message} tokenizer.json", "data.tokenizer=byte", place=str(file))
+            ) from None
+        except Exception as error:  # the library raises Exception itself
+            message = f"data.tokenizer={path}: it is no tokenizer.json: {_first_line(error)}"
+            raise DataError(Problem("PP-E410", message, "data.tokenizer=byte", place=str(file))) from None
+        return cls(library, _find_eos(library, file.parent))
+
+    @property
+    def marks(self) -> list[str]:
+        """The texts of its special tokens, those first that usually end a document."""
+        special = _special(self._library)
+        return [token for token in _USUAL_ENDS if token in special] + sorted(special - {*_USUAL_ENDS})
+
+    @property
+    def end_token(self) -> str | None:
+        """The text of `eos`, as the tokenizer's files write it."""
+        text: str | None = None if self.eos is None else self._library.id_to_token(self.eos)
+        return text
+
+    def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
+        """The ids of each document, many at a time. Raises DataError naming those that are not UTF-8."""
+        texts, problems = [], []
+        for document in documents:
+            try:
+                texts.append(document.text.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                message = f"not UTF-8 text: {error.reason} at byte {error.start}; only data.tokenizer=byte reads any"
+                problems.append(Problem("PP-E411", message, "data.tokenizer=byte", place=document.place))
+        if problems:
+            raise DataError(problems)
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in self._library.encode_batch(texts)]
+
+    def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
+        """The ids of each text, with their characters as the library says them."""
+        encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
+        pieces = []
+        for one in encoded:
+            begins, ends = np.array(one.offsets, dtype=np.int64).reshape(-1, 2).T
+            pieces.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends))
+        return pieces
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without special tokens; ids beyond the vocabulary have none."""
+        known = [int(token) for token in ids if 0 <= token < self.vocab_size]
+        text: str = self._library.decode(known, skip_special_tokens=True)
+        return text
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _find_eos(library: Library, directory: Path) -> int | None:
+    for name in _SETTINGS:
+        token = _eos_token(directory / name)
+        if token is not None:
+            number: int | None = library.token_to_id(token)
+            return number
+    special = _special(library)
+    usual = [token for token in _USUAL_ENDS if token in special]
+    end: int | None = library.token_to_id(usual[0]) if len(usual) == 1 else None
+    return end
+
+
+def _special(library: Library) -> set[str]:
+    return {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+
+
+def _eos_token(file: Path) -> str | None:
+    """Return the `eos_token` that the file names, as a text or an object with the text as its content."""
+    try:
+        settings: Any = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):
+        return None
+    token = settings.get("eos_token") if isinstance(settings, Mapping) else None
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None

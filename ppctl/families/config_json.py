@@ -17,7 +17,7 @@ from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.conversions import POSITIONS, Unbuilt
-from ppctl.families.table import FAMILIES, Family, Field
+from ppctl.families.family_table import FAMILIES, Family, Field
 from ppctl.geometry.layers import expert_width, head_dim, query_groups
 
 TRAINING = frozenset(key.attribute for key in keys_with("training").values())
@@ -132,7 +132,7 @@ def foreign_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """The same model with every size written out, and with defaults where a size has no meaning."""
+    """Return the model with every size written out, and with defaults where a size has no meaning."""
     plain, values = ModelConfig(), dict[str, Any]()
 
     def forget(names: Iterable[str]) -> None:

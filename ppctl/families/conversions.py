@@ -62,14 +62,14 @@ def _of_type(config: Json, key: str, kind: Any, words: str) -> Any:
 
 def _read_rope(config: Json) -> dict[str, Any]:
     """Base and extension, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    found = _positions(config)
-    kind = found.get("rope_type", found.get("type", "default"))
-    base = {"rotary_base": float(number({"rope_theta": config["rope_theta"], **found}, "rope_theta"))}
+    rope = _positions(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    base = {"rotary_base": float(number({"rope_theta": config["rope_theta"], **rope}, "rope_theta"))}
     if kind in ("default", None):
         return base
     if kind not in ("yarn", "llama3"):
         raise Unbuilt("rope_scaling", f"positions of type {kind} are not built; default, yarn and llama3 are")
-    scaling = {_ORIGINAL: config["max_position_embeddings"], **found}
+    scaling = {_ORIGINAL: config["max_position_embeddings"], **rope}
     if _ORIGINAL in config:
         scaling[_ORIGINAL] = config[_ORIGINAL]
     extension = {"rotary_scaling_type": kind, _ORIGINAL: whole(scaling, _ORIGINAL)}
@@ -78,10 +78,10 @@ def _read_rope(config: Json) -> dict[str, Any]:
 
 def _positions(config: Json) -> Json:
     """The mapping that counts, by transformers' rule (`RotaryEmbeddingConfigMixin`) where a file has both."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if isinstance(found, Mapping) and not any(isinstance(value, Mapping) for value in found.values()):
-        return found
-    raise Unbuilt("rope_parameters", f"takes one mapping for all layers, not {json.dumps(found)}")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if isinstance(rope, Mapping) and not any(isinstance(value, Mapping) for value in rope.values()):
+        return rope
+    raise Unbuilt("rope_parameters", f"takes one mapping for all layers, not {json.dumps(rope)}")
 
 
 def _read_llama3(scaling: Json) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _read_llama3(scaling: Json) -> dict[str, Any]:
 
 
 def _read_yarn(config: Json, scaling: Json) -> dict[str, Any]:
-    """What is missing, null or zero of `_YARN` keeps ppctl's default, which is the paper's, as in transformers."""
+    """Read YaRN's sizes. Those of `_YARN` that are missing, null or zero are ppctl's defaults, the paper's."""
     for key, built in (("attention_factor", None), ("truncate", True)):
         if scaling.get(key, built) is not built:
             raise Unbuilt("rope_scaling", f"YaRN with {key}={scaling[key]} is not built")
@@ -119,14 +119,14 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_part_rope(config: Json) -> dict[str, Any]:
-    """As `_read_rope`, of a share of every head."""
-    found = _positions(config)
-    share = number({"partial_rotary_factor": config["partial_rotary_factor"], **found}, "partial_rotary_factor")
+    """Read base, extension and the share of every head that they turn."""
+    rope = _positions(config)
+    share = number({"partial_rotary_factor": config["partial_rotary_factor"], **rope}, "partial_rotary_factor")
     return {**_read_rope(config), "rotary_percent": float(share)}
 
 
 def _write_part_rope(model: ModelConfig) -> dict[str, Any]:
-    """As `_write_rope`, of a share of every head."""
+    """Write base, extension and the share of every head that they turn."""
     return {**_write_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
@@ -184,7 +184,7 @@ def _read_sparse_step(config: Json) -> dict[str, Any]:
 
 
 def _write_sparse_step(model: ModelConfig) -> dict[str, Any]:
-    """As a list of the dense layers."""
+    """Write the dense layers as a list."""
     dense = [i for i, moe in enumerate(moe_layer_pattern(model)) if not moe]
     return {"num_experts": model.num_moe_experts or 0, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -205,7 +205,7 @@ def _read_divided(config: Json) -> dict[str, Any]:
 
 
 def _write_divided(model: ModelConfig) -> dict[str, Any]:
-    """What the router that ppctl builds does."""
+    """Write what the router that ppctl builds does."""
     return {"norm_topk_prob": model.moe_router_topk > 1}
 
 

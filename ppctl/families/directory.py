@@ -15,9 +15,8 @@ from typing import Any
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import read_config
-from ppctl.families.names import mtp_copies, stored_name
+from ppctl.families.family_table import Family, mtp_copies, stored_name
 from ppctl.families.safetensors import INDEX, SINGLE, Stored, read_directory
-from ppctl.families.table import Family
 from ppctl.files import nearest_there, read_whole
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
@@ -27,7 +26,7 @@ Shape = tuple[int, ...]
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SCALE = "_scale_inv"
-"""What is appended to the name of a matrix in 8-bit floats for the tensor of its inverse scales, one per block."""
+"""The end of the name of the tensor with the inverse scales, one per block, of a matrix in 8-bit floats."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _BLOCK = (128, 128)
@@ -83,10 +82,10 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     whole = replace(model, mtp_num_layers=skipped)
     known = {*_copies(whole), *stored_names(family, whole).values()}
     copies = {name: of for name, of in _copies(model).items() if name in stored}
-    found = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, _block(config, path))
-    if problems := list(_misfits(found, known)):
+    opened = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, _block(config, path))
+    if problems := list(_misfits(opened, known)):
         raise CheckpointError(problems)
-    return found
+    return opened
 
 
 def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
@@ -129,10 +128,10 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     layers = [Layer("decoder", index) for index in range(model.num_layers)]
     layers += [Layer("mtp", depth) for depth in range(model.mtp_num_layers or 0)]
     first, *last = (row for row in beside_layers(sizes) if row.copy_of is None)
-    found = {first.name: first.shape}
+    shapes = {first.name: first.shape}
     for layer, kind in zip(layers, layer_kinds(model, layers), strict=True):
-        found.update(_layer_tensors(kind_parameters(sizes, kind), layer.index))
-    return found | {row.name: row.shape for row in last}
+        shapes.update(_layer_tensors(kind_parameters(sizes, kind), layer.index))
+    return shapes | {row.name: row.shape for row in last}
 
 
 def _layer_tensors(rows: tuple[Parameter, ...], layer: int) -> Iterator[tuple[str, Shape]]:
@@ -163,35 +162,35 @@ def _copies(model: ModelConfig) -> dict[str, str]:
     return mtp_tables(model) | tied
 
 
-def _misfits(found: ModelDirectory, known: Collection[str]) -> Iterator[Problem]:
-    shapes = model_tensors(found.model)
-    expected = {name: shapes[of] for of, name in found.names.items()}
-    expected |= {name: shapes[of] for name, of in found.copies.items()}
-    missing = [name for name in expected if name not in found.stored]
-    unknown = [name for name in found.stored if name.removesuffix(SCALE) not in known and not name.endswith(_UNREAD)]
+def _misfits(opened: ModelDirectory, known: Collection[str]) -> Iterator[Problem]:
+    shapes = model_tensors(opened.model)
+    expected = {name: shapes[of] for of, name in opened.names.items()}
+    expected |= {name: shapes[of] for name, of in opened.copies.items()}
+    missing = [name for name in expected if name not in opened.stored]
+    unknown = [name for name in opened.stored if name.removesuffix(SCALE) not in known and not name.endswith(_UNREAD)]
     if missing:
-        yield _misfit(found, "lacks tensors of the model", missing)
+        yield _misfit(opened, "lacks tensors of the model", missing)
     if unknown:
-        yield _misfit(found, "holds tensors that the model lacks", unknown)
+        yield _misfit(opened, "holds tensors that the model lacks", unknown)
     wrong = [
         f"{name} ({stored.file.name}): {stored.dtype}{list(stored.shape)} stored, {list(shape)} expected"
         for name, shape in expected.items()
-        if (stored := found.stored.get(name)) is not None and not _fits(found, name, stored, shape)
+        if (stored := opened.stored.get(name)) is not None and not _fits(opened, name, stored, shape)
     ]
     if wrong:
-        yield _misfit(found, "holds tensors of another shape or dtype than the model's", wrong)
+        yield _misfit(opened, "holds tensors of another shape or dtype than the model's", wrong)
 
 
-def _fits(found: ModelDirectory, name: str, stored: Stored, shape: Shape) -> bool:
+def _fits(opened: ModelDirectory, name: str, stored: Stored, shape: Shape) -> bool:
     if stored.shape != shape:
         return False
     if stored.dtype in _FLOATS:
         return True
-    scale = found.stored.get(name + SCALE)
-    grid = tuple(-(-extent // block) for extent, block in zip(shape, found.block, strict=False))
+    scale = opened.stored.get(name + SCALE)
+    grid = tuple(-(-extent // block) for extent, block in zip(shape, opened.block, strict=False))
     return stored.dtype == "F8_E4M3" and scale is not None and (scale.dtype, scale.shape) == ("F32", grid)
 
 
-def _misfit(found: ModelDirectory, fault: str, names: list[str]) -> Problem:
-    remedy = f"compare the model's sizes with {pasted(found.path / CONFIG)}, and that with the weights"
-    return Problem("PP-E524", f"{found.path} {fault}", remedy, listed(names))
+def _misfit(opened: ModelDirectory, fault: str, names: list[str]) -> Problem:
+    remedy = f"compare the model's sizes with {pasted(opened.path / CONFIG)}, and that with the weights"
+    return Problem("PP-E524", f"{opened.path} {fault}", remedy, listed(names))

@@ -19,7 +19,7 @@ from ppctl.geometry.layers import head_dim, query_groups
 Shape = tuple[int, ...]
 
 
-class Rows(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of a tensor that is `groups` equal blocks of rows: of each block `size` rows from `first` on."""
 
     groups: int
@@ -29,15 +29,15 @@ class Rows(NamedTuple):
     """Rows of a block."""
 
 
-class Place(NamedTuple):
+class MegatronPlace(NamedTuple):
     """Where one of our tensors is."""
 
     keys: tuple[str, ...]
     """Its key where layers have keys of their own, as it is written today first; alternatives behind it."""
-    rows: Rows | None = None
+    rows: RowBlock | None = None
     """Which rows of what is stored under the key; None for all."""
     alone: str = ""
-    """What is appended to the key where these rows are stored by themselves."""
+    """The text that is appended to the key where these rows are stored by themselves."""
 
 
 MODEL = {
@@ -92,76 +92,77 @@ def is_stacked(model: ModelConfig) -> bool:
     return len(set(moe_layer_pattern(model))) == 1
 
 
-def places(model: ModelConfig) -> dict[str, Place]:
+def places(model: ModelConfig) -> dict[str, MegatronPlace]:
     """Canonical name -> where it is, for all of a model's tensors."""
     shapes = model_tensors(model)
     return {name: _place(name, shapes, model) for name in shapes}
 
 
-def _place(name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> Place:
+def _place(name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> MegatronPlace:
     shape = shapes[name]
     if name in MODEL:
-        return Place((MODEL[name],))
-    found = _NUMBERED.fullmatch(name)
-    assert found is not None, name
-    if found[1] == "mtp" and not found[3]:
-        module, _, kind = found[4].rpartition(".")
-        return Place((f"mtp.layers.{found[2]}.{_MTP[module]}.{kind}",))
-    if found[1] == "mtp":
-        prefixes = [f"mtp.layers.{found[2]}.{inner}." for inner in ("transformer_layer", "mtp_model_layer")]
+        return MegatronPlace((MODEL[name],))
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None, name
+    if match[1] == "mtp" and not match[3]:
+        module, _, kind = match[4].rpartition(".")
+        return MegatronPlace((f"mtp.layers.{match[2]}.{_MTP[module]}.{kind}",))
+    if match[1] == "mtp":
+        prefixes = [f"mtp.layers.{match[2]}.{inner}." for inner in ("transformer_layer", "mtp_model_layer")]
     else:
-        prefixes = [f"decoder.layers.{found[2]}."]
-    moe = f"{name.removesuffix(found[4])}moe.router.weight" in shapes
-    inner = _within(found[4], shape, model, moe)
+        prefixes = [f"decoder.layers.{match[2]}."]
+    moe = f"{name.removesuffix(match[4])}moe.router.weight" in shapes
+    inner = _within(match[4], shape, model, moe)
     return inner._replace(keys=tuple(prefix + key for prefix in prefixes for key in inner.keys))
 
 
-def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> Place:
-    """The same within a decoder layer."""
+def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> MegatronPlace:
+    """Return where a tensor of a decoder layer is within that layer."""
     module, _, kind = name.rpartition(".")
     if name == "moe.router.expert_bias":
-        return Place(("mlp.router.expert_bias",))
+        return MegatronPlace(("mlp.router.expert_bias",))
     if module in _NORMS:
         fused, alone = _NORMS[module]
         # Experts and compressed vectors have no product that takes the norm in; Megatron's own layers name it so.
         by_itself = moe if module == "ffn_norm" else model.multi_latent_attention
         keys = (f"{fused}{kind}", f"{alone}{kind}")
-        return Place(keys[::-1] if by_itself else keys)
+        return MegatronPlace(keys[::-1] if by_itself else keys)
     if module == "attention.q_norm":
         alone = f"{_ATTENTION}.q_layernorm.{kind}"
         fused = f"{_ATTENTION}.linear_q_up_proj.layer_norm_{kind}"
-        return Place((fused, alone) if model.multi_latent_attention else (alone,))
+        return MegatronPlace((fused, alone) if model.multi_latent_attention else (alone,))
     if module == "attention.kv_norm":
-        return Place((f"{_ATTENTION}.linear_kv_up_proj.layer_norm_{kind}", f"{_ATTENTION}.kv_layernorm.{kind}"))
+        return MegatronPlace((f"{_ATTENTION}.linear_kv_up_proj.layer_norm_{kind}", f"{_ATTENTION}.kv_layernorm.{kind}"))
     if module in ("attention.wq", "attention.wk", "attention.wv") and not model.multi_latent_attention:
-        return Place((f"{_ATTENTION}.linear_qkv.{kind}",), _of_groups(module[-1], model))
+        return MegatronPlace((f"{_ATTENTION}.linear_qkv.{kind}",), _of_groups(module[-1], model))
     expert = _EXPERT.search(module)
     general = module.replace(expert[0], "experts.{expert}.") if expert else module
     if general.endswith((".w1", ".w3")):
         key = f"{_FIRST[general[:-3]]}.{kind}".format(expert=expert and expert[1])
-        half = Rows(1, 0 if general.endswith("1") else shape[0], shape[0], 2 * shape[0])
-        return (
-            Place((key,), half, "_w" if general.endswith("1") else "_v") if model.gated_linear_unit else Place((key,))
-        )
-    return Place((f"{_WHOLE[general]}.{kind}".format(expert=expert and expert[1]),))
+        if not model.gated_linear_unit:
+            return MegatronPlace((key,))
+        first = general.endswith("1")
+        half = RowBlock(1, 0 if first else shape[0], shape[0], 2 * shape[0])
+        return MegatronPlace((key,), half, "_w" if first else "_v")
+    return MegatronPlace((f"{_WHOLE[general]}.{kind}".format(expert=expert and expert[1]),))
 
 
-def _of_groups(which: str, model: ModelConfig) -> Rows:
+def _of_groups(which: str, model: ModelConfig) -> RowBlock:
     """The rows of queries, keys or values: of each group its heads' queries, then its keys, then its values."""
     groups, head = query_groups(model), head_dim(model)
     queries = model.num_attention_heads // groups * head
     first, count = {"q": (0, queries), "k": (queries, head), "v": (queries + head, head)}[which]
-    return Rows(groups, first, count, queries + 2 * head)
+    return RowBlock(groups, first, count, queries + 2 * head)
 
 
-def written(model: ModelConfig) -> dict[str, tuple[Shape, Mapping[str, Rows | None]]]:
+def written(model: ModelConfig) -> dict[str, tuple[Shape, Mapping[str, RowBlock | None]]]:
     """Key with layers and experts of their own -> its shape, and which rows of it each of our tensors is."""
-    shapes, found = model_tensors(model), dict[str, tuple[Shape, dict[str, Rows | None]]]()
+    shapes, matrices = model_tensors(model), dict[str, tuple[Shape, dict[str, RowBlock | None]]]()
     for name, place in places(model).items():
         shape = shapes[name]
         if place.rows is not None:
             shape = (place.rows.groups * place.rows.block, *shape[1:])
         # Norms have two keys, by the kind of layers that Megatron-core builds: both are written, as they are small.
         for key in place.keys if len(shape) == 1 and name.startswith("layers.") else place.keys[:1]:
-            found.setdefault(key, (shape, {}))[1][name] = place.rows
-    return dict(found)
+            matrices.setdefault(key, (shape, {}))[1][name] = place.rows
+    return dict(matrices)

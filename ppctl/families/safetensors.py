@@ -60,20 +60,20 @@ def read_header(file: Path) -> dict[str, Stored]:
                 raise _damaged(file, f"has no header of safetensors, which has at most {_MOST_OF_A_HEADER:,} bytes")
             header = json.loads(stream.read(length))
         texts = (header.pop("__metadata__", None) or {}).values()
-        found = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
+        tensors = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
     except OSError as error:
         raise _damaged(file, f"cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _damaged(file, f"has no header of safetensors ({type(error).__name__})") from None
-    end = max((each.offset + each.bytes for each in found.values()), default=8 + length)
+    end = max((each.offset + each.bytes for each in tensors.values()), default=8 + length)
     if size != end:
-        cut = [name for name, each in found.items() if each.offset + each.bytes > size]
+        cut = [name for name, each in tensors.items() if each.offset + each.bytes > size]
         raise _damaged(file, f"has {size} bytes instead of {end}", listed(cut))
-    if wrong := list(_misfits(found, 8 + length)):
+    if wrong := list(_misfits(tensors, 8 + length)):
         raise _damaged(file, "has a header that contradicts itself", listed(wrong))
     if not all(isinstance(text, str) for text in texts):
         raise _damaged(file, "has a header whose __metadata__ holds other things than text")
-    return found
+    return tensors
 
 
 def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
@@ -84,9 +84,9 @@ def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
     return Stored(file, str(entry["dtype"]), shape, start + first, last - first)
 
 
-def _misfits(found: Mapping[str, Stored], start: int) -> Iterator[str]:
+def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
     """A line for each tensor whose bytes are not those of its shape and dtype, or not where the last one's end."""
-    for name, each in sorted(found.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+    for name, each in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         bits, type_ = math.prod(each.shape) * _SIZES.get(each.dtype, 0), f"{each.dtype}{list(each.shape)}"
         if each.dtype not in _SIZES:
             yield f"{name}: {each.dtype} is no dtype of safetensors"

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ppctl.checkpoint.manifest import damaged, read_manifest
-from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig

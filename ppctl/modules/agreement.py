@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, pasted
 
 CODE = "PP-E130"

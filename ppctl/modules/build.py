@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.keys import keys
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.devices import MOST_QUEUES, QUEUES, group_backends

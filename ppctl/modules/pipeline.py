@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.comm.communicator import Communicator
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.interpreter import run_schedule

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
-from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed
 from ppctl.modules.agreement import CODE, agreed

@@ -1,6 +1,8 @@
 """Weights that come from, or go to, other programs' formats, one tensor at a time.
 
-convert            Hugging Face directories, with safetensors_reader, safetensors_writer and companion_files
-from_dcp, to_dcp   torch's distributed checkpoints (decision 52), read by dcp_reader
-average, compare   the mean of several checkpoints; their differences
+command            what `ppctl ckpt` starts
+conversion         what all of them share: a checkpoint of weights alone, the weights of a checkpoint
+hugging_face       Hugging Face directories, with safetensors_values
+from_dcp, to_dcp   torch's distributed checkpoints (decision 52); dcp_metadata: their index
+average            the mean of several checkpoints
 """

@@ -7,21 +7,17 @@ Knows names, shapes and dtypes, not what they mean. One tensor of each is in mem
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, read_manifest
-from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.shard_file import text_of
-from ppctl.checkpoint.state import run_state
-from ppctl.checkpoint.streaming import save_streamed
-from ppctl.checkpoint_folder import step_path
+from ppctl.checkpoint.run_state import run_state
+from ppctl.checkpoint.tensor_parts import ranges, text_of
 from ppctl.errors import CheckpointError, Problem, pasted
-from ppctl.pretrained.convert import Done, Progress, new_directory
+from ppctl.pretrained.conversion import Done, Progress, write_weights
 
 
 def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
@@ -34,32 +30,21 @@ def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
     manifests = [read_manifest(path) for path in sources]
     names = _weights(sources, manifests)
     readers = [CheckpointReader(path, manifest) for path, manifest in zip(sources, manifests, strict=True)]
-    records = {name: manifests[0].tensors[name] for name in names}
     specs = {
-        name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
-        for name, record in records.items()
+        name.removeprefix("model."): torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
+        for name, record in manifests[0].tensors.items()
+        if name in names
     }
-    counter = count(1)
-
-    def read(name: str) -> Tensor:
-        progress(name, next(counter), len(names))
-        return _mean(name, readers)
-
     first = run_state(sources[0])
-    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": first.get("model", {})}
-    state["averaged"] = [str(path.absolute()) for path in sources]
+    state = {"model": first.get("model", {}), "averaged": [str(path.absolute()) for path in sources]}
     state |= {key: first[key] for key in ("source", "tokenizer", "tokenizer_path") if key in first}
-    with new_directory(out) as temporary:
-        save_streamed(temporary / "checkpoints", 0, specs, read, state)
-    elements = [spec.numel() for spec in specs.values()]
-    size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(step_path(out / "checkpoints", 0), "", sum(elements), len(names), size)
+    return write_weights(out, specs, lambda name: _mean(f"model.{name}", readers), state, progress)
 
 
-def _weights(sources: Sequence[Path], manifests: Sequence[Manifest]) -> list[str]:
-    """The names of the weights, in the first one's order. Raises CheckpointError (PP-E531) unless all have the same."""
+def _weights(sources: Sequence[Path], manifests: Sequence[Manifest]) -> set[str]:
+    """Return the names of the weights. Raises CheckpointError (PP-E531) unless all sources have the same."""
     first, *others = manifests
-    names = [name for name in first.tensors if name.startswith("model.")]
+    names = {name for name in first.tensors if name.startswith("model.")}
     problems = []
     for path, other in zip(sources[1:], others, strict=True):
         if lines := list(_differences(first, other)):

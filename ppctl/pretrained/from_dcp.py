@@ -1,31 +1,105 @@
 """From a distributed checkpoint of torchtitan's or Megatron-core's to one of ours, one tensor at a time, bit for bit.
 
-Knows how their tensors are found by our names. Must not know the command line, ranks or modules. Sizes are the
-config's: such a checkpoint does not tell them in a form that can be read without its program.
+Knows torch's files (`.metadata`, which says which bytes of which file are which part of a tensor, and data, each part
+by itself as `torch.save` writes it), and how tensors are found by our names. Must not know the command line, ranks or
+modules. Sizes are the config's: such a checkpoint does not tell them in a form that can be read without its program.
+`.metadata` is a pickle, which `dcp_metadata` reads without running it; parts are read by torch with `weights_only`.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.names import ranges
-from ppctl.checkpoint.streaming import save_streamed
-from ppctl.checkpoint_folder import step_path
+from ppctl.checkpoint.boxes import Box, common
+from ppctl.checkpoint.tensor_parts import ranges
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, Problem, listed
+from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import model_tensors
-from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, Place, Rows, places
+from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, MegatronPlace, RowBlock, places
+from ppctl.files import nearest_there
 from ppctl.geometry.layers import head_dim
-from ppctl.pretrained.convert import Done, Progress, left_out, new_directory
-from ppctl.pretrained.dcp_reader import DcpReader
+from ppctl.pretrained.conversion import Done, Progress, left_out, write_weights
+from ppctl.pretrained.dcp_metadata import METADATA, read_metadata
+
+
+class DcpReader:
+    """Reads boxes of the tensors of one checkpoint. Holds the parts that it read last, one of each tensor's."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError (PP-E532) where `.metadata` is missing, damaged or names other classes."""
+        self.path = path
+        try:
+            metadata = read_metadata(path)
+        except OSError as error:
+            raise self._refused(f"{METADATA} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise self._refused(str(error)) from None
+        self._metadata = metadata
+        entries = metadata.state_dict_metadata
+        self.tensors = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
+        self.others = sorted(entries.keys() - self.tensors.keys())
+        """Keys of what is no tensor."""
+        self._last: tuple[object, Tensor] | None = None
+
+    def kind(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor."""
+        record = self.tensors[key]
+        return tuple(record.size), record.properties.dtype
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """The values of a box of a tensor. Raises CheckpointError (PP-E532) where they cannot be read."""
+        record = self.tensors[key]
+        out = torch.empty(box.shape, dtype=record.properties.dtype)
+        filled = 0
+        for chunk in record.chunks:
+            part = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if (shared := common(part, box)) is not None:
+                values = self._part(key, part)
+                out[shared.within(box.offset)].copy_(values[shared.within(part.offset)])
+                filled += shared.size
+        if filled != box.size:
+            raise self._refused(f"its parts hold {filled} of the {box.size} values of {key} that are wanted")
+        return out
+
+    def _part(self, key: str, part: Box) -> Tensor:
+        """One part, as it is stored."""
+        if self._last is not None and self._last[0] == (key, part):
+            return self._last[1]
+        self._last = None  # its memory is free for the next
+        info = self._metadata.storage_data.get(MetadataIndex(key, part.offset))
+        if info is None:
+            raise self._refused(f"{METADATA} does not say where {key} at {list(part.offset)} is")
+        file = self.path / info.relative_path
+        what = f"bytes {info.offset} to {info.offset + info.length} of {info.relative_path}, of {key}"
+        if file.parent != self.path or getattr(info, "transform_descriptors", None):
+            raise self._refused(f"{what}, are in another directory or compressed, which is not read")
+        try:
+            with open(file, "rb") as stream:
+                stream.seek(info.offset)
+                data = stream.read(info.length)
+            values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # bytes that are damaged can raise anything
+            raise self._refused(f"{what}, cannot be read ({type(error).__name__}: {error})") from None
+        if not isinstance(values, Tensor) or tuple(values.shape) != part.shape:
+            raise self._refused(f"{what}, hold something else than its part of shape {list(part.shape)}")
+        self._last = (key, part), values.detach()
+        return self._last[1]
+
+    def _refused(self, fault: str) -> CheckpointError:
+        message = f"{self.path} is no distributed checkpoint that can be read: {fault}"
+        return CheckpointError(Problem("PP-E532", message, f"ls -la {pasted(nearest_there(self.path))}"))
+
+
+# Its tensors by our names
+
 
 _WORDS = ("tok_embeddings.weight", "output.weight")
 """Tables that Megatron-core stores with more rows than the vocabulary has words."""
@@ -39,9 +113,9 @@ class _Stored(NamedTuple):
     key: str
     box: Box
     """All of the matrix in which it is."""
-    rows: Rows | None
+    rows: RowBlock | None
     dim: int
-    """Of the matrix' rows: behind the indexes of layer and expert."""
+    """The dim of the matrix' rows: behind the indexes of layer and expert."""
 
 
 def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, *, megatron: bool) -> Done:
@@ -55,32 +129,23 @@ def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, 
     stored = _find(reader, model, megatron=megatron)
     shapes = model_tensors(model)
     specs = {
-        f"model.{name}": torch.empty(shapes[name], dtype=reader.kind(each.key)[1], device="meta")
-        for name, each in stored.items()
+        name: torch.empty(shapes[name], dtype=reader.kind(each.key)[1], device="meta") for name, each in stored.items()
     }
-    counter = count(1)
 
     def read(name: str) -> Tensor:
-        plain = name.removeprefix("model.")
-        progress(plain, next(counter), len(specs))
-        found = _values(reader, stored[plain]).reshape(shapes[plain])
-        return found if megatron else in_our_order(plain, found, model)
+        value = _values(reader, stored[name]).reshape(shapes[name])
+        return value if megatron else in_our_order(name, value, model)
 
-    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(model)}
-    state["source"] = str(source.absolute())
-    with new_directory(out) as temporary:
-        save_streamed(temporary / "checkpoints", 0, specs, read, state)
-    elements = [spec.numel() for spec in specs.values()]
-    size = sum(spec.numel() * spec.itemsize for spec in specs.values())
+    state = {"model": asdict(model), "source": str(source.absolute())}
     left = left_out(key for key in reader.tensors if key.startswith("optimizer."))
-    return Done(step_path(out / "checkpoints", 0), "", sum(elements), len(specs), size, left=left)
+    return write_weights(out, specs, read, state, progress, left=left)
 
 
 def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str, _Stored]:
     """Where every tensor of the model is. Raises CheckpointError (PP-E533)."""
     shapes = model_tensors(model)
-    names = places(model) if megatron else {name: Place(_titan_keys(name)) for name in shapes}
-    found, missing, wrong = dict[str, _Stored](), [], []
+    names = places(model) if megatron else {name: MegatronPlace(_titan_keys(name)) for name in shapes}
+    stored, missing, wrong = dict[str, _Stored](), [], []
     for name, place in names.items():
         match = next((each for each in _candidates(place) if each[0] in reader.tensors), None)
         if match is None:
@@ -93,8 +158,8 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
             wrong.append(f"{name} ({key}): {list(extents)} stored, {list(shape)} of each expected")
         elif any(index >= extent for index, extent in zip(front, extents, strict=False)):
             missing.append(f"{name}: {key} at {list(front)}")
-        found[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
-    used = {each.key for each in found.values()}
+        stored[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
+    used = {each.key for each in stored.values()}
     aliases = {key for place in names.values() for key, _, _ in _candidates(place)}
     skipped = SKIPPED if megatron else _TITAN_SKIPPED
     unknown = [
@@ -107,7 +172,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
     problems = [_misfit(reader, fault, lines) for fault, lines in faults.items() if lines]
     if problems:
         raise CheckpointError(problems)
-    return found
+    return stored
 
 
 def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
@@ -115,7 +180,7 @@ def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
     return Problem("PP-E533", f"{reader.path} {fault}", remedy, listed(lines))
 
 
-def _candidates(place: Place) -> Iterator[tuple[str, tuple[int, ...], Rows | None]]:
+def _candidates(place: MegatronPlace) -> Iterator[tuple[str, tuple[int, ...], RowBlock | None]]:
     """(key, indexes in front of the matrix, its rows): layers and experts stacked or not, halves alone or not."""
     for key in place.keys:
         for stacked, front in _stacked(key):
@@ -133,7 +198,7 @@ def _stacked(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{layer[1]}.{layer[3]}", (int(layer[2]), *behind)
 
 
-def _whole(shape: tuple[int, ...], rows: Rows | None) -> tuple[int, ...]:
+def _whole(shape: tuple[int, ...], rows: RowBlock | None) -> tuple[int, ...]:
     """The shape of the matrix that has these rows of ours."""
     return shape if rows is None else (rows.groups * rows.block, *shape[1:])
 
@@ -160,7 +225,7 @@ def _titan_keys(name: str) -> tuple[str, ...]:
 
 
 def in_our_order(name: str, value: Tensor, model: ModelConfig) -> Tensor:
-    """Rows of queries and keys as rotary positions pair them here, from torchtitan's neighbours."""
+    """RowBlock of queries and keys as rotary positions pair them here, from torchtitan's neighbours."""
     return _paired(name, value, model, (-1, 2))
 
 

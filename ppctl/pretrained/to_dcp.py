@@ -10,7 +10,6 @@ import io
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,13 +23,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.state import run_state
 from ppctl.config.schema import ModelConfig
 from ppctl.families.directory import model_tensors
-from ppctl.families.megatron_names import STACKED, STACKED_EXPERT, Rows, is_stacked, written
-from ppctl.pretrained.convert import Done, Progress, left_out, new_directory, saved_dtypes, saved_model
+from ppctl.families.megatron_names import STACKED, STACKED_EXPERT, RowBlock, is_stacked, written
+from ppctl.pretrained.conversion import Done, Progress, SavedWeights, left_out, new_directory
 from ppctl.pretrained.from_dcp import in_titans_order
 
 _BACKENDS = {
@@ -48,7 +44,7 @@ class _Part(NamedTuple):
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's shape."""
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -68,16 +64,12 @@ def export_dcp(
 
     Raises ConfigError (PP-E525 where `out` is taken) and CheckpointError (PP-E502, PP-E503).
     """
-    manifest = read_manifest(checkpoint)
-    state = run_state(checkpoint, manifest)
-    model = saved_model(state)
-    model = model if mtp else replace(model, mtp_num_layers=None)
-    dtypes = saved_dtypes(checkpoint, manifest, model, dtype)
-    reader, counter = CheckpointReader(checkpoint, manifest), count(1)
+    weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
+    model, dtypes, counter = weights.model, weights.dtypes, count(1)
 
     def tensor(name: str) -> Tensor:
         progress(name, next(counter), len(dtypes))
-        value = reader.tensor(f"model.{name}").to(dtypes[name])
+        value = weights.tensor(name)
         return value if megatron else in_titans_order(name, value, model)
 
     parts = _megatron_parts(model, dtypes, tensor) if megatron else _titan_parts(model, dtypes, tensor)
@@ -88,11 +80,11 @@ def export_dcp(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save({}, storage_writer=writer, planner=_Planner(parts, objects), no_dist=True)
         if megatron:
-            torch.save({"iteration": manifest.step, "content_metadata": {}}, temporary / "common.pt")
+            torch.save({"iteration": weights.manifest.step, "content_metadata": {}}, temporary / "common.pt")
             (temporary / "metadata.json").write_text(json.dumps(_BACKENDS))
-    elements = sum(_elements(shape) for shape in model_tensors(model).values())
+    elements = sum(_elements(shape) for shape in weights.shapes.values())
     size = sum(_elements(part.sizes) * part.dtype.itemsize for part in parts)
-    left = left_out(name for name in manifest.tensors if name.startswith("optim."))
+    left = left_out(name for name in weights.manifest.tensors if name.startswith("optim."))
     return Done(out, "", elements, len({part.key for part in parts}), size, left=left)
 
 
@@ -134,7 +126,7 @@ def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[in
     return key, tuple(extents), tuple(front)
 
 
-def _joined(tensor: Callable[[str], Tensor], names: Mapping[str, Rows | None], shape: tuple[int, ...]) -> Tensor:
+def _joined(tensor: Callable[[str], Tensor], names: Mapping[str, RowBlock | None], shape: tuple[int, ...]) -> Tensor:
     """Our tensors as one of theirs."""
     (first, rows), *_ = names.items()
     if rows is None:

@@ -1,7 +1,7 @@
 """Keeps every rank's gradients of a step, and fingerprints of what its stages hand on (`log.gradients`).
 
 Knows a session, and when a step's gradients are whole. Must not know what they are compared with, nor how the files
-look (`checkpoint/gradients.py`). Where no step asks for it, programs are what they were and nothing is called.
+look (`checkpoint/step_parity.py`). Where no step asks for it, programs are what they were and nothing is called.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint import shard_file
-from ppctl.checkpoint.gradients import Handed, forget_step, step_directory, write_messages
+from ppctl.checkpoint import disk
 from ppctl.checkpoint.shards import values_of
+from ppctl.checkpoint.step_parity import Handed, forget_step, step_directory, write_messages
 from ppctl.comm.buffers import Message
 from ppctl.comm.groups import gather_rows
 from ppctl.config.quantities import steps_of
@@ -69,9 +69,9 @@ class KeptGradients:
         path = step_directory(self.directory, step)
         path.mkdir(parents=True, exist_ok=True)
         self.writes(step)
-        file = path / shard_file.file_name(s.own.rank)
+        file = path / disk.file_name(s.own.rank)
         shards = gradient_shards(s)
-        shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
+        disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.world_groups)  # behind it all files are written
         if s.own.rank == 0:
             write_messages(

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import CHANGED
-from ppctl.checkpoint_folder import Found, find, step_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.shards import HostMemory
+from ppctl.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.errors import CheckpointError, Problem
 from ppctl.train.session import Session
 from ppctl.train.snapshot import Loaded, check_optimizer, continued, session_shards
@@ -34,7 +34,7 @@ def load_local(
     session: Session,
     local: LocalCopies,
     directory: Path,
-    candidates: Callable[[], list[Found]],
+    candidates: Callable[[], list[FoundCheckpoint]],
     *,
     from_disk: Callable[[], Loaded | None],
     make_room: Callable[[], HostMemory],
@@ -76,7 +76,7 @@ def load_local(
     return loaded
 
 
-def _choose(local: LocalCopies, directory: Path, candidates: Callable[[], list[Found]]) -> _Choice:
+def _choose(local: LocalCopies, directory: Path, candidates: Callable[[], list[FoundCheckpoint]]) -> _Choice:
     """On rank 0. Raises CheckpointError (PP-E775) where all that the run has done is in copies of no use to it."""
     chosen, note = local.survey.chosen, local.survey.note
     if chosen is None and not note:
@@ -92,7 +92,7 @@ def _choose(local: LocalCopies, directory: Path, candidates: Callable[[], list[F
         return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
     if chosen.step <= step_of(path):
         return _Choice()
-    where = f"the copies of step {chosen.step} in memory{local.told()}"
+    where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
     return _Choice(True, path, f"going on from {where}; there is {on_disk}")
 
 

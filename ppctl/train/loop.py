@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ppctl.checkpoint.writer import WriterAddress
-from ppctl.checkpoint_folder import Found
+from ppctl.checkpoint_folder import FoundCheckpoint
 from ppctl.config.batch_sizes import BatchSizes
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.schedule.measured_step import MeasuredStep
@@ -49,7 +49,7 @@ def train(
     session: Session,
     checkpoints: Path,
     *,
-    resume: Callable[[], list[Found]],
+    resume: Callable[[], list[FoundCheckpoint]],
     write: Writer | None,
     keep: Callable[[MeasuredStep], None] | None = None,
     gradients: Path | None = None,
@@ -134,7 +134,11 @@ class _Begin(NamedTuple):
 
 
 def _begin(
-    session: Session, saves: Saves, checkpoints: Path, resume: Callable[[], list[Found]], say: Callable[[str], None]
+    session: Session,
+    saves: Saves,
+    checkpoints: Path,
+    resume: Callable[[], list[FoundCheckpoint]],
+    say: Callable[[str], None],
 ) -> _Begin:
     model, from_disk = session.config.model.from_, partial(load_first, session, resume, say)
     if saves.local is None:

@@ -14,12 +14,11 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from ppctl.checkpoint import Saver
-from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.background import BackgroundSaver, Saved
-from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import directory_of
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.saver import BackgroundSaver, Saved, Saver
+from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError

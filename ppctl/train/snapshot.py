@@ -14,24 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppctl import checkpoint
-from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.reading import CheckpointReader, fill
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.checkpoint.reading import CheckpointReader, fill, load
+from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.state import run_state
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
-from ppctl.checkpoint_folder import AUTO, Found
+from ppctl.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
+from ppctl.data.tokenizer import tokenizer_path
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.pretrained.companion_files import tokenizer_path
-from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.safetensors_values import DirectoryReader
 from ppctl.train.session import Session
 
 
@@ -135,19 +134,6 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
     }
 
 
-def save_checkpoint(
-    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
-) -> Path:
-    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
-
-    Raises CheckpointError on all ranks where one cannot write; the earlier checkpoints are as they were.
-    """
-    config, state = session.config.checkpoint, state_of(session, step, consumed_samples, sample_order)
-    return checkpoint.save(
-        directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
-    )
-
-
 def start_from(session: Session, path: Path) -> None:
     """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
 
@@ -161,7 +147,7 @@ def start_from(session: Session, path: Path) -> None:
         _check_weights(reader, session.config.model)
         fill(reader, shards)
     elif (foreign := foreign_of(session.config.model)) is None:
-        stored = Reader(open_directory(path, model=session.config.model))
+        stored = DirectoryReader(open_directory(path, model=session.config.model))
         stored.check_copies()
         _fill_from_directory(stored.tensor, shards)
     elif has_weights(path):
@@ -208,7 +194,7 @@ class Loaded(NamedTuple):
 
 
 def load_first(
-    session: Session, candidates: Callable[[], list[Found]], say: Callable[[str], None] = print
+    session: Session, candidates: Callable[[], list[FoundCheckpoint]], say: Callable[[str], None] = print
 ) -> Loaded | None:
     """Load the first of the candidates, as rank 0 finds them, that is not damaged; None where there are none.
 
@@ -216,7 +202,7 @@ def load_first(
     Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
-    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[Found])
+    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])
     said = say if ranks.rank == 0 else lambda line: None
     if not found and session.config.checkpoint.resume == AUTO:
         said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
@@ -248,7 +234,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         return {"step": 0, "consumed_samples": 0, "sample_order": SAMPLE_ORDER}
     check_optimizer(saved_by, session, path)
     try:
-        state = checkpoint.load(path, session_shards(session))
+        state = load(path, session_shards(session))
     except CheckpointError as error:
         misfit = any(problem.code == "PP-E502" for problem in error.problems)
         saved = run_state(path)["model"] if misfit else {}

@@ -15,7 +15,8 @@ from threading import Thread
 
 import pytest
 
-from ppctl.checkpoint.writer import RemoteDisk, WriterAddress, WriterProcess, prove
+from ppctl.checkpoint.disk import WORK, prepare
+from ppctl.checkpoint.writer import NodeWriter, WriterAddress, WriterProcess, prove
 from ppctl.errors import Problem
 
 STRANGER, SIZE = 65534, 4096
@@ -95,13 +96,18 @@ def writer() -> Iterator[WriterProcess]:
     found.process.wait()
 
 
-def disk_at(address: WriterAddress, warnings: list[Problem]) -> RemoteDisk:
-    return RemoteDisk(address, 0, memory(), SIZE, warnings.append)
+def writer_at(address: WriterAddress, warnings: list[Problem]) -> NodeWriter:
+    return NodeWriter(address, 0, memory(), SIZE, warnings.append)
 
 
-def works(disk: RemoteDisk, place: Path, warnings: list[Problem]) -> bool:
+def asks(writer: NodeWriter, place: Path, step: int = 1) -> None:
+    """The rank asks for a directory to save into."""
+    writer.do("write", prepare, place, step)
+
+
+def works(writer: NodeWriter, place: Path, warnings: list[Problem]) -> bool:
     """Whether the writer does what the rank asks for."""
-    disk.prepare(place, 1)
+    asks(writer, place)
     return warnings == [] and [path.name for path in place.iterdir()] == ["step-1.tmp"]
 
 
@@ -131,7 +137,7 @@ def test_a_stranger_is_not_listened_to_and_ends_no_writer(frame: str, writer: Wr
 
     assert succeeded(as_stranger(attack))
     warnings: list[Problem] = []
-    assert works(disk_at(writer.address, warnings), tmp_path / "c", warnings), warnings
+    assert works(writer_at(writer.address, warnings), tmp_path / "c", warnings), warnings
     assert not harm.exists()
 
 
@@ -150,20 +156,20 @@ def test_a_rank_gives_nothing_to_a_strangers_writer(tmp_path: Path) -> None:
     child = as_stranger(lie_in_wait)
     os.read(ready[0], 1)
     warnings: list[Problem] = []
-    disk = disk_at(address, warnings)
+    asking = writer_at(address, warnings)
     assert succeeded(child)
     (warning,) = warnings
     assert warning.code == "PP-E510" and f"user {STRANGER}" in warning.message
-    disk.prepare(tmp_path, 1)
+    asks(asking, tmp_path)
     assert (tmp_path / "step-1.tmp").is_dir()
 
 
 def test_no_bytes_of_a_rank_do_more_than_close_its_connection(writer, tmp_path, capfd) -> None:
     warnings: list[Problem] = []
-    disk, draw, harm = disk_at(writer.address, warnings), random.Random(4), tmp_path / "harm"
+    asking, draw, harm = writer_at(writer.address, warnings), random.Random(4), tmp_path / "harm"
     frames = [*FRAMES.values(), pickled(harm)]
     frames += [draw.randbytes(draw.randrange(1, 40)) for _ in range(30)]
-    for number in range(7):
+    for number in range(len(WORK)):
         begun = struct.pack("<BQQ", number, 28, 20)
         frames += [begun + b'["%s",%d]' % (b"a\\u0000b" * 2, draw.randrange(9)) + draw.randbytes(3), begun]
     for frame in frames:
@@ -179,8 +185,8 @@ def test_no_bytes_of_a_rank_do_more_than_close_its_connection(writer, tmp_path, 
     without = connected(writer.address, b"")
     without.sendall(HELLO)
     assert is_closed(without)
-    assert works(disk, tmp_path / "c", warnings) and not harm.exists()
-    disk.close()
+    assert works(asking, tmp_path / "c", warnings) and not harm.exists()
+    asking.close()
     writer.process.wait(20)
     assert capfd.readouterr().err == ""
 
@@ -209,9 +215,9 @@ def test_a_rank_works_by_itself_where_the_answer_is_none(answer: str, tmp_path: 
     failure = b'["SystemExit",[],[[1]]]'
     sent = struct.pack("<BQQ", 1, 8 + len(failure), len(failure)) + failure
     sent = sent if answer == "another failure" else FRAMES.get(answer, pickled(harm))
-    disk = disk_at(answering(sent), warnings)
-    disk.prepare(tmp_path / "c", 1)
-    disk.prepare(tmp_path / "c", 2)
+    asking = writer_at(answering(sent), warnings)
+    asks(asking, tmp_path / "c", 1)
+    asks(asking, tmp_path / "c", 2)
     assert [problem.code for problem in warnings] == ["PP-E510"]
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"step-2.tmp"}
     assert not harm.exists()
@@ -223,11 +229,11 @@ def test_processes_of_one_user_who_do_not_share_a_key_give_each_other_nothing(wr
     with pytest.raises(PermissionError):
         connected(writer.address._replace(key=own))
     warnings: list[Problem] = []
-    disk_at(answering(b"", own), warnings).prepare(tmp_path / "c", 1)
+    asks(writer_at(answering(b"", own), warnings), tmp_path / "c")
     assert [problem.code for problem in warnings] == ["PP-E510"] and "key" in warnings[0].message
     reflected = socket.socket(socket.AF_UNIX)
     reflected.connect(f"\0{writer.address.name}")
     for _ in range(2):  # whatever the writer says is said to it
         reflected.sendall(reflected.recv(32))
     assert is_closed(reflected)
-    assert works(disk_at(writer.address, warnings), tmp_path / "d", list[Problem]())
+    assert works(writer_at(writer.address, warnings), tmp_path / "d", list[Problem]())

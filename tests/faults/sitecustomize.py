@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 
 _IS_WRITER = "ppctl.checkpoint.writer" in sys.orig_argv
 
@@ -130,10 +131,10 @@ def _arm_room() -> None:
     import errno
     import threading
 
-    from ppctl.checkpoint import shard_file
+    from ppctl.checkpoint import disk
 
     def cramped(write: Callable[[], object]) -> object:
-        room, thread, write_all = 500, threading.get_ident(), shard_file._write_all
+        room, thread, write_all = 500, threading.get_ident(), disk._write_all
 
         def write_some(descriptor: int, data: memoryview) -> None:
             if threading.get_ident() != thread:
@@ -142,29 +143,30 @@ def _arm_room() -> None:
             os.write(descriptor, data[:room])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        shard_file._write_all = write_some
+        disk._write_all = write_some
         try:
             return write()
         finally:
-            shard_file._write_all = write_all
+            disk._write_all = write_all
 
     _in_one_write(cramped)
 
 
 def _in_one_write(strike: Callable[[Callable[[], object]], object]) -> None:
     """Let `strike` do the write that PPCTL_FAULT names, in whatever process the rank's tensors are written."""
-    from ppctl.checkpoint.disk import Disk
+    from ppctl.checkpoint import disk
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    write, saves = Disk.write, [0]
+    write, saves = disk.write, [0]
 
-    def spoilt_write(self: Disk, *arguments: object) -> object:
-        saves[0] += str(self.rank) == rank
-        if str(self.rank) != rank or saves[0] != int(number):
-            return write(self, *arguments)
-        return strike(lambda: write(self, *arguments))
+    @wraps(write)
+    def spoilt_write(writes_for: int, *arguments: object) -> object:
+        saves[0] += str(writes_for) == rank
+        if str(writes_for) != rank or saves[0] != int(number):
+            return write(writes_for, *arguments)
+        return strike(lambda: write(writes_for, *arguments))
 
-    Disk.write = spoilt_write
+    disk.write = spoilt_write
 
 
 def _arm_update() -> None:
@@ -254,27 +256,22 @@ def _arm_change() -> None:
 
 
 def _arm_save() -> None:
-    from ppctl.checkpoint.disk import Disk
-    from ppctl.checkpoint.writer import RemoteDisk
+    if _IS_WRITER:
+        return
+    from ppctl.checkpoint.saver import Saver
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    saves = [0]
+    do, saves = Saver._do, [0]
 
-    def spoil(disk: type) -> None:
-        write = disk.write
-
-        def spoilt_write(self: object, *arguments: object) -> object:
-            written = write(self, *arguments)
+    def spoilt_do(self: Saver, what: str, work: Callable[..., object], *arguments: object) -> object:
+        done = do(self, what, work, *arguments)
+        if work.__name__ == "write":
             saves[0] += 1
             if os.environ["RANK"] == rank and saves[0] == int(number):
                 _strike("kill")
-            return written
+        return done
 
-        disk.write = spoilt_write
-
-    if not _IS_WRITER:
-        spoil(Disk)
-        spoil(RemoteDisk)
+    Saver._do = spoilt_do
 
 
 def _watch() -> None:

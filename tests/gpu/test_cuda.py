@@ -19,7 +19,9 @@ from one_rank import tiny_config, waits_in_a_pipeline
 from ranks import run_ranks
 from torch.nn.attention import SDPBackend
 
-from ppctl.checkpoint import CheckpointReader, Shard, read_manifest
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.shards import Shard
 from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE

@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from ppctl.checkpoint.boxes import Box, boxes_of_run
+from ppctl.checkpoint.disk import file_name, write_file
 from ppctl.checkpoint.manifest import Manifest, ShardRecord, TensorRecord, record_whole
-from ppctl.checkpoint.shard_file import Part, file_name, write
+from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.checkpoint_folder import MANIFEST, STATE, prepare, publish
 
 Arrays = Mapping[str, np.ndarray]
@@ -42,7 +43,7 @@ def save(
         held.sort(key=lambda each: -each[1].itemsize)
         values = [whole[part.box.within((0,) * whole.ndim)] for part, whole in held]
         data = [memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) for value in values]
-        record, shards = write(temporary / file_name(rank), [part for part, _ in held], data)
+        record, shards = write_file(temporary / file_name(rank), [part for part, _ in held], data)
         files[file_name(rank)] = record
         for (part, _), shard in zip(held, shards, strict=True):
             found.setdefault(part.name, []).append(shard)
@@ -54,14 +55,14 @@ def save(
     return publish(directory, step)
 
 
-def _held(tensors: Arrays, rank: int, ranks: int) -> Iterator[Part]:
+def _held(tensors: Arrays, rank: int, ranks: int) -> Iterator[TensorPart]:
     for name, value in tensors.items():
         if not value.ndim:
             boxes = [Box((), ())] if rank == 0 else []
         else:
             each = -(-value.size // ranks)
             boxes = list(boxes_of_run(value.shape, rank * each, min((rank + 1) * each, value.size)))
-        yield from (Part(name, value.shape, value.dtype.name, box) for box in boxes)
+        yield from (TensorPart(name, value.shape, value.dtype.name, box) for box in boxes)
 
 
 def _record(value: np.ndarray, shards: list[ShardRecord]) -> TensorRecord:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 from command import FAULTS, alive
 
-from ppctl.checkpoint import Shard
-from ppctl.checkpoint.background import BackgroundSaver
+from ppctl.checkpoint.saver import BackgroundSaver
+from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.writer import NO_WRITER, WriterProcess
 
 PROGRAM = "ppctl.checkpoint.writer"

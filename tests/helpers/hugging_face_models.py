@@ -9,7 +9,7 @@ from cuts import cut
 from ppctl.families.directory import open_directory
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import pieces
-from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.safetensors_values import DirectoryReader
 
 SIZES = dict(
     vocab_size=52,
@@ -146,7 +146,7 @@ def saved_model(name, directory):
 
 def our_logits(directory, tokens, layout="EttttL"):
     """What ppctl's stages of a four-layer model compute from a directory."""
-    reader, x = Reader(open_directory(directory)), tokens
+    reader, x = DirectoryReader(open_directory(directory)), tokens
     for spec in cut(layout, 1):
         stage = build_stage(spec, reader.directory.model, seed=1, dtype=torch.float32, device="cpu")
         take(stage, reader)

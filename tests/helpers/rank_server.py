@@ -29,7 +29,7 @@ import torch.distributed as dist
 from rank_server_io import read_message, write_message
 from torch.overrides import TorchFunctionMode
 
-IMPORTED_ONCE = ("torch._dynamo", "pytest", "ppctl.train.loop", "ppctl.rank.worker", "ppctl.checkpoint.streaming")
+IMPORTED_ONCE = ("torch._dynamo", "pytest", "ppctl.train.loop", "ppctl.rank.worker", "ppctl.checkpoint.saver")
 """What forked ranks need not import again: the first for an optimizer's first step, the others for a test's module.
 They would be most of a rank's seconds."""
 

@@ -17,10 +17,13 @@ import pytest
 import torch
 from command import only_run, ppctl
 from frozen import IS_WRITTEN, fields, frozen, hold, hold_calls, members, signature
+from verified import verify
 
 import ppctl as package
 from ppctl import P2PCommunicator, megatron
-from ppctl.checkpoint import load, read_state, verify, whole_shards
+from ppctl.checkpoint.reading import load
+from ppctl.checkpoint.run_state import read_state
+from ppctl.checkpoint.shards import whole_shards
 from ppctl.config.compose import compose
 from ppctl.model.stage import meta_stage
 from ppctl.plan import build_plan
@@ -110,7 +113,10 @@ def old_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
-    """`save` wrote it on 2026-11-22, with torch 2.13. It is never written anew: `make golden` leaves it alone."""
+    """Two ranks saved it on 2026-11-26, with torch 2.13: parts of tensors, whole ones, and a copy of one that both had.
+
+    It is never written anew: `make golden` leaves it alone.
+    """
     copy = shutil.copytree(OLD_CHECKPOINT, tmp_path / "step-3")
     assert verify(copy).step == 3
     assert read_state(copy) == {"step": 3}

@@ -18,10 +18,8 @@ PACKAGE = Path(ppctl.__file__).parent
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 ALLOWED = {
-    ("checkpoint/dcp_metadata.py", "pickle"): "torch's checkpoints have an index that is a pickle",
-    ("checkpoint/dcp_metadata.py", "Unpickler"): "makes the records of such an index and nothing else",
-    ("checkpoint/format_1.py", "FileSystemReader"): "its index is read by dcp_metadata, and names tensors alone",
-    ("checkpoint/format_1.py", _LOAD): "torch reads parts of tensors with weights_only",
+    ("pretrained/dcp_metadata.py", "pickle"): "torch's checkpoints have an index that is a pickle",
+    ("pretrained/dcp_metadata.py", "Unpickler"): "makes the records of such an index and nothing else",
 }
 """(file, what it uses): why it may."""
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.disk import Written
-from ppctl.checkpoint.holders import packed_parts, parts_of
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.disk import WrittenParts
+from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts, parts_of
 from ppctl.errors import Problem
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.passes import lower
@@ -37,7 +36,7 @@ class Outer(NamedTuple):
 
 
 OUTER = Outer(Inner(Path("/a b/\udcff"), [(1, True), (-(10**30), False)]), b"\0\xff", {3: (0.1, -0.0), -1: ()}, b"end")
-PART = Part("model.w", (4, 5), "float32", Box((0, 0), (4, 5)))
+PART = TensorPart("model.w", (4, 5), "float32", Box((0, 0), (4, 5)))
 SCHEDULE = lower(make_schedule("1f1b", pp=2, num_microbatches=4))
 
 VALUES: list[tuple[Any, Any]] = [
@@ -57,8 +56,8 @@ VALUES: list[tuple[Any, Any]] = [
     (tuple[Problem, ...], (Problem("PP-E1", "what", "try", "here"),)),
     (Outer, OUTER),
     (Outer | None, None),
-    (Part, PART),
-    (Written, Written((5, 4, "ab"), [7], ["ab cd", ""])),
+    (TensorPart, PART),
+    (WrittenParts, WrittenParts((5, 4, "ab"), [7], ["ab cd", ""])),
     (Schedule, SCHEDULE),
 ]
 
@@ -105,8 +104,8 @@ def as_bytes(plain: Any, raw: bytes = b"") -> bytes:
         (Op, as_bytes("EXEC")),
         (Op, as_bytes([])),
         (dict[str, int], as_bytes([["a", 1, 2]])),
-        (Part, as_bytes(["w", [4], "float32", [[0], [None]]])),
-        (Part, as_bytes({"name": "w"})),
+        (TensorPart, as_bytes(["w", [4], "float32", [[0], [None]]])),
+        (TensorPart, as_bytes({"name": "w"})),
         (Path, as_bytes(3)),
         (Any, as_bytes(b"[" * 100_000)),
         (list[int], as_bytes(b"[" * 100_000)),
@@ -170,7 +169,7 @@ def test_altered_bytes_are_another_value_of_the_type_or_refused(kind: Any, value
 
 
 def test_parts_arrive_as_they_were_and_altered_ones_are_refused() -> None:
-    parts = [Part(f"w{n}", (n % 3, 2), "float32", Box((0, n), (1, 1))) for n in range(300)]
+    parts = [TensorPart(f"w{n}", (n % 3, 2), "float32", Box((0, n), (1, 1))) for n in range(300)]
     data, draw = packed_parts(parts), random.Random(3)
     assert parts_of(data) == parts and parts_of(packed_parts([])) == []
     assert all(isinstance(part.box, Box) for part in parts_of(data))
@@ -179,4 +178,4 @@ def test_parts_arrive_as_they_were_and_altered_ones_are_refused() -> None:
             found = parts_of(altered(data, draw))
         except Malformed:
             continue
-        assert all(isinstance(part, Part) for part in found)
+        assert all(isinstance(part, TensorPart) for part in found)

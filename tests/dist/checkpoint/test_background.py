@@ -19,12 +19,15 @@ import torch.distributed as dist
 from background_saves import PROGRAM, forked, kill, saver_of, writer_ends
 from command import alive
 from evaluated_runs import config_of, text
+from one_save import save
 from ranks import run_ranks
+from verified import verify
 
-from ppctl import checkpoint
-from ppctl.checkpoint import CheckpointReader, Shard, host_memory, read_manifest, verify, whole_shards
+from ppctl.checkpoint import disk, shards
 from ppctl.checkpoint.boxes import boxes_of_run
-from ppctl.checkpoint.disk import Disk
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint_folder import find
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
@@ -67,7 +70,7 @@ def both_ways(root: str, writer: bool) -> list[str]:
     saver.finish()
     saver.close()
     for step in (1, 2, 3):
-        checkpoint.save(Path(root) / "at once", step, held(step, rank, world), {"step": step}, keep=0)
+        save(Path(root) / "at once", step, held(step, rank, world), {"step": step}, keep=0)
     return [problem.code for problem in warnings]
 
 
@@ -149,7 +152,7 @@ def assert_usable(directory: Path, steps: set[int]) -> None:
     for path in directory.glob("step-*"):
         if not path.suffix:
             verify(path)
-    checkpoint.save(directory, 9, held(9), {}, keep=0)
+    save(directory, 9, held(9), {}, keep=0)
     assert find(directory).path.name == "step-9" and not [each for each in directory.iterdir() if each.suffix]
 
 
@@ -157,7 +160,7 @@ def assert_usable(directory: Path, steps: set[int]) -> None:
 def before(tmp_path_factory):
     directory = tmp_path_factory.mktemp("before") / "checkpoints"
     for step in (1, 2):
-        checkpoint.save(directory, step, held(step), {"step": step}, keep=2)
+        save(directory, step, held(step), {"step": step}, keep=2)
     return directory
 
 
@@ -306,13 +309,13 @@ def test_a_read_only_directory_is_told_on_every_rank(tmp_path):
 
 def test_training_goes_on_beside_a_slow_disk_and_the_next_save_waits(tmp_path, monkeypatch):
     """The disk answers when the test lets it."""
-    answer, write = Event(), Disk.write
+    answer, write = Event(), disk.write
 
-    def slow(self, *arguments):
+    def slow(*arguments):
         answer.wait(60)
-        return write(self, *arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(Disk, "write", slow)
+    monkeypatch.setattr(disk, "write", slow)
     saver = saver_of(tmp_path, held(1), writer=False)
     saver.begin(1, held(1), {})
     assert saver.under_way == 1 and not saver.finish(0.0) and not saver.news() and find(tmp_path) is None
@@ -326,16 +329,16 @@ def test_training_goes_on_beside_a_slow_disk_and_the_next_save_waits(tmp_path, m
 
 def test_another_run_that_takes_the_directory_is_an_error_and_no_mixed_checkpoint(before, tmp_path, monkeypatch):
     """Two starts must not share one; where they do, the one whose draft was swept away fails."""
-    directory, write, began = shutil.copytree(before, tmp_path / "checkpoints"), Disk.write, Event()
+    directory, write, began = shutil.copytree(before, tmp_path / "checkpoints"), disk.write, Event()
     taken = Event()
 
-    def interrupted(self, *arguments):
+    def interrupted(*arguments):
         if not began.is_set():
             began.set()
             taken.wait(60)
-        return write(self, *arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(Disk, "write", interrupted)
+    monkeypatch.setattr(disk, "write", interrupted)
     one, other = (saver_of(directory, held(3), writer=False) for _ in range(2))
     one.begin(3, held(3), {"run": "one"})
     began.wait(60)
@@ -353,7 +356,7 @@ def test_memory_that_cuda_cannot_pin_is_told_with_what_to_do(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     with pytest.raises(CheckpointError, match="GiB: CUDA cannot pin it, out of memory") as raised:
-        host_memory._pin(torch.empty(8, dtype=torch.uint8))
+        shards._pin(torch.empty(8, dtype=torch.uint8))
     assert [problem.code for problem in raised.value.problems] == ["PP-E511"]
 
 

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import one_save
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
+from verified import verify
 
-from ppctl import checkpoint
-from ppctl.checkpoint import Shard, read_manifest, verify, whole_shards
+from ppctl.checkpoint import reading
 from ppctl.checkpoint.boxes import boxes_of_run
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint_folder import find
 from ppctl.errors import CheckpointError
 
@@ -36,11 +39,11 @@ def stage_tensors(pp_rank, pp, *, fill=None, width=4):
 
 
 def save(directory, step, tensors, state, **settings):
-    return checkpoint.save(directory, step, whole_shards(tensors), state, **settings)
+    return one_save.save(directory, step, whole_shards(tensors), state, **settings)
 
 
 def load(path, tensors):
-    return checkpoint.load(path, whole_shards(tensors))
+    return reading.load(path, whole_shards(tensors))
 
 
 def value(name, width=4):
@@ -82,7 +85,7 @@ def test_each_part_is_written_once_and_replicas_share_the_work(tmp_path):
 
 
 def save_shards(directory, cut):
-    return checkpoint.save(Path(directory), 1, shards_of(cut), {}, keep=0)
+    return one_save.save(Path(directory), 1, shards_of(cut), {}, keep=0)
 
 
 ROWS, COLUMNS = 12, 10
@@ -111,7 +114,7 @@ def load_shards(path):
     answers = []
     for cut in CUTS:
         shards = shards_of(cut, fill=-1)
-        checkpoint.load(Path(path), shards)
+        reading.load(Path(path), shards)
         answers.append(all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, shards_of(cut), strict=True)))
     return answers
 

@@ -14,16 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from axis_runs import config_of
+from one_save import save_checkpoint
 from ranks import run_ranks
 
-from ppctl.checkpoint import CheckpointReader, read_manifest
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.generate import Generator
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 STEPS, SAMPLES = 2, 8

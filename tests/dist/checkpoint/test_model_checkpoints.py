@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from expert_runs import config_of, together
+from one_save import save_checkpoint
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.generate import Generator
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evaluated_runs import config_of, text
 from ranks import RanksFailed, run_ranks
 
-from ppctl.checkpoint import read_manifest
+from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint_folder import AUTO, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from command import TINY, metrics, only_run, ppctl
 from dense_runs import config_of
+from one_save import save_checkpoint
 from ranks import run_ranks
 
 from ppctl.config.compose import override
@@ -17,7 +18,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 
 
 @pytest.fixture(scope="module")

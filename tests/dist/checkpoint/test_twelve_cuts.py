@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from axis_runs import config_of
+from one_save import save_checkpoint
 from ranks import run_ranks
 
-from ppctl.checkpoint import load
+from ppctl.checkpoint.reading import load
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.session import Session, build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint, session_shards
+from ppctl.train.snapshot import load_checkpoint, session_shards
 from ppctl.train.step import Trainer
 
 V = dict(pp=2, virtual_pipeline_model_parallel_size=2, pp_schedule="zbv_zero_bubble", layout="Et|t|t*2|mL")

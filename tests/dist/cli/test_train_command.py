@@ -59,7 +59,7 @@ def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
     """More than a second of every rank's start."""
     log = (whole_run[1] / "logs" / "rank-0001.log").read_text()
     imported = re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE)
-    assert "ppctl.checkpoint.agreement" in imported
+    assert "ppctl.checkpoint.rank_agreement" in imported
     assert not {"torch._dynamo", "sympy"} & set(imported)
 
 
@@ -156,7 +156,8 @@ def test_a_record_has_the_documented_keys(whole_run):
 def test_every_parameter_of_every_stage_moves(whole_run):
     import torch
 
-    from ppctl.checkpoint import CheckpointReader, read_manifest
+    from ppctl.checkpoint.manifest import read_manifest
+    from ppctl.checkpoint.reading import CheckpointReader
     from ppctl.model.initialize import initial_value
 
     _, run = whole_run

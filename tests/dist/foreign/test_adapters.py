@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
 from foreign_models import described_here, model_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ from ppctl.launch.weights import model_values
 from ppctl.model.initialize import initial_value
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.convert import export_checkpoint
+from ppctl.pretrained.hugging_face import export_checkpoint
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
+from ppctl.train.snapshot import load_checkpoint, start_from
 from ppctl.train.step import Trainer
 
 # Models are described, which takes ten seconds of a quiet machine.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
 from foreign_models import FEW, OTHERS, described_here, model_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import muon_of, update
 from ranks import run_ranks
@@ -27,9 +28,9 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.launch.weights import model_values
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.convert import export_checkpoint
+from ppctl.pretrained.hugging_face import export_checkpoint
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, start_from
+from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 # Each model is described, which takes ten seconds of a quiet machine, trained in two or three ranks, and exported.

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from command import TINY, alive, environment, losses, metrics, only_run, ppctl
 from oracle.reference import reference_losses
-
-from ppctl.checkpoint import verify
+from verified import verify
 
 pytestmark = pytest.mark.timeout(120)
 

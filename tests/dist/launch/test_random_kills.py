@@ -11,8 +11,8 @@ import pytest
 from background_saves import PROGRAM, kill
 from command import TINY, alive, losses, metrics, only_run, start
 from oracle.reference import reference_losses
+from verified import verify
 
-from ppctl.checkpoint import verify
 from ppctl.checkpoint_folder import find, step_of
 
 STEPS, INTERVAL = 300, 5

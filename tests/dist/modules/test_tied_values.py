@@ -10,6 +10,7 @@ import pytest
 import torch
 from dense_runs import config_of
 from foreign_models import model_of
+from one_save import save_checkpoint
 from own_modules import PARTS, batches, made
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,7 @@ import ppctl
 from ppctl.errors import PpctlError
 from ppctl.plan.build import build_plan
 from ppctl.train.session import Session, build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
+from ppctl.train.snapshot import load_checkpoint, start_from
 
 CONFIG = ppctl.PipelineConfig(pp_microbatch_size=2, module_fqns_per_model_part=PARTS[2])
 BATCH = batches(1, 4)[0]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import STEPS, config_of, reference, session_of, trainer_of
 from expert_runs import config_of as config_with_experts
+from one_save import save_checkpoint
 from own_worlds import in_own_worlds
 from ranks import run_ranks
 from whole_tensors import whole_of
@@ -19,7 +20,7 @@ from whole_tensors import whole_of
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import part_of, scatter_sums, start_gather
 from ppctl.train.generate import write_sample
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 
 
 @pytest.fixture(scope="module")

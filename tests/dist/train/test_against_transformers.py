@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hugging_face_models import DENSE, MOE, hugging_face_model, relative
+from one_save import save_checkpoint
 from oracle.data import whole_batches
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM
@@ -20,10 +21,10 @@ from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.loss import token_losses
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.convert import export_checkpoint
-from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.hugging_face import export_checkpoint
+from ppctl.pretrained.safetensors_values import DirectoryReader
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, start_from
+from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 SEQ, MICROBATCHES = 16, 4
@@ -106,7 +107,7 @@ def case(request, tmp_path_factory, text):
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(directory / "gradients")
-    reader = Reader(open_directory(directory / "gradients"))
+    reader = DirectoryReader(open_directory(directory / "gradients"))
     trained = [name for name in reader.directory.names if not name.endswith("expert_bias")]
     return directory / "weights", loss, {name: reader.tensor(name) for name in trained}
 

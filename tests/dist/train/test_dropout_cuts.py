@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import session_of, trainer_of
 from expert_runs import EXPERTS, SIZES, STEPS, config_of, hold, reference_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
@@ -16,7 +17,7 @@ from ranks import run_ranks
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.train.evaluate import Evaluator
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 GPT3 = DROPOUT | {

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import STEPS, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from ranks import run_ranks
 from torch import nn
@@ -30,7 +31,7 @@ from ppctl.train.grad_norm import GradientNorm, Location
 from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.session import Session, build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 CPU = torch.device("cpu")

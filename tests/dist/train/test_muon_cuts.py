@@ -9,6 +9,7 @@ import torch.distributed as dist
 from axis_runs import MaskedBatches, differences, train_all, whole, world_of
 from axis_runs import config_of as config_over_axes
 from dense_runs import CPU, STEPS, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from own_worlds import in_own_worlds
@@ -18,7 +19,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from dense_runs import config_of, session_of, trainer_of
 from live_memory import LiveBytes, count_in_flight
+from one_save import save_checkpoint
 from ranks import run_ranks
 
 from ppctl.config.mapping import to_mapping
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 
 CUTS = [
     pytest.param({"pp": 2, "vpp": 1, "m": 5}, id="1f1b"),

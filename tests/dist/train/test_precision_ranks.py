@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import config_of, hold_to_reference, reference, session_of, train_cut, trainer_of
+from one_save import save_checkpoint
 from ranks import RanksFailed, run_ranks
 
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 
 
 def train(mapping: dict, steps: int) -> tuple[list[dict], dict[str, torch.Tensor], set[torch.dtype]]:

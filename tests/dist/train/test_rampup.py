@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import CPU, config_of
+from one_save import save_checkpoint
 from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
@@ -16,7 +17,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
 
 STEPS = 7

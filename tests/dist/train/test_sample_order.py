@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from evaluated_runs import config_of, text
+from one_save import save_checkpoint
 from ranks import RanksFailed, run_ranks
 
 from ppctl.checkpoint.manifest import read_manifest, record_whole
-from ppctl.checkpoint.state import read_state
+from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.loop import train
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint
 
 __all__ = ["text"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from expert_runs import MODELS, SEQ, SIZES
+from one_save import save_checkpoint
 from ranks import run_ranks
 
 from ppctl.cli.main import main
@@ -14,7 +15,7 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.launch.weights import checkpoint_tensors
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, session_shards
+from ppctl.train.snapshot import session_shards
 
 KINDS = {**MODELS, "biases": dict(add_bias_linear=True, normalization="LayerNorm", gated_linear_unit=False)}
 DTYPES = {

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from functools import wraps
 
 
 def _arm() -> None:
@@ -32,16 +33,17 @@ def _arm() -> None:
 
 def _arm_disk() -> None:
     """In ranks and in the writers of their nodes."""
-    from ppctl.checkpoint.disk import Disk
+    from ppctl.checkpoint import disk
 
-    write = Disk.write
+    write = disk.write
 
-    def slow_write(self: Disk, *arguments: object) -> object:
+    @wraps(write)
+    def slow_write(rank: int, *arguments: object) -> object:
         if "SLOW_SAVE" in os.environ:
-            time.sleep(float(os.environ["SLOW_SAVE"].split(",")[self.rank]))
-        return write(self, *arguments)
+            time.sleep(float(os.environ["SLOW_SAVE"].split(",")[rank]))
+        return write(rank, *arguments)
 
-    Disk.write = slow_write
+    disk.write = slow_write
 
 
 _RANK, _WRITER = "ppctl.rank.worker" in sys.orig_argv, "ppctl.checkpoint.writer" in sys.orig_argv

@@ -9,24 +9,20 @@ import subprocess
 import sys
 import time
 
+import one_save
 import pytest
 import torch
 from safetensors.torch import load_file
+from verified import verify
 
-from ppctl import checkpoint, checkpoint_folder
-from ppctl.checkpoint import (
-    CheckpointReader,
-    Shard,
-    manifest,
-    read_manifest,
-    read_state,
-    shard_file,
-    verify,
-    whole_shards,
-)
+from ppctl import checkpoint_folder
+from ppctl.checkpoint import disk, manifest, reading
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.holders import choose_writers
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import read_state
+from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.tensor_parts import TensorPart, choose_writers
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 
@@ -47,11 +43,11 @@ def tensors(value=1.0):
 
 
 def save(directory, step, held, state, **settings):
-    return checkpoint.save(directory, step, whole_shards(held), state, **settings)
+    return one_save.save(directory, step, whole_shards(held), state, **settings)
 
 
 def load(path, held):
-    return checkpoint.load(path, whole_shards(held))
+    return reading.load(path, whole_shards(held))
 
 
 def blank(value=1.0):
@@ -202,7 +198,7 @@ def test_a_flipped_bit_is_told_with_tensor_file_and_bytes(tmp_path, name):
 
 def test_every_chunk_of_a_large_shard_has_a_digest_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "CHUNK", 64)
-    monkeypatch.setattr(shard_file, "CHUNK", 64)
+    monkeypatch.setattr(disk, "CHUNK", 64)
     value = torch.arange(60.0).view(5, 12)  # 240 bytes: three chunks and three quarters
     path = save(tmp_path, 1, {"w": value}, {}, keep=0)
     assert len(shard_of(path, "w").digests) == 4
@@ -246,20 +242,35 @@ def test_a_file_of_the_checkpoint_is_read_by_safetensors_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "code"),
+    ("make", "code", "words"),
     [
-        (lambda path: None, "PP-E501"),
-        (lambda path: path.mkdir(), "PP-E501"),
-        (lambda path: path.write_text(""), "PP-E501"),
-        (lambda path: (path.mkdir(), (path / "manifest.json").write_text('{"format": 99}')), "PP-E509"),
+        (lambda path: None, "PP-E501", "there is no checkpoint at"),
+        (lambda path: path.mkdir(), "PP-E501", "is not a checkpoint"),
+        (lambda path: path.write_text(""), "PP-E501", "is not a checkpoint"),
+        (lambda path: of_another_format(path, '{"format": 99}'), "PP-E509", "has format 99, this ppctl reads format 2"),
+        (lambda path: of_another_format(path, FORMAT_1), "PP-E509", "has format 1, this ppctl reads format 2"),
     ],
-    ids=["nothing", "an empty directory", "a file", "another format"],
+    ids=["nothing", "an empty directory", "a file", "another format", "format 1"],
 )
-def test_what_is_no_checkpoint_is_refused(tmp_path, make, code):
+def test_what_is_no_checkpoint_is_refused(tmp_path, make, code, words):
     make(tmp_path / "step-1")
     for call in (read_state, verify, lambda path: load(path, blank())):
         (problem,) = refused(call, tmp_path / "step-1")
-        assert problem.code == code
+        assert problem.code == code and words in problem.message
+
+
+FORMAT_1 = """{
+ "files": {"state.json": {"bytes": 15, "sha256": "f40c8c9c29e5ab0ba6d1c1a2ba9c2a6e3c1ac29a2a8cd0ea0ebd5ed6f3d0e0cb"}},
+ "format": 1,
+ "step": 3,
+ "tensors": {"model.norm.weight": {"dtype": "float32", "sha256": "00ff", "shape": [5]}}
+}"""
+"""A manifest as versions before 0.1.0 wrote it."""
+
+
+def of_another_format(path, manifest):
+    path.mkdir()
+    (path / "manifest.json").write_text(manifest)
 
 
 def test_a_start_finds_none_before_the_first_and_the_newest_when_latest_names_what_is_gone(tmp_path):
@@ -342,7 +353,8 @@ def test_a_kill_at_random_moments_leaves_a_checkpoint_to_go_on_from(tmp_path):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from ppctl.checkpoint import CheckpointReader, read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.manifest import read_manifest
 def memory(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
 reader = CheckpointReader(Path(sys.argv[1]), read_manifest(Path(sys.argv[1])))
@@ -402,10 +414,10 @@ def test_copies_that_differ_on_one_rank_are_refused_by_name(tmp_path):
 )
 def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path, offsets, said):
     held = [Shard("a", (6, 3), offset, torch.ones(2, 3)) for offset in offsets]
-    (problem,) = refused(checkpoint.save, tmp_path, 1, held, {}, keep=0)
+    (problem,) = refused(one_save.save, tmp_path, 1, held, {}, keep=0)
     assert (problem.code, problem.place) == ("PP-E506", said) and not list(tmp_path.iterdir())
     path = save(tmp_path, 1, {"a": torch.ones(6, 3)}, {}, keep=0)
-    (problem,) = refused(checkpoint.load, path, held)
+    (problem,) = refused(reading.load, path, held)
     assert (problem.code, problem.place) == ("PP-E506", said)
 
 
@@ -438,7 +450,8 @@ def test_writers_are_chosen_by_asking_each_tensors_holders_alone(dp):
     world, own = 2048, 8
     whole = Box.whole((2,))
     held = [
-        Counted(Part(f"layers.{rank // dp}.w{n}", (2,), "float32", whole) for n in range(own)) for rank in range(world)
+        Counted(TensorPart(f"layers.{rank // dp}.w{n}", (2,), "float32", whole) for n in range(own))
+        for rank in range(world)
     ]
     Counted.asked = 0
     writers = choose_writers(held)

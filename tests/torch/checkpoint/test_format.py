@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from one_save import save
 from xxhash import xxh3_128_hexdigest
 
-from ppctl.checkpoint import Shard, save
 from ppctl.checkpoint.boxes import boxes_of_run
+from ppctl.checkpoint.shards import Shard
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"
 WHOLE = torch.arange(60.0).view(6, 10)

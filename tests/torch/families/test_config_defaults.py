@@ -8,7 +8,7 @@ import transformers
 
 from ppctl.errors import ConfigError
 from ppctl.families.config_json import read_config
-from ppctl.families.table import FAMILIES
+from ppctl.families.family_table import FAMILIES
 
 YARN = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 OTHERS = dict(

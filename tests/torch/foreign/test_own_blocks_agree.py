@@ -13,7 +13,7 @@ from hugging_face_models import relative, take
 from torch import Tensor
 
 from ppctl.families.directory import open_directory
-from ppctl.families.table import FAMILIES, Family
+from ppctl.families.family_table import FAMILIES, Family
 from ppctl.foreign.anatomy import survey
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
@@ -22,7 +22,7 @@ from ppctl.geometry.layers import parse_layers
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import pieces
-from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.safetensors_values import DirectoryReader
 
 CLOSE = 1e-5
 LAYERS, WORDS = 4, 256
@@ -77,7 +77,7 @@ def in_tiers() -> list[Any]:
 def test_own_blocks_compute_what_transformers_own_code_does(family: Family, tmp_path: Path) -> None:
     model = whole_model(family)
     model.save_pretrained(tmp_path / "weights")
-    reader = Reader(open_directory(tmp_path / "weights"))
+    reader = DirectoryReader(open_directory(tmp_path / "weights"))
     layers = ["embedding", *(f"decoder.{index}" for index in range(LAYERS)), "loss"]
     (spec,) = cut("E" + "t" * LAYERS + "L", 1)
     ours = build_stage(spec, reader.directory.model, seed=1, dtype=torch.float32, device="cpu")
@@ -97,7 +97,7 @@ def test_own_blocks_compute_what_transformers_own_code_does(family: Family, tmp_
         for key, parameter in theirs.canonical_parameters().items():
             model.get_parameter(key).copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(tmp_path / "gradients")
-    gradients, seen = Reader(open_directory(tmp_path / "gradients")), 0
+    gradients, seen = DirectoryReader(open_directory(tmp_path / "gradients")), 0
     for key, parameter in ours.canonical_parameters().items():
         assert parameter.grad is not None, key
         for piece, part in pieces(key, parameter.grad, ours.parameter_rows()[key], ours.experts):

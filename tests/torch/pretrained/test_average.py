@@ -9,12 +9,15 @@ import pytest
 import torch
 from array_checkpoints import arrays, save
 from hugging_face_models import hugging_face_model
+from verified import verify
 
-from ppctl.checkpoint import CheckpointReader, read_manifest, read_state, verify
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import read_state
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.pretrained.average import average
-from ppctl.pretrained.convert import export_checkpoint, import_directory
+from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 
 def silent(*_: object) -> None:

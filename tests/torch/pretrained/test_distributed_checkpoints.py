@@ -11,20 +11,23 @@ from pathlib import Path, PosixPath
 
 import pytest
 import torch
+from one_save import save
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from verified import verify
 
-from ppctl import checkpoint
-from ppctl.checkpoint import CheckpointReader, read_manifest, read_state, verify, whole_shards
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import read_state
+from ppctl.checkpoint.shards import whole_shards
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError
 from ppctl.families.directory import model_tensors
-from ppctl.pretrained.dcp_reader import DcpReader
-from ppctl.pretrained.from_dcp import import_dcp, in_our_order, in_titans_order
+from ppctl.pretrained.from_dcp import DcpReader, import_dcp, in_our_order, in_titans_order
 from ppctl.pretrained.to_dcp import export_dcp
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "torch_dist"
@@ -243,7 +246,7 @@ def test_optimizer_states_that_are_left_out_are_counted(tmp_path: Path) -> None:
     assert export_dcp(done.path, tmp_path / "back", silent, megatron=False).left == ""
     held = {f"model.{name}": value for name, value in state.items()}
     held |= {f"optim.{name}.exp_avg": value for name, value in state.items()}
-    trained = checkpoint.save(tmp_path / "run", 1, whole_shards(held), {"model": asdict(model)}, keep=0)
+    trained = save(tmp_path / "run", 1, whole_shards(held), {"model": asdict(model)}, keep=0)
     for megatron in (False, True):
         left = export_dcp(trained, tmp_path / f"trained {megatron}", silent, megatron=megatron).left
         assert f"left out: {len(state)} tensors" in left

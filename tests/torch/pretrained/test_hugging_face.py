@@ -11,20 +11,19 @@ import torch
 import transformers
 from hugging_face_models import DENSE, LEFT_OUT, MOE, hugging_face_model, our_logits, relative, saved_model
 from safetensors.torch import load_file, save_file
+from verified import verify
 
-from ppctl.checkpoint import verify
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.checkpoint.streaming import save_streamed
+from ppctl.checkpoint.saver import save_streamed
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.families.directory import model_tensors, open_directory
-from ppctl.pretrained import convert
-from ppctl.pretrained.__main__ import main as convert_command
-from ppctl.pretrained.convert import export_checkpoint, import_directory
-from ppctl.pretrained.safetensors_reader import Reader, dequantised
-from ppctl.pretrained.safetensors_writer import write_shards
+from ppctl.pretrained import hugging_face
+from ppctl.pretrained.command import main as convert_command
+from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
+from ppctl.pretrained.safetensors_values import DirectoryReader, dequantised, write_shards
 
 
 def silent(*_):
@@ -79,7 +78,7 @@ def test_many_files_are_read_and_written_through_their_index(tmp_path, monkeypat
     theirs = hugging_face_model("qwen3").bfloat16()
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     imported = import_directory(tmp_path / "theirs", tmp_path / "ours", silent)
-    monkeypatch.setattr(convert, "SHARD", 9_000)
+    monkeypatch.setattr(hugging_face, "SHARD", 9_000)
     exported = export_checkpoint(imported.path, tmp_path / "back", silent)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(list((tmp_path / "back").glob("*.safetensors"))) > 2
@@ -197,7 +196,7 @@ def test_multi_token_prediction_is_stored_with_its_copies_and_read_back(tmp_path
     assert torch.equal(
         stored["model.layers.2.mlp.experts.3.up_proj.weight"], weights["model.mtp.0.layer.moe.experts.3.w3.weight"]
     )
-    reader = Reader(open_directory(tmp_path / "theirs"))
+    reader = DirectoryReader(open_directory(tmp_path / "theirs"))
     reader.check_copies()
     assert_equal({f"model.{name}": reader.tensor(name) for name in reader.directory.names}, weights)
 
@@ -263,7 +262,7 @@ def test_8_bit_weights_are_imported_in_bfloat16(tmp_path):
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "quantization_config": {"weight_block_size": [32, 32]}})
     )
-    reader = Reader(open_directory(tmp_path / "theirs"))
+    reader = DirectoryReader(open_directory(tmp_path / "theirs"))
     found = reader.tensor("layers.0.attention.wkv_b.weight")
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, rtol=2**-4, atol=2**-8)
@@ -414,11 +413,11 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 def test_what_was_written_is_read_back_and_thrown_away_if_it_is_something_else(tmp_path, monkeypatch):
     path, _ = checkpoint_of(MTP, tmp_path / "run")
 
-    def write(directory, specs, tensors, shard):
-        others = [spec._replace(dtype=torch.float16) for spec in specs]
+    def write(directory, parts, tensors, shard):
+        others = [part._replace(dtype="float16") for part in parts]
         return write_shards(directory, others, (tensor.to(torch.float16) for tensor in tensors), shard)
 
-    monkeypatch.setattr(convert, "write_shards", write)
+    monkeypatch.setattr(hugging_face, "write_shards", write)
     with pytest.raises(CheckpointError, match="PP-E523") as caught:
         export_checkpoint(path, tmp_path / "theirs", silent, dtype=torch.bfloat16)
     assert "model.embed_tokens.weight" in caught.value.problems[0].place

@@ -21,7 +21,7 @@ from ppctl.train.generate import prompt_from
 )
 def test_the_prompt_is_a_line_from_the_middle(text: str, prompt: str) -> None:
     tokenizer = ByteTokenizer()
-    tokens = np.array([*tokenizer.encode(text), tokenizer.eos], dtype=np.uint16)
+    tokens = np.array([*text.encode(), tokenizer.eos], dtype=np.uint16)
     assert tokenizer.decode(prompt_from(tokens)) == prompt
 
 

@@ -7,7 +7,7 @@ import pytest
 from ppctl.checkpoint.local_copy import (
     CHANGED,
     Chosen,
-    Copy,
+    HostCopy,
     LocalCopy,
     LocalRecord,
     Seen,
@@ -63,7 +63,7 @@ def seen(*hosts: tuple[str, list[int], str]) -> list[Seen]:
     found = {}
     for name, ranks, lying in hosts:
         copies = [
-            Copy(int(rank.rstrip("k")), rank.endswith("k"), int(step), start, f"parts {rank.rstrip('k')}")
+            HostCopy(int(rank.rstrip("k")), rank.endswith("k"), int(step), start, f"parts {rank.rstrip('k')}")
             for rank, step, start in (each.split() for each in lying.split(",") if each)
         ]
         found |= {rank: Seen(name, name, f"parts {rank}", 1, copies, False) for rank in ranks}
@@ -123,12 +123,12 @@ def test_a_copy_that_has_changed_is_replaced_by_the_neighbours(tmp_path):
 
     ranks = look()
     assert [each.changed for each in ranks] == [False, False] and ranks[0].place != ranks[1].place
-    assert [each.copies for each in ranks] == [[Copy(0, kept, 6, "a", ranks[0].parts)] for kept in (False, True)]
+    assert [each.copies for each in ranks] == [[HostCopy(0, kept, 6, "a", ranks[0].parts)] for kept in (False, True)]
     memory[3] ^= 1
     own.values.write_bytes(memory)
     ranks = look()
     assert ranks[0].changed and why_none(ranks) == CHANGED
-    ranks[1].copies.append(Copy(1, False, 6, "a", ranks[1].parts))
+    ranks[1].copies.append(HostCopy(1, False, 6, "a", ranks[1].parts))
     assert choose(ranks).sources == [(1, True), (1, False)]
 
 

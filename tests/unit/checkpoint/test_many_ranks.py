@@ -12,17 +12,18 @@ import pytest
 from simulated_ranks import parts_of, written_by
 
 from ppctl import wire
-from ppctl.checkpoint.disk import Disk, Written, manifest_of
-from ppctl.checkpoint.holders import check_tensors, packed_parts
+from ppctl.checkpoint import disk
+from ppctl.checkpoint.disk import WrittenParts, manifest_of
 from ppctl.checkpoint.manifest import Manifest
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.tensor_parts import TensorPart, check_tensors, packed_parts
 
 
 def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:
     """Choose writers, make the manifest, read and check it, in this process: parts, calls of functions, CPU seconds."""
     held = [parts_of(rank, dp) for rank in range(ranks)]
     packed = list(map(packed_parts, held))
-    disk, calls, seconds = Disk(0), 0, 0.0
+    disk._writers.cache_clear()
+    calls, seconds = 0, 0.0
 
     def count(frame: Any, event: str, value: Any) -> None:
         nonlocal calls
@@ -38,14 +39,14 @@ def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:
         return found
 
     measured(lambda: disk.choose(packed))
-    assert disk._writers is not None
-    written = written_by(disk._writers, held)
+    writers = disk._writers(tuple(packed))
+    written = written_by(writers, held)
     text = measured(
-        lambda: manifest_of(3, disk._writers, [wire.unpacked(Written, each) for each in written]).to_text().encode()
+        lambda: manifest_of(3, writers, [wire.unpacked(WrittenParts, each) for each in written]).to_text().encode()
     )
     manifest = measured(lambda: Manifest.from_text(text))
     parts = [
-        Part(name, record.shape, record.dtype, shard.box)
+        TensorPart(name, record.shape, record.dtype, shard.box)
         for name, record in manifest.tensors.items()
         for shard in record.shards
     ]

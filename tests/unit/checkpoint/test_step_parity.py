@@ -5,11 +5,19 @@ import json
 import numpy as np
 import pytest
 
-from ppctl.checkpoint import shard_file
+from ppctl.checkpoint import disk
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.gradients import Handed, KeptStep, forget_step, kept_steps, step_directory, write_messages
-from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.step_parity import Side, compare_step
+from ppctl.checkpoint.step_parity import (
+    Handed,
+    KeptStep,
+    Side,
+    compare_step,
+    forget_step,
+    kept_steps,
+    step_directory,
+    write_messages,
+)
+from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.errors import CheckpointError
 from ppctl.topology import ParallelSizes
 
@@ -21,9 +29,9 @@ def kept(path, ranks, handed=()):
     directory = step_directory(path, 1)
     directory.mkdir(parents=True)
     for rank, parts in enumerate(ranks):
-        described = [Part(f"gradient.{n}", w, "float32", Box(o, v.shape)) for n, w, o, v in parts]
+        described = [TensorPart(f"gradient.{n}", w, "float32", Box(o, v.shape)) for n, w, o, v in parts]
         values = (np.ascontiguousarray(v).reshape(-1).view(np.uint8).data for *_, v in parts)
-        shard_file.write(directory / shard_file.file_name(rank), described, values)
+        disk.write_file(directory / disk.file_name(rank), described, values)
     write_messages(directory, list(handed))
     return KeptStep(path, 1)
 
@@ -125,8 +133,8 @@ def test_a_gradient_of_another_shape_is_a_difference(one, tmp_path):
 def test_a_part_that_is_none_of_its_gradient_is_refused(tmp_path, offset):
     """An array up to where it ends would not fit into memory."""
     (directory := step_directory(tmp_path, 1)).mkdir()
-    part = Part("gradient.a@" + ",".join(map(str, offset)), A.shape, "float32", Box((0, 0), A.shape))
-    shard_file.write(directory / shard_file.file_name(0), [part], [A.reshape(-1).view(np.uint8).data])
+    part = TensorPart("gradient.a@" + ",".join(map(str, offset)), A.shape, "float32", Box((0, 0), A.shape))
+    disk.write_file(directory / disk.file_name(0), [part], [A.reshape(-1).view(np.uint8).data])
     write_messages(directory, [])
     with pytest.raises(CheckpointError, match="PP-E645"):
         KeptStep(tmp_path, 1)

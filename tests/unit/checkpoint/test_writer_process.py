@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.disk import Disk
-from ppctl.checkpoint.holders import packed_parts
-from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.writer import RemoteDisk, WriterProcess
+from ppctl.checkpoint.disk import choose, commit, prepare, problems_of
+from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts
+from ppctl.checkpoint.writer import NodeWriter, WriterProcess
 from ppctl.errors import CheckpointError
 
 IMPORTS = (
@@ -53,16 +52,16 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def held(dtype: str, offset: int = 0) -> tuple[bytes, ...]:
-    return (packed_parts([Part("w", (4,), dtype, Box((offset,), (4,)))]),)
+def held(dtype: str, offset: int = 0) -> list[bytes]:
+    return [packed_parts([TensorPart("w", (4,), dtype, Box((offset,), (4,)))])]
 
 
-FAILING: dict[str, Callable[[Disk, Path], Any]] = {
-    "a file in the way": lambda disk, place: disk.prepare(place / "file" / "below", 1),
-    "no such checkpoint": lambda disk, place: (disk.choose(held("int8")), disk.commit(place, 1, [], b"")),
-    "parts that are not all": lambda disk, place: disk.choose(held("int8", 1)),
-    "an unknown dtype": lambda disk, place: disk.choose(held("int3")),
-    "no path": lambda disk, place: disk.prepare(Path("a\0b"), 1),
+FAILING: dict[str, Callable[[Path], tuple[Any, ...]]] = {
+    "a file in the way": lambda place: (prepare, place / "file" / "below", 1),
+    "no such checkpoint": lambda place: (commit, place, 1, held("int8"), [], b""),
+    "parts that are not all": lambda place: (choose, held("int8", 1)),
+    "an unknown dtype": lambda place: (choose, held("int3")),
+    "no path": lambda place: (prepare, Path("a\0b"), 1),
 }
 
 
@@ -71,12 +70,11 @@ def test_errors_of_the_writer_are_those_of_a_rank_that_writes_itself(what: str, 
     (tmp_path / "file").touch()
     descriptor = os.memfd_create("ppctl-test")
     os.ftruncate(descriptor, 64)
-    disks, found = (Disk(0), RemoteDisk(WriterProcess().address, 0, descriptor, 64, pytest.fail)), []
-    for disk in disks:
-        with pytest.raises(Exception) as raised:
-            FAILING[what](disk, tmp_path)
-        error = raised.value
-        said = error.problems if isinstance(error, CheckpointError) else (error.args, getattr(error, "filename", None))
-        found.append((type(error), said))
-    disks[1].close()
-    assert found[0] == found[1]
+    writer = NodeWriter(WriterProcess().address, 3, descriptor, 64, pytest.fail)
+    work, *arguments = FAILING[what](tmp_path)
+    with pytest.raises(Exception) as own:
+        work(*arguments)
+    with pytest.raises(CheckpointError) as writers:
+        writer.do("do it", work, *arguments)
+    writer.close()
+    assert writers.value.problems == problems_of(own.value, "do it", 3)

@@ -59,7 +59,7 @@ def test_a_checkpoint_is_described_by_size_cut_and_lineage(run: Path, capsys: py
     assert all(len(line) <= 80 or str(run) in line or "/" in line for line in out.splitlines())
     found = json.loads(output(capsys, "inspect", path, "--json")[1])
     assert found["lineage"]["began_with"] == [str(source), "/weights/llama"] and "tensors" not in found
-    assert json.loads(output(capsys, "inspect", GOLDEN, "--json")[1])["format"] == 1
+    assert json.loads(output(capsys, "inspect", GOLDEN, "--json")[1])["format"] == 2
 
 
 @pytest.mark.parametrize("how", ["run", "id", "directory", "newest"])

@@ -19,7 +19,7 @@ import yaml
 from array_checkpoints import arrays, save
 from lying_files import ODD, altered, clear, put_device, put_pipe, sealed, write_state
 
-from ppctl.checkpoint.state import run_state
+from ppctl.checkpoint.run_state import run_state
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.run_directory import Launch, go_on

@@ -10,9 +10,9 @@ from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYS
 from ppctl.config.schema import DataConfig
 from ppctl.data import template_limits
 from ppctl.data.chat_template import open_template
+from ppctl.data.conversation_rows import packed
 from ppctl.data.conversations import encode_conversations
 from ppctl.data.load import load_data, load_tokenizer
-from ppctl.data.rows import packed
 from ppctl.errors import DataError
 
 

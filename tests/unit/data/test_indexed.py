@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.data.corpus import load_corpus
-from ppctl.data.indexed import as_prefix, open_indexed
-from ppctl.data.indexed_writer import IndexedWriter
+from ppctl.data.indexed import IndexedWriter, as_prefix, open_indexed
 from ppctl.data.tokenizer import ByteTokenizer, token_dtype
 from ppctl.errors import DataError
 
@@ -182,7 +181,7 @@ def test_a_signal_that_strikes_when_the_file_has_just_been_made_leaves_nothing(t
         open(path, mode).close()
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("ppctl.data.indexed_writer.open", open_and_be_interrupted, raising=False)
+    monkeypatch.setattr("ppctl.data.indexed.open", open_and_be_interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "new" / "a", np.dtype("<u2")):
         pass
     assert list(tmp_path.iterdir()) == []

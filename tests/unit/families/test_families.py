@@ -14,7 +14,7 @@ from ppctl.cost import parameter_counts as count
 from ppctl.errors import ConfigError
 from ppctl.families.config_json import canonical, known_families, read_config, write_config
 from ppctl.families.directory import model_tensors, mtp_tables, stored_names
-from ppctl.families.table import FAMILIES
+from ppctl.families.family_table import FAMILIES
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
 FAMILY = {

@@ -1,11 +1,12 @@
 """The families: how each writes a model's sizes in config.json, and what it calls its tensors.
 
-Knows keys, defaults and fixed choices, as data. Must not know files. Sources: the public config.json of each family's
-models, and the defaults of the classes in transformers that read them.
+Knows keys, defaults, fixed choices and names, as data: a family is a row. Must not know shapes or files. Sources: the
+public config.json of each family's models, and the defaults of the classes in transformers that read them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import not_
@@ -13,7 +14,99 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ppctl.families.conversions import DIVIDED, FIRST_DENSE, GROUPS, PART_ROPE, ROPE, SPARSE_STEP, Conversion
-from ppctl.families.names import LATENT, MIXTRAL
+
+# Names of tensors. `{expert}` stands for the index of an expert. MTP's modules follow the decoder's layers: module K of
+# a model with N layers is `model.layers.{N+K}`.
+
+MODEL = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention_norm": "input_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "moe.router": "mlp.gate",
+    "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "moe.experts.{expert}.w1": "mlp.experts.{expert}.gate_proj",
+    "moe.experts.{expert}.w2": "mlp.experts.{expert}.down_proj",
+    "moe.experts.{expert}.w3": "mlp.experts.{expert}.up_proj",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""Module (or whole tensor) within a decoder layer; `.weight` and `.bias` stay as they are."""
+
+LATENT = {
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+}
+"""DeepSeek's families: names that differ, and modules that only they have."""
+
+MIXTRAL = {
+    "moe.router": "block_sparse_moe.gate",
+    "moe.experts.{expert}.w1": "block_sparse_moe.experts.{expert}.w1",
+    "moe.experts.{expert}.w2": "block_sparse_moe.experts.{expert}.w2",
+    "moe.experts.{expert}.w3": "block_sparse_moe.experts.{expert}.w3",
+}
+"""Mixtral's names that differ."""
+
+MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+"""Module within an MTP module; its decoder layer has the names of `LAYER`."""
+
+MTP_COPIES = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
+"""Copies of the model's tables that every MTP module is stored with there: name within it -> what it is a copy of."""
+
+_EXPERT_NAME = re.compile(r"\.experts\.(\d+)\.")
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
+_MTP_NAME = re.compile(r"mtp\.(\d+)\.(layer\.)?(.+)")
+
+
+def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str:
+    """Hugging Face's name of a canonical tensor.
+
+    `own_names` are the family's names that differ from `LAYER`. Raises KeyError for a name that is not canonical.
+    """
+    table = {**LAYER, **own_names}
+    if name in MODEL:
+        return MODEL[name]
+    if match := _LAYER_NAME.fullmatch(name):
+        return f"model.layers.{match[1]}.{_within(match[2], table)}"
+    if match := _MTP_NAME.fullmatch(name):
+        return f"model.layers.{num_layers + int(match[1])}.{_within(match[3], table if match[2] else MTP)}"
+    raise KeyError(name)
+
+
+def _within(name: str, table: Mapping[str, str]) -> str:
+    if name in table:
+        return table[name]
+    module, _, kind = name.rpartition(".")
+    expert = _EXPERT_NAME.search(module)
+    if expert is not None:
+        module = module.replace(expert[0], ".experts.{expert}.")
+    return f"{table[module]}.{kind}".format(expert=expert and expert[1])
+
+
+def mtp_copies(model_layers: int, depth: int) -> dict[str, str]:
+    """Hugging Face's name of each copy that MTP module `depth` is stored with -> the canonical name of the original."""
+    return {f"model.layers.{model_layers + depth}.{name}": of for name, of in MTP_COPIES.items()}
+
+
+# Families
 
 
 def _same(value: Any) -> Any:
@@ -53,7 +146,7 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     """Keys of config.json that change what is computed -> the values that ppctl builds; the first is the default."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Module -> its name, where that is not the one in `names.LAYER`."""
+    """Module -> its name, where that is not the one in `LAYER`."""
     also: tuple[str, ...] = ()
     """Other values of model_type that mean this family."""
     synonyms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -20,13 +20,13 @@ from ppctl.files import MOST_READ, read_whole
 from ppctl.json_reader import Count, Line, parse, read
 
 
-class _Model(TypedDict):
+class _SavedModel(TypedDict):
     from_: Line | None
 
 
 def _check_model(values: Mapping[str, Any]) -> None:
     """Raise ValueError unless these are values of ModelConfig; of a later version's fields nothing is known."""
-    read(_Model, {"from_": None, **values})
+    read(_SavedModel, {"from_": None, **values})
     for key in keys().values():
         if key.name.startswith("model.") and key.attribute in values and not key.is_callable:
             value = converted_value(key.name, values[key.attribute])
@@ -87,8 +87,8 @@ def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     if checkpoint_folder.is_step(path):
         steps.add(checkpoint_folder.step_of(path))
     if len(steps) > 1:
-        told = ", ".join(map(str, sorted(steps)))
-        raise CheckpointError(damaged(path, f"its name, its manifest and {STATE} name different steps ({told})"))
+        named = ", ".join(map(str, sorted(steps)))
+        raise CheckpointError(damaged(path, f"its name, its manifest and {STATE} name different steps ({named})"))
     return state
 
 

@@ -1,4 +1,4 @@
-"""`python -m ppctl.pretrained import|export|average|compare FROM... TO`: what `ppctl ckpt` starts.
+"""`python -m ppctl.pretrained.command import|export|average FROM... TO`: what `ppctl ckpt` starts.
 
 Knows the command line and what it prints. Must not know how a conversion is done.
 """
@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,8 +17,8 @@ import torch
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError, Problem, pasted, visible
 from ppctl.pretrained.average import average
-from ppctl.pretrained.compare import compare_any
-from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
+from ppctl.pretrained.conversion import Done
+from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 _EVERY = 5.0
 """Seconds between two lines of progress."""
@@ -27,8 +26,8 @@ _EVERY = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
-    parser.add_argument("action", choices=("import", "export", "average", "compare"))
+    parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained.command")
+    parser.add_argument("action", choices=("import", "export", "average"))
     parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help="of the other side")
     parser.add_argument("--model", type=json.loads, help="ModelConfig as JSON, where the source does not tell it")
     parser.add_argument("sources", type=Path, nargs="+")
@@ -37,10 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-mtp", action="store_true")
     args = parser.parse_args(argv)
     try:
-        if args.action == "compare":  # for `ppctl ckpt diff`, which shows it
-            print(json.dumps(asdict(compare_any(args.sources[0], args.out))))
-        else:
-            print(visible(_summary(_convert(args))))
+        print(visible(_summary(_convert(args))))
     except PpctlError as error:
         for problem in error.problems:
             print(f"error {problem}", file=sys.stderr)

@@ -59,7 +59,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes nothing but `_CLASSES`. Raises UnpicklingError naming any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, or one that does nothing in place of Megatron-core's."""
+        """Return the class, or one that does nothing in place of Megatron-core's."""
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing."):
@@ -70,14 +70,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What a checkpoint holds, and where. Raises OSError, and ValueError where it is damaged or names other classes."""
+    """Read the index of a checkpoint. Raises OSError, and ValueError where it is damaged or names other classes."""
     try:
         with open_regular(directory / METADATA) as stream:
-            found = _Unpickler(stream).load()
+            index = _Unpickler(stream).load()
     except OSError:
         raise
     except Exception as error:  # a pickle that is damaged can raise anything
         raise ValueError(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
-    if not isinstance(found, Metadata):
+    if not isinstance(index, Metadata):
         raise ValueError(f"{METADATA} holds no description of tensors")
-    return found
+    return index

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.errors import CheckpointError
 
 

@@ -24,7 +24,7 @@ from ppctl.errors import DataError, Problem
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ConversationRows:
     """Samples of `seq_length` tokens and their labels, each of whole conversations. `digest` and `description` as of a
     Corpus: the digest is of the tokens, of what is learned and of the rows."""
 
@@ -76,34 +76,34 @@ class Rows:
         return Details(counts[:, 1:].reshape(shape), places.reshape(shape))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """As `Corpus.check_vocabulary`."""
+        """Raise DataError for the first token that a model of this vocabulary has no row for."""
         self.conversations.check_vocabulary(vocab_size)
 
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """As `Corpus.check_samples`."""
+        """Raise DataError where one of these rows holds a token beyond the vocabulary."""
         for row in ids.flat:
             for _, here in self._parts(int(row)):
                 self.conversations.check_tokens(here.start, here.stop, vocab_size)
 
-    def split(self, seq_length: int, fraction: float) -> tuple[Rows, Rows]:
-        """As `Corpus.split`: the last rows are held out."""
+    def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
+        """Hold out the last rows; raises DataError where none is left to train on."""
         number = self.num_samples(seq_length)
         kept = number - held_out_samples(number, fraction, self.description)
         return self._part(0, kept, "trained on"), self._part(kept, number, "held out")
 
-    def _part(self, begin: int, end: int, what: str) -> Rows:
+    def _part(self, begin: int, end: int, what: str) -> ConversationRows:
         digest = hashlib.sha256(f"{self.digest} {begin} {end}".encode()).hexdigest()
         description = f"{self.description}, {what}: rows {begin:,} to {end:,}"
         return replace(self, rows=self.rows[begin:end], digest=digest, description=description)
 
     def _parts(self, row: int) -> list[tuple[int, slice]]:
         """For each conversation in a row: where it begins, and its tokens."""
-        found, begin = [], 0
+        parts, begin = [], 0
         for number in self.rows[row]:
             here = slice(int(self.firsts[number]), int(self.firsts[number + 1]))
-            found.append((begin, here))
+            parts.append((begin, here))
             begin += here.stop - here.start
-        return found
+        return parts
 
 
 def make_rows(
@@ -115,22 +115,17 @@ def make_rows(
     too_long: str,
     pack: bool,
     filling: int,
-) -> Rows:
+) -> ConversationRows:
     """Rows of `encoded`, of several each where they are packed.
 
     Raises DataError: PP-E421 naming conversations that are longer than a row, PP-E422 where nothing is learned.
     """
-    longest, kept, lost = seq_length + 1, [], 0
+    longest = seq_length + 1
     if too_long == REFUSE:
         _refuse_long(encoded, longest, seq_length)
-    for one in encoded:
-        if len(one.tokens) > longest and too_long == LEAVE_OUT:
-            lost += 1
-            continue
-        if not one.learned[:longest].any():
-            lost += 1
-            continue
-        kept.append(one)
+    fitting = [one for one in encoded if len(one.tokens) <= longest or too_long != LEAVE_OUT]
+    kept = [one for one in fitting if one.learned[:longest].any()]
+    lost = len(encoded) - len(kept)
     if not kept:
         message = (
             f"there is nothing to train on in {description}: no token of an answer is in a row of {seq_length} tokens"
@@ -157,7 +152,7 @@ def make_rows(
         tokens, "", description, lambda position: places[int(np.searchsorted(firsts, position, side="right")) - 1]
     )
     text = ", ".join(filter(None, lines))
-    return Rows(corpus, learned, firsts, rows, seq_length, filling, digest.hexdigest(), text)
+    return ConversationRows(corpus, learned, firsts, rows, seq_length, filling, digest.hexdigest(), text)
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:

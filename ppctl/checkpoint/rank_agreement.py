@@ -47,13 +47,13 @@ class AgreeingRanks:
         messages, as an infinitive.
         """
         sent, cause = self._attempt(what, each, work)
-        found = [
+        outcomes = [
             self._read(what, each, share) for share in ([sent] if self.size == 1 else gather_bytes(sent, self.group))
         ]
-        if problems := tuple(dict.fromkeys(problem for some, _ in found for problem in some)):
+        if problems := tuple(dict.fromkeys(problem for some, _ in outcomes for problem in some)):
             sent = wire.packed(_outcome(result), (problems, None))
         elif self.rank == 0:
-            sent, cause = self._attempt(what, result, lambda: conclude([value for _, value in found]))
+            sent, cause = self._attempt(what, result, lambda: conclude([value for _, value in outcomes]))
         problems, verdict = self._read(what, result, sent if self.size == 1 else broadcast_bytes(sent, self.group))
         if problems:
             raise CheckpointError(problems) from cause

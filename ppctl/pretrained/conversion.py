@@ -1,0 +1,150 @@
+"""A conversion in either direction: a checkpoint of weights alone, the weights of a checkpoint, and what was done.
+
+Knows which part of a checkpoint is weights, and how a directory is written whole or not at all. Must not know the
+other program's format.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.run_state import run_state
+from ppctl.checkpoint.saver import save_streamed
+from ppctl.checkpoint.tensor_parts import ranges
+from ppctl.checkpoint_folder import step_path
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
+from ppctl.families.directory import model_tensors
+from ppctl.geometry.canonical_names import parameter_of
+
+Progress = Callable[[str, int, int], None]
+"""`progress(canonical name, tensors done, tensors in all)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A conversion that is complete."""
+
+    path: Path
+    family: str
+    """Its model_type; empty where it did not matter."""
+    parameters: int
+    tensors: int
+    bytes: int
+    tokenizer: str = ""
+    """A line about the tokenizer's files, where such are written."""
+    settings: str = ""
+    """A line about what was kept of the directory that the weights came from, where they came from one."""
+    left: str = ""
+    """A line about tensors that are no weights and were left out."""
+    quantised: str = ""
+    """A line about weights that were read otherwise than their config says."""
+
+
+def left_out(names: Iterable[str]) -> str:
+    """Return the line about tensors that are no weights: a run that begins with the weights begins at step 0."""
+    states = sorted(names)
+    return f"weights alone; left out: {len(states)} tensors of optimizer states ({states[0]}, …)" if states else ""
+
+
+def write_weights(
+    out: Path,
+    specs: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    state: Mapping[str, Any],
+    progress: Progress,
+    *,
+    family: str = "",
+    **lines: str,
+) -> Done:
+    """Write weights as the checkpoint `out`/checkpoints/step-0, with which a run begins at step 0.
+
+    `specs` are on the meta device, by canonical name; `read` is called for each once; `lines` are those of `Done`.
+    Raises ConfigError (PP-E525 where `out` is taken) and what `read` raises.
+    """
+    counter = count(1)
+
+    def next_one(name: str) -> Tensor:
+        progress(name, next(counter), len(specs))
+        return read(name.removeprefix("model."))
+
+    beside = {"step": 0, "consumed_samples": 0, "weights_only": True, **state}
+    with new_directory(out) as temporary:
+        named = {f"model.{name}": spec for name, spec in specs.items()}
+        save_streamed(temporary / "checkpoints", 0, named, next_one, beside)
+    parameters = sum(spec.numel() for spec in specs.values())
+    size = sum(spec.numel() * spec.itemsize for spec in specs.values())
+    return Done(step_path(out / "checkpoints", 0), family, parameters, len(specs), size, **lines)
+
+
+class SavedWeights:
+    """The weights in a checkpoint, by canonical name; in `dtype` where it is not None, but those that balance experts.
+
+    Without `mtp` they are those of the model without multi-token prediction.
+    """
+
+    def __init__(self, path: Path, *, dtype: torch.dtype | None, mtp: bool) -> None:
+        self.path, self.dtype, self.manifest = path, dtype, read_manifest(path)
+        self.state = run_state(path, self.manifest)
+        known = {field.name for field in fields(ModelConfig)}
+        model = ModelConfig(**{key: value for key, value in self.state["model"].items() if key in known})
+        self.model = model if mtp else replace(model, mtp_num_layers=None)
+        self.shapes = model_tensors(self.model)
+        self._reader = CheckpointReader(path, self.manifest)
+
+    def saved(self, name: str) -> Tensor:
+        """Return a tensor in the dtype that it was saved in."""
+        return self._reader.tensor(f"model.{name}")
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in the dtype that is wanted."""
+        return self.saved(name).to(self.dtypes[name])
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype that is wanted of each tensor. Raises CheckpointError where the checkpoint lacks one (PP-E502)."""
+        records = {name: self.manifest.tensors.get(f"model.{name}") for name in self.shapes}
+        wrong = [name for name, shape in self.shapes.items() if getattr(records[name], "shape", None) != shape]
+        if wrong:
+            message = f"the checkpoint at {self.path} lacks tensors of the model that its state.json describes"
+            raise CheckpointError(Problem("PP-E502", message, f"ls {pasted(self.path)}", "\n".join(ranges(wrong))))
+        saved = {name: getattr(torch, record.dtype) for name, record in records.items() if record is not None}
+        if self.dtype is None:
+            return saved
+        # What balances experts moves in steps of a thousandth, which bfloat16 would lose: it keeps its dtype.
+        kept = {name for name in saved if parameter_of(name, self.model).role == "correction"}
+        return {name: dtype if name in kept else self.dtype for name, dtype in saved.items()}
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that becomes `out` if all goes well, and is removed if not.
+
+    Raises ConfigError (PP-E525) where `out` is taken.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        message = f"{out} exists already, and is not overwritten"
+        raise ConfigError(Problem("PP-E525", message, f"ls {pasted(out)}", "command line"))
+    temporary = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

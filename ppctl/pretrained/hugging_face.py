@@ -1,0 +1,273 @@
+"""Hugging Face directories, both ways: weights, config.json, settings and the tokenizer's files.
+
+Knows how a directory is read as a checkpoint of weights, and what an export writes beside the weights. Must not know
+modules, stages or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ppctl.checkpoint.run_state import lineage
+from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart
+from ppctl.checkpoint_folder import STATE
+from ppctl.config.schema import ModelConfig
+from ppctl.data.tokenizer import tokenizer_path
+from ppctl.errors import CheckpointError, PpctlError, Problem, listed, pasted
+from ppctl.families.config_json import foreign_keys, write_config
+from ppctl.families.directory import (
+    CONFIG,
+    TOKENIZER,
+    has_weights,
+    model_tensors,
+    mtp_tables,
+    open_directory,
+    read_config_file,
+    stored_names,
+    told_quantised,
+)
+from ppctl.families.family_table import Family
+from ppctl.families.safetensors import read_directory
+from ppctl.geometry.adapters import is_adapter
+from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
+from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
+from ppctl.pretrained.safetensors_values import SHARD, DirectoryReader, write_shards
+
+GENERATION = "generation_config.json"
+_BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+"""The files of a tokenizer's directory that are copied with its tokenizer.json."""
+
+
+def import_directory(
+    source: Path, out: Path, progress: Progress, *, mtp: bool = True, described: ModelConfig | None = None
+) -> Done:
+    """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
+
+    `described` is the model where its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
+    where `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
+    """
+    weights = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
+    state = {"model": asdict(weights.model), "source": str(source.absolute())}
+    if (source / TOKENIZER).is_file():
+        state["tokenizer_path"] = tokenizer_path(str(source))
+    return write_weights(
+        out,
+        weights.specs,
+        weights.read,
+        state,
+        progress,
+        family=weights.model_type,
+        quantised=told_quantised(source),
+    )
+
+
+class _Weights(NamedTuple):
+    """A directory's tensors, by canonical name."""
+
+    model: ModelConfig
+    model_type: str
+    specs: Mapping[str, Tensor]
+    """Shapes and dtypes, on meta."""
+    read: Callable[[str], Tensor]
+
+
+def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
+    directory = open_directory(source, mtp=mtp)
+    reader = DirectoryReader(directory)
+    reader.check_copies()
+    specs = {name: reader.spec(name) for name in directory.names}
+    return _Weights(directory.model, directory.family.model_type, specs, reader.tensor)
+
+
+def _described(source: Path, model: ModelConfig) -> _Weights:
+    """Open the weights of a model whose code is transformers'."""
+    from ppctl.foreign.library import config_from  # transformers, which other models do without
+    from ppctl.foreign.stored import StoredWeights
+
+    if not has_weights(source):
+        message = f"{source} has a {CONFIG} and no weights: a run draws them by its seed"
+        raise CheckpointError(Problem("PP-E538", message, f"ppctl train {pasted(f'model.from={source}')}", str(source)))
+    foreign = foreign_of(model)
+    assert foreign is not None  # `model` was described because its code is transformers'
+    shapes = {name: shape for name, shape in model_tensors(model).items() if not is_adapter(name)}
+    weights = StoredWeights(source, config_from(foreign.config), shapes)
+    specs = {name: weights.spec(name) for name in shapes}
+    return _Weights(model, json.loads(foreign.config)["model_type"], specs, weights.tensor)
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, progress: Progress, *, dtype: torch.dtype | None = None, mtp: bool = True
+) -> Done:
+    """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps that of the checkpoint.
+
+    The files of the tokenizer that it was trained with go beside them, if there are any, and settings of the directory
+    that training began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
+    """
+    weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
+    foreign = foreign_of(weights.model)
+    if foreign is not None and foreign.adapters is not None:
+        return _export_adapters(weights, out, foreign.adapters, foreign.anatomy, progress)
+    if foreign is None:
+        family, config = write_config(weights.model)
+        model_type, stored = family.model_type, stored_names(family, weights.model)
+    else:
+        family, config, stored = None, json.loads(foreign.config), {name: name for name in weights.shapes}
+        model_type = config["model_type"]
+    order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(weights.model).items()]
+    parts = [
+        TensorPart.of_whole(name, weights.shapes[of], str(weights.dtypes[of]).removeprefix("torch."))
+        for of, name in order
+    ]
+
+    def tensors() -> Iterator[Tensor]:
+        for done, (of, _) in enumerate(order, 1):
+            progress(of, done, len(order))
+            yield weights.tensor(of)
+
+    with new_directory(out) as temporary:
+        tokenizer = copy_tokenizer(weights.state, temporary)
+        kept = keep_settings(weights.state, family, temporary)
+        total = write_shards(temporary, parts, tensors(), SHARD)
+        config = {**kept.keys, **config, "torch_dtype": parts[0].dtype}
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _verify(temporary, parts, weights.model)
+    parameters = sum(part.box.size for part in parts)
+    return Done(out, model_type, parameters, len(parts), total, tokenizer, kept.line)
+
+
+def _export_adapters(
+    weights: SavedWeights, out: Path, adapters: Adapters, anatomy: Anatomy, progress: Progress
+) -> Done:
+    """Write the adapters alone, as a directory that `peft.PeftModel.from_pretrained` loads beside the base."""
+    names, tensors = [name for name in weights.shapes if is_adapter(name)], {}
+    for done, name in enumerate(names, 1):
+        progress(name, done, len(names))
+        saved = weights.saved(name)
+        tensors[f"base_model.model.{name}"] = saved.to(weights.dtype or saved.dtype)
+    base = weights.state["model"].get("from_")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": list(adapters.targets),
+        "layers_to_transform": list(adapters.layers) or None,
+        "layers_pattern": anatomy.layers.rpartition(".")[2] if adapters.layers else None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": None if base is None else str(Path(base).expanduser().absolute()),
+    }
+    with new_directory(out) as temporary:
+        tokenizer = copy_tokenizer(weights.state, temporary)
+        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return Done(out, "", parameters, len(tensors), total, tokenizer)
+
+
+def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> None:
+    """Read back what was written: config.json, and every name, shape, dtype and number of bytes.
+
+    Raises CheckpointError (PP-E523) where it is not what was to be written.
+    """
+    stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
+    written = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
+    wanted = {part.name: (part.whole, DTYPES[part.dtype][0], part.bytes) for part in parts}
+    wrong = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))
+    if wrong:
+        message = f"the files in {directory} differ from what was written there; they are deleted"
+        raise CheckpointError(Problem("PP-E523", message, f"df -h {pasted(directory.parent)}", listed(wrong)))
+
+
+# Beside the weights
+
+
+class Kept(NamedTuple):
+    """Settings of the source that an export keeps."""
+
+    keys: Mapping[str, Any]
+    """Keys of the source's config.json."""
+    line: str
+    """A line for people; empty where the weights came from no directory."""
+
+
+def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> Kept:
+    """Copy the source's generation_config.json into `out`, and return the keys of its config.json that are not ours.
+
+    Without a `family` the model's code is transformers', and all keys of its config are written already.
+    Numbers of tokens (`eos_token_id`) are left out where training took another tokenizer than the source's.
+    """
+    source = _source(state)
+    if source is None:
+        return Kept({}, "")
+    try:
+        config = read_config_file(source)
+    except PpctlError:
+        return Kept({}, f"no settings of {source}, because its {CONFIG} is not there any more")
+    if family is not None and config.get("model_type") not in (family.model_type, *family.also):
+        return Kept({}, f"no settings of {source}, because it is no {family.model_type} any more")
+    keys = {} if family is None else foreign_keys(config, family)
+    if not _takes_its_tokens(state, source):
+        keys = {key: value for key, value in keys.items() if not key.endswith("_token_id")}
+        return Kept(
+            keys, f"{len(keys)} settings of {source}, none of them its tokens', because the tokenizer is another"
+        )
+    files = [CONFIG]
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, out / GENERATION)
+        files.append(GENERATION)
+    return Kept(keys, f"{len(keys)} settings of {source} ({', '.join(files)})")
+
+
+def _source(state: Mapping[str, Any]) -> Path | None:
+    """The directory with which training began, also where that was by way of other checkpoints."""
+    *_, last = (None, *lineage(state))
+    return None if last is None or (last / STATE).is_file() else last
+
+
+def _takes_its_tokens(state: Mapping[str, Any], source: Path) -> bool:
+    named = state.get("tokenizer_path")
+    return named is None or source in (Path(named), Path(named).parent)
+
+
+def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
+    """Copy the files of the tokenizer that a checkpoint's state names into `out`; returns a line for people.
+
+    A tokenizer.json alone gets a tokenizer_config.json that makes it be read as it is, with the mark that training took
+    for a document's end: without one, a reader goes by the model's kind.
+    """
+    named = state.get("tokenizer_path")
+    if named is None:
+        return "no tokenizer, because training knew none that has files"
+    path = Path(named)
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        return f"no tokenizer, because {file} is not there any more"
+    shutil.copyfile(file, out / TOKENIZER)
+    for other in _BESIDE:
+        if (file.parent / other).is_file():
+            shutil.copyfile(file.parent / other, out / other)
+    if not (out / "tokenizer_config.json").exists():
+        (out / "tokenizer_config.json").write_text(json.dumps(_config(file), indent=2) + "\n")
+    return f"the tokenizer of {file.parent}"
+
+
+def _config(file: Path) -> dict[str, str]:
+    from ppctl.data.tokenizer import HuggingFaceTokenizer
+
+    end = HuggingFaceTokenizer.open(file).end_token
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **({} if end is None else {"eos_token": end})}
