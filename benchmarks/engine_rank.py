@@ -41,10 +41,10 @@ from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.plan.extra_warmup import least_warmup, simulated_steps
 from ppctl.private_files import own_directory, shared_memory
 from ppctl.schedule.action import Placement, Schedule
-from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.trace import message_times
 
 CPU = torch.device("cpu")
 

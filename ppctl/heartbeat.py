@@ -117,12 +117,12 @@ def leave_failure(directory: Path, failure: RankFailure) -> None:
 
 def take_failures(directory: Path, ranks: Iterable[int]) -> list[RankFailure]:
     """The failures that `ranks` left with `leave_failure`; their files are removed."""
-    found = []
+    failures = []
     for path in (_path(directory, rank, "failure") for rank in ranks):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            found.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_OF_A_FAILURE))))
+            failures.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_OF_A_FAILURE))))
             private_files.remove(path)
-    return found
+    return failures
 
 
 def host_name() -> str:

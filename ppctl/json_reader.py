@@ -77,8 +77,8 @@ def parse(text: bytes) -> Any:
 
 def read(kind: type[T], value: Any) -> T:
     """`value`, which is what `json` makes of a text, as `kind`. Raises ValueError with its place and its rule."""
-    found: T = _reader(cast(Any, kind))(value)
-    return found
+    parsed: T = _reader(cast(Any, kind))(value)
+    return parsed
 
 
 @cache
@@ -115,10 +115,10 @@ def _ruled(base: _Read, rule: Any) -> _Read:
         holds, words = (lambda value: rule(value) is None), ""
 
     def checked(value: Any) -> Any:
-        found = base(value)
-        if not holds(found):
+        parsed = base(value)
+        if not holds(parsed):
             raise Fault(words, value)
-        return found
+        return parsed
 
     return checked
 
@@ -158,13 +158,13 @@ def _mapping(key: _Read, inner: _Read) -> _Read:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Fault("an object", value)
-        found, name = {}, ""
+        entries, name = {}, ""
         try:
             for name, each in value.items():
-                found[key(name)] = inner(each)
+                entries[key(name)] = inner(each)
         except Fault as fault:
             raise fault.below(name) from None
-        return found
+        return entries
 
     return read
 

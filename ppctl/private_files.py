@@ -89,8 +89,8 @@ def open_file(path: Path, flags: int) -> int:
     """
     with _inside(path.parent) as directory:
         descriptor = os.open(path.name, flags | _SAFELY, 0o600, dir_fd=directory)
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink <= 1:
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
     raise _refused(path)
@@ -142,11 +142,11 @@ def _opened(directory: Path, *, tighten: bool = False) -> int:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _SAFELY)
     except NotADirectoryError:
         raise _refused(directory) from None
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid():
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid():
         if tighten:
             os.fchmod(descriptor, 0o700)
-        if tighten or not found.st_mode & 0o077:
+        if tighten or not status.st_mode & 0o077:
             return descriptor
     os.close(descriptor)
     raise _refused(directory)

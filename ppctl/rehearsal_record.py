@@ -25,7 +25,7 @@ class HostWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class MeasuredTraffic:
     """Messages or collectives of one kind over one group in a step."""
 
     kind: str
@@ -89,7 +89,7 @@ class Rehearsed:
     """The most bytes behind the schedule: sums, norm, clipping and the optimizer."""
     host_waits: tuple[HostWait, ...]
     operations: tuple[Operations, ...]
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[MeasuredTraffic, ...]
     seconds: float
     """The step took here."""
 
@@ -109,5 +109,5 @@ _ROWS: dict[str, Any] = {
     "moments": Moment,
     "host_waits": HostWait,
     "operations": Operations,
-    "traffic": Traffic,
+    "traffic": MeasuredTraffic,
 }

@@ -130,8 +130,8 @@ def secret_of(run: RunDir, *, told: bool = False) -> bytes | None:
 
 def _text(path: Path, *, told: bool) -> str:
     with suppress(OSError), open_regular(path, follow=False) as file:
-        found = os.fstat(file.fileno())
-        private = found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink == 1
+        status = os.fstat(file.fileno())
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077 and status.st_nlink == 1
         if private or not told:  # file systems without modes have no private files
             return file.read(65).decode("latin-1")
     return ""
@@ -183,7 +183,7 @@ def sweep(run: RunDir) -> None:
 def _free_number(run: RunDir) -> int:
     """The first number under which nothing of an earlier start is kept: a requeued run keeps errors alone."""
     kept = (_KEPT.fullmatch(path.name) for path in run.path.iterdir())
-    return 1 + max((int(found[1]) for found in kept if found), default=0)
+    return 1 + max((int(match[1]) for match in kept if match), default=0)
 
 
 def _keep_errors(run: RunDir, number: int) -> None:

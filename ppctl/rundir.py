@@ -258,8 +258,8 @@ class RunDir:
 
     def measured_steps(self) -> dict[int, Path]:
         """The files of the steps that were traced, by step."""
-        found = {path: path.stem.removeprefix("step-") for path in self.trace.glob("step-*.json")}
-        return dict(sorted((int(number), path) for path, number in found.items() if number.isdecimal()))
+        numbers = {path: path.stem.removeprefix("step-") for path in self.trace.glob("step-*.json")}
+        return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
     def plan_of(self, digest: str) -> Plan:
         """The plan with this digest: plan.json, or that of an earlier start, in another cut. Raises LookupError, and

@@ -16,8 +16,8 @@ from ppctl.rundir import RunDir, warn
 
 def list_runs(root: Path) -> list[RunDir]:
     """All runs under `root`, the one that was started (or resumed) last first."""
-    found = [file for file in Path(root).absolute().glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
-    return [RunDir(file.parent) for file in sorted(found, key=_age)]
+    files = [file for file in Path(root).absolute().glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
+    return [RunDir(file.parent) for file in sorted(files, key=_age)]
 
 
 def _age(config: Path) -> tuple[int, str]:
@@ -37,15 +37,15 @@ def find_run(reference: str | None, root: Path) -> RunDir:
         raise ConfigError(Problem("PP-E611", message, "ppctl train +recipe=quickstart"))
     if reference is None:
         return runs[0]
-    found = _matching(reference, runs)
-    if len(found) == 1:
-        return found[0]
-    listed = "\n".join(f"{run.id}  {run.path}" for run in (found or runs)[:8])
-    if not found:
+    matching = _matching(reference, runs)
+    if len(matching) == 1:
+        return matching[0]
+    listed = "\n".join(f"{run.id}  {run.path}" for run in (matching or runs)[:8])
+    if not matching:
         message = f"no run under {root} is called {reference}; the newest are below"
         raise ConfigError(Problem("PP-E611", message, f"ppctl runs show {pasted(runs[0].id)}", listed))
-    message = f"{reference} means {len(found)} runs; type more of the id"
-    raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {pasted(found[0].id)}", listed))
+    message = f"{reference} means {len(matching)} runs; type more of the id"
+    raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {pasted(matching[0].id)}", listed))
 
 
 def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
@@ -57,9 +57,9 @@ def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
         lambda run: run.id.startswith(reference),
     )
     for rule in rules:
-        found = [run for run in runs if rule(run)]
-        if found:
-            return found
+        chosen = [run for run in runs if rule(run)]
+        if chosen:
+            return chosen
     return []
 
 
@@ -68,12 +68,12 @@ def last_checkpoint(run: RunDir) -> Path | None:
 
     Raises CheckpointError (PP-E505) where the directory of checkpoints cannot be read.
     """
-    found = checkpoint_folder.find(run.checkpoints)
-    if found is None:
+    checkpoint = checkpoint_folder.find(run.checkpoints)
+    if checkpoint is None:
         return None
-    if found.warning:
-        warn(found.warning)
-    return found.path
+    if checkpoint.warning:
+        warn(checkpoint.warning)
+    return checkpoint.path
 
 
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
@@ -86,19 +86,19 @@ def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> P
     if named is not None:
         return named
     run = RunDir(path.parent if path.name == "checkpoints" else path)
-    found = last_checkpoint(run)
-    if found is None:
+    last = last_checkpoint(run)
+    if last is None:
         try:
             run = find_run(text, root)
         except ConfigError as error:
             message = f"{name}={text}: there is no such checkpoint and no such run"
             raise CheckpointError(Problem("PP-E615", message, "ppctl runs", name)) from error
-        found = last_checkpoint(run)
-    if found is None:
+        last = last_checkpoint(run)
+    if last is None:
         again = next(iter(run.commands()), "ppctl train +recipe=quickstart")
         message = f"run {run.id} has no checkpoint to go on from"
         raise CheckpointError(Problem("PP-E615", message, again, str(run.checkpoints)))
-    return found
+    return last
 
 
 def checkpoint_if_any(text: str, root: Path) -> Path | None:

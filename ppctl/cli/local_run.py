@@ -36,8 +36,7 @@ from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
 from ppctl.launch.planning import planned, refuse
 from ppctl.launch.process import become_worker
 from ppctl.launch.run_directory import Launch, with_value
-from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import LocalJob
+from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan, fits
 from ppctl.private_files import own_directory, shared_memory

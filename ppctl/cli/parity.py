@@ -35,8 +35,7 @@ from ppctl.launch.environment import detect
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
 from ppctl.launch.planning import plan_of, planned, refuse
 from ppctl.launch.run_directory import Launch, new_run, with_value
-from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import LocalJob
+from ppctl.launch.watch import LocalJob, supervise
 from ppctl.plan import Plan
 from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
 from ppctl.private_files import own_directory, shared_memory

@@ -18,10 +18,10 @@ from ppctl.cli.simulate_checks import SCHEDULES, TIMES, in_file, memory, schedul
 from ppctl.cli.timeline import add_timeline_argument, write_timeline, write_timelines
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Placement, Schedule
-from ppctl.schedule.compare import Compared, compare
+from ppctl.schedule.compare import PolicyFigures, compare
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import AUTO, make_schedule, schedule_policy
-from ppctl.schedule.search import Found, find_best
+from ppctl.schedule.search import FoundSchedule, find_best
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
@@ -89,7 +89,7 @@ def _named(args: argparse.Namespace) -> Schedule:
     return make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
 
 
-def _searched(args: argparse.Namespace) -> Found:
+def _searched(args: argparse.Namespace) -> FoundSchedule:
     """The best schedule of `--vpp` chunks per rank; without it, of one chunk, or of two on a V."""
     places = placements(args.pp, args.vpp) if args.vpp else [*placements(args.pp, 1), placements(args.pp, 2)[-1]]
     tasks = []
@@ -105,7 +105,7 @@ def _searched(args: argparse.Namespace) -> Found:
         raise ScheduleError([replace(error.problems[0], remedy=f"--memory {least:g}", place="--memory")]) from error
 
 
-def _search_figures(args: argparse.Namespace, searched: Found) -> dict[str, Any]:
+def _search_figures(args: argparse.Namespace, searched: FoundSchedule) -> dict[str, Any]:
     """The figures of a search: the memory, the bound, and the best named schedule of the same placement and memory."""
     named = searched.best_named
     return {
@@ -221,7 +221,7 @@ def print_comparison(
         print(prose((f"without {name}: {reason}" for name, reason in left_out.items()), width()))
 
 
-def _fields(each: Compared) -> dict[str, Any]:
+def _fields(each: PolicyFigures) -> dict[str, Any]:
     return {
         "schedule": each.policy.name,
         "vpp": each.vpp,
@@ -235,7 +235,7 @@ def _fields(each: Compared) -> dict[str, Any]:
     }
 
 
-def _table(compared: Sequence[Compared]) -> str:
+def _table(compared: Sequence[PolicyFigures]) -> str:
     head = ("schedule", "chunks", "step", "bubble", "rate", "activations", "messages")
     rows = [
         (
@@ -252,7 +252,7 @@ def _table(compared: Sequence[Compared]) -> str:
     return aligned([head, *rows], right=len(head))
 
 
-def _compared_picture(each: Compared) -> Picture:
+def _compared_picture(each: PolicyFigures) -> Picture:
     place = Placement(each.policy.placement, each.trace.pp, each.trace.pp * each.vpp)
     notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
     figures = f"step {each.step:.2f} of 1F1B's, bubble {each.bubble_fraction:.0%}, activations {each.activations:.2f}"

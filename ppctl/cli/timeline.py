@@ -19,13 +19,13 @@ from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import step_time
 
 FORMS = {
-    ".html": ("ppctl.schedule.page", "timeline_html"),
+    ".html": ("ppctl.schedule.drawings", "timeline_html"),
     ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
-    ".svg": ("ppctl.schedule.svg", "picture_svg"),
+    ".svg": ("ppctl.schedule.drawings", "picture_svg"),
 }
 """A file's ending -> the function that draws a picture; its module is imported only when it is needed."""
-FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.svg", "pictures_svg")}
+FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.drawings", "pictures_svg")}
 """A file's ending -> the function that draws several pictures into one file."""
 
 

@@ -27,7 +27,7 @@ from ppctl.plan.plan_picture import picture
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run
 from ppctl.schedule.action import TIMED
-from ppctl.schedule.measured_step import Ledger, MeasuredStep, ledgers
+from ppctl.schedule.measured_step import MeasuredStep, TimeLedger, ledgers
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
@@ -164,7 +164,7 @@ class SeenStep(NamedTuple):
     plan: Plan
     pipeline: tuple[int, ...]
     trace: Trace
-    ledgers: list[Ledger]
+    ledgers: list[TimeLedger]
 
     @property
     def named_ranks(self) -> str:
@@ -245,7 +245,7 @@ def _change(seconds: float) -> str:
     return f"{1e3 * seconds:+.2f} ms"
 
 
-def _ledger_table(ledgers: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
+def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:
     """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
     shown = [_by_rank(ledger, pipeline) for ledger in ledgers]
     names = list(dict.fromkeys(name for rows in shown for name in rows))
@@ -272,7 +272,7 @@ def _ledger_table(ledgers: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[
     return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in ledgers)]]
 
 
-def _by_rank(ledger: Ledger, pipeline: tuple[int, ...]) -> dict[str, float]:
+def _by_rank(ledger: TimeLedger, pipeline: tuple[int, ...]) -> dict[str, float]:
     """A ledger's rows; who was waited for is named as the columns are."""
     renamed = {f"waiting for pp_rank {pp_rank}": f"waiting for rank {rank}" for pp_rank, rank in enumerate(pipeline)}
     return {renamed.get(name, name): seconds for name, seconds in ledger.rows().items()}
@@ -303,7 +303,7 @@ def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
     }
 
 
-def _means(ledgers: Sequence[Ledger]) -> dict[str, float]:
+def _means(ledgers: Sequence[TimeLedger]) -> dict[str, float]:
     """The rows of a ledger, averaged over ranks; whom they wait for is left out."""
     sums: dict[str, float] = {}
     for ledger in ledgers:

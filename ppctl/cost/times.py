@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from ppctl.accelerators import Device, Efficiency, efficiency_of
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import ContextTraffic, context_traffic
+from ppctl.cost.context_parallelism import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
-from ppctl.cost.parameters import held
+from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
 from ppctl.geometry.foreign_costs import LayerCost

@@ -59,8 +59,8 @@ def detect(environ: Mapping[str, str]) -> Started:
             # A step with a single task is a place to launch from.
             return started if started.world_size > 1 else Started("person")
     except (KeyError, ValueError) as error:
-        found = {name: environ[name] for name in (*_RANK_VARIABLES, *_OTHER_VARIABLES) if name in environ}
-        message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {found}"
+        given = {name: environ[name] for name in (*_RANK_VARIABLES, *_OTHER_VARIABLES) if name in environ}
+        message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {given}"
         raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
     return Started("person")
 
@@ -145,10 +145,10 @@ def default_variables() -> dict[str, str]:
 
     torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
     """
-    found = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
     with suppress(RuntimeError):  # a user without a home directory
-        found["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "compiled")
-    return found
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "compiled")
+    return variables
 
 
 def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:

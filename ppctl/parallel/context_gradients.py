@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import reduce_scatter
-from ppctl.sequence_halves import Block
+from ppctl.sequence_halves import VisibleBlock
 from ppctl.tensor_halves import to_ranks
 from ppctl.turns import hand_over
 
-Gradients = tuple[Block, Tensor, Tensor]
+Gradients = tuple[VisibleBlock, Tensor, Tensor]
 """Gradients of the keys and of the values that a block used."""
 
 

@@ -94,7 +94,7 @@ def parse_overrides(text: str) -> Overrides:
 
 
 def _value(text: str) -> Any:
-    if found := re.fullmatch(r"\[([^][]+)\]", text):
-        return [_value(each.strip()) for each in found[1].split(",")]
+    if match := re.fullmatch(r"\[([^][]+)\]", text):
+        return [_value(each.strip()) for each in match[1].split(",")]
     words = {"null": None, "true": True, "false": False}
     return words[text] if text in words else int(text) if text.isdecimal() else text

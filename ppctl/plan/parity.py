@@ -102,8 +102,8 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
 def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
     """Returns a function: name of a gradient -> (its stage, its number in the order of forwards), -1 for none."""
     names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
-    found = {name: (stage, number) for number, (name, stage) in enumerate(names)}
-    return lambda name: found.get(name, found.get(stack_of(name), (-1, -1)))
+    places = {name: (stage, number) for number, (name, stage) in enumerate(names)}
+    return lambda name: places.get(name, places.get(stack_of(name), (-1, -1)))
 
 
 def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:

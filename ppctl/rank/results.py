@@ -32,8 +32,7 @@ from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank_records import RankFailure
 from ppctl.run_starts import slurm_start, start_name
 from ppctl.rundir import RunDir
-from ppctl.schedule.message_times import message_times
-from ppctl.schedule.trace import Span
+from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
 from ppctl.train.callback import Callback, TrainingEnd
 from ppctl.train.generate import write_sample

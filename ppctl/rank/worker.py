@@ -168,7 +168,7 @@ class _RankProcess:
     phases: Phases
     at_end: ExitStack
     watched: bool
-    """Whether ppctl's own launcher (`launch/supervisor.py`) watches and reports the job."""
+    """Whether ppctl's own launcher (`launch/watch.py`) watches and reports the job."""
 
     @property
     def leads(self) -> bool:

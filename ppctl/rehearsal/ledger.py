@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.foreign.measured_pass import GROUPED, grouped
-from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, Operations, Traffic
+from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
 
 BLOCK = 512
 """CUDA's caching allocator rounds every allocation up to a multiple of this."""
@@ -123,9 +123,11 @@ class DeviceLedger(TorchDispatchMode):
         return tuple(HostWait(*key, count) for key, count in sorted(self._waits.items()))
 
     @property
-    def traffic(self) -> tuple[Traffic, ...]:
+    def traffic(self) -> tuple[MeasuredTraffic, ...]:
         """Messages and collectives by kind and group."""
-        return tuple(Traffic(*key, count, self._message_bytes[key]) for key, count in sorted(self._messages.items()))
+        return tuple(
+            MeasuredTraffic(*key, count, self._message_bytes[key]) for key, count in sorted(self._messages.items())
+        )
 
     @property
     def operations(self) -> tuple[Operations, ...]:

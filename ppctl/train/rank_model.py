@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.geometry.offloading import offloaded_layers
+from ppctl.geometry.layers import offloaded_layers
 from ppctl.geometry.parts import Parts
 from ppctl.geometry.rows import Parameter
 from ppctl.model.compile import compile_stage

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from ppctl.errors import PpctlError
-from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import LocalJob
+from ppctl.launch.watch import LocalJob, supervise
 from ppctl.private_files import own_directory, shared_memory
 from ppctl.rundir import RunDir
 

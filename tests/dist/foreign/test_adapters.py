@@ -293,7 +293,7 @@ def test_replicas_train_the_adapters_of_one_process(text: Path, tmp_path: Path) 
 
 
 def test_the_plan_counts_optimizer_and_gradients_of_what_is_trained(text: Path) -> None:
-    from ppctl.cost.parameters import on_device, stage_count, trained_count, untrained_bytes
+    from ppctl.cost.parameter_counts import on_device, stage_count, trained_count, untrained_bytes
 
     config = run_config(text, "pp=2")
     plan = build_plan(config, {})

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from sent_bytes import SentBytes
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import context_traffic, exchanging, live_more
+from ppctl.cost.context_parallelism import context_traffic, exchanging, live_more
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
 from ppctl.model.block_attention import FLASH_ON_CPU, UNFUSED, BlockAttention

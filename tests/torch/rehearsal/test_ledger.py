@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppctl import row_order
 from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
-from ppctl.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, Operations, Traffic
+from ppctl.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
 
 
 def on_device(*shape, dtype=torch.float32):
@@ -241,14 +241,17 @@ def test_an_exchange_counts_the_larger_of_what_goes_and_what_comes(groups, ledge
     dp, _ = groups
     ledger.axes = {dp.group_name: "ep"}
     dist.all_to_all_single(on_device(6), on_device(4), [3, 3], [2, 2], group=dp)
-    assert ledger.traffic == (Traffic("alltoall_base", "ep", STEP, 1, 24),)
+    assert ledger.traffic == (MeasuredTraffic("alltoall_base", "ep", STEP, 1, 24),)
 
 
 def test_messages(ledger):
     for size in (8, 16):
         ledger.message("send", "pp", size)
     ledger.message("receive", "pp", 4)
-    assert ledger.traffic == (Traffic("receive", "pp", MESSAGE, 1, 4), Traffic("send", "pp", MESSAGE, 2, 24))
+    assert ledger.traffic == (
+        MeasuredTraffic("receive", "pp", MESSAGE, 1, 4),
+        MeasuredTraffic("send", "pp", MESSAGE, 2, 24),
+    )
 
 
 def test_nothing_is_counted_once_it_is_left():

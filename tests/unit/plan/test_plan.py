@@ -6,7 +6,7 @@ import pytest
 from unit_plan import config_values, equation, plan
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.parameters import mtp_parameters, total_parameters
+from ppctl.cost.parameter_counts import mtp_parameters, total_parameters
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import parse_layers
 from ppctl.layout import PipelineParallelLayerLayout

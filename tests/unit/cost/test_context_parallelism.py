@@ -7,7 +7,7 @@ import pytest
 
 from ppctl.accelerators import preset
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import ContextTraffic, context_traffic
+from ppctl.cost.context_parallelism import ContextTraffic, context_traffic
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
 from ppctl.cost.times import layer_seconds, layer_work, machine_of

@@ -86,15 +86,15 @@ def live_more(model: ModelConfig, cp_comm_type: str, over: ParallelSizes, levels
     sizes, pairs = Sizes.of(model), groups * _repeats(groups, ranks) * width
     queries, results, cp = heads * sizes.query_head, heads * sizes.value_head, over.cp // ranks
     if cp == 1:
-        found = 0.0
+        most = 0.0
     elif cp_comm_type == "all_gather":
-        found = queries * wide + max((2.5 * cp + 1) * pairs, queries / 2 + (2 * cp + 0.5) * pairs)
+        most = queries * wide + max((2.5 * cp + 1) * pairs, queries / 2 + (2 * cp + 0.5) * pairs)
     else:
         later = 5 * pairs + max(queries + pairs / 2, queries / 2 + pairs) if cp > 2 else 0.0
-        found = queries * wide + max(queries + 4 * pairs, later)
+        most = queries * wide + max(queries + 4 * pairs, later)
     if ranks > 1:
-        found = max(found + results, 2 * (queries + pairs))
-    return found - queries - groups * width
+        most = max(most + results, 2 * (queries + pairs))
+    return most - queries - groups * width
 
 
 def _repeats(groups: int, ranks: int) -> int:

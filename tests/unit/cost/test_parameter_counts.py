@@ -12,7 +12,7 @@ import pytest
 from published_models import CONF, MODELS, NAMES, TOTALS, published
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost import parameters as count
+from ppctl.cost import parameter_counts as count
 from ppctl.geometry.layers import parse_layers
 from ppctl.topology import ParallelSizes
 

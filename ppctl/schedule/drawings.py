@@ -1,20 +1,28 @@
-"""Pictures -> one SVG in which they stand side by side, on one scale of time.
+"""Pictures as files: one self-contained HTML page that pans, zooms and explains each block, and SVG side by side.
 
-Knows spans and colours (those of `page.html`). Must not know how traces came about. Standard library only.
+Knows how a picture's values are packed for `page.html`, which draws them, and its colours. Must not know how traces
+came about, costs or configuration. Standard library only.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from ppctl.schedule.action import Action, Op
-from ppctl.schedule.picture import KINDS, Picture
-from ppctl.schedule.trace import Span, step_time
+from ppctl.schedule.picture import KINDS, Picture, RankMemory, memory_over_time
+from ppctl.schedule.trace import Span, Trace, bubble_fraction, busy_time, step_time
+
+_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+_DATA = '"@DATA@"'
+_TITLE = "@TITLE@"
+_OPS = tuple(KINDS)
 
 _WIDTH, _GAP, _MARGIN = 640, 24, 16
 """Width of a picture, gap between two, and margin around all, in pixels."""
@@ -25,10 +33,58 @@ _DIGIT = 7.0
 """The narrowest block that shows the last digit of its microbatch."""
 
 _COLOUR: dict[str, str] = {}
-for _name, _value in re.findall(
-    r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-):
+for _name, _value in re.findall(r"--(\w+): (#[0-9a-f]{6})", _PAGE):
     _COLOUR.setdefault(_name, _value)  # the first is the one on light paper
+
+
+def timeline_html(picture: Picture) -> str:
+    """The page, as text. Nothing is fetched when it is opened."""
+    # `<` cannot end the script early when it is written as an escape.
+    data = json.dumps(_packed(picture), separators=(",", ":")).replace("<", "\\u003c")
+    return _PAGE.replace(_TITLE, escape(picture.title)).replace(_DATA, data)
+
+
+def _packed(picture: Picture) -> dict[str, Any]:
+    """Spans by rank as [operation, stage, microbatch, start, end] and levels as [time, bytes], times in ms."""
+    trace, planned = picture.trace, picture.planned
+    begin = min((span.start for span in trace.spans), default=0.0)
+
+    def levels(memory: Sequence[RankMemory | None]) -> list[list[list[float]]]:
+        return [[[_ms(time - begin), held] for time, held in rank] for rank in memory_over_time(trace, memory)]
+
+    total = step_time(trace) or 1.0
+    busy = [busy_time(span for span in trace.spans if span.pp_rank == rank) for rank in range(trace.pp)]
+    longest = total if planned is None else max(total, step_time(planned))
+    return {
+        "title": picture.title,
+        "subtitle": picture.subtitle,
+        "ops": [[op.value, kind] for op, kind in KINDS.items()],
+        "total": _ms(longest),
+        "step": _ms(step_time(trace)),
+        "bubble": bubble_fraction(trace),
+        "plan": None if planned is None else [_ms(step_time(planned)), bubble_fraction(planned)],
+        "idle": [1.0 - seconds / total for seconds in busy],
+        "spans": _rows(trace),
+        "planned": [] if planned is None else _rows(planned),
+        "memory": levels(picture.memory),
+        "measured": levels(picture.measured),
+        "pairs": [[[_OPS.index(op), stage, mb] for op, stage, mb in pair] for pair in sorted(trace.pairs)],
+        "limit": picture.limit,
+        "stages": [[n.stage, n.pp_rank, n.vpp_rank, n.layers, list(n.facts)] for n in picture.stages],
+    }
+
+
+def _rows(trace: Trace) -> list[list[list[float]]]:
+    """The spans of each rank, in ms from the first action on."""
+    begin = min((span.start for span in trace.spans), default=0.0)
+    rows: list[list[list[float]]] = [[] for _ in range(trace.pp)]
+    for pp_rank, (op, stage, mb), start, end in trace.spans:
+        rows[pp_rank].append([_OPS.index(op), stage, mb, _ms(start - begin), _ms(end - begin)])
+    return rows
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 6)
 
 
 def picture_svg(picture: Picture) -> str:
