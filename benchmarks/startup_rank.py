@@ -13,7 +13,7 @@ import ppctl.rank.worker  # noqa: F401  the same imports
 from ppctl.rank.live_state import Phases, process_age
 from ppctl.rank.rendezvous import START_UP, OwnRank, meet
 from ppctl.reach.start import join_world
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 

@@ -37,7 +37,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.engine.recorder import Recorder
 from ppctl.plan import Plan, build_plan
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.train.recordings import StepTraces
 from ppctl.train.session import SessionParts, build_session

@@ -9,5 +9,5 @@ timeline   the file of a picture; pipeline_drawing: the table of a pipeline's ra
 *_text     the text that a command prints
 
 A command with the name of another room or module shows what that makes: `plan` and `layout` of these packages, `parity`
-of `plan/parity.py`, `runs` of `ppctl/runs.py`, `simulate` and `trace` of `schedule/`.
+of `plan/parity.py`, `runs` of `ppctl/runs/finding.py`, `simulate` and `trace` of `schedule/`.
 """

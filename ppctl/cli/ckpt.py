@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
@@ -22,9 +21,10 @@ from ppctl.cli.ckpt_convert import planned_config
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, prose, width
 from ppctl.cli.runs import add_runs_directory
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
-from ppctl.run_starts import at_rest
-from ppctl.rundir import RunDir
-from ppctl.runs import find_checkpoint, find_run
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.finding import find_checkpoint, find_run
+from ppctl.runs.run_starts import at_rest
+from ppctl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig

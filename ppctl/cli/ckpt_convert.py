@@ -17,8 +17,8 @@ from ppctl.cli.main import parse_overrides
 from ppctl.cli.runs import add_runs_directory
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.directory import read_config_file
-from ppctl.processes import python
-from ppctl.runs import find_checkpoint
+from ppctl.host.processes import python
+from ppctl.runs.finding import find_checkpoint
 
 if TYPE_CHECKING:
     from ppctl.config.schema import ModelConfig, RunConfig

@@ -12,15 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import FORMAT, check_files, read_manifest
 from ppctl.checkpoint.run_state import lineage, run_state
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order, ranges, text_of
-from ppctl.checkpoint_folder import STATE
 from ppctl.cli.console import aligned
 from ppctl.errors import CheckpointError
 from ppctl.plan.memory_limit import MIB, amount
-from ppctl.rundir import RunDir
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import STATE
+from ppctl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from ppctl.checkpoint.arrays import CheckpointDifferences

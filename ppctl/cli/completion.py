@@ -21,7 +21,7 @@ from ppctl.config.keys import docstring, keys, sections, text_keys
 from ppctl.config.metadata import OneOf
 from ppctl.config.resources import recipes
 from ppctl.config.scale import KEEPS
-from ppctl.runs import list_runs
+from ppctl.runs.finding import list_runs
 from ppctl.schedule.policies import POLICIES
 
 Word = tuple[str, str]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ppctl.cli.console import UNFOLDED, aligned, byte_progress, folded, note, width
 from ppctl.errors import DataError, Problem, pasted
-from ppctl.processes import unwinding_on_term
+from ppctl.host.processes import unwinding_on_term
 
 _SHOWN = 20
 """The tokens of a document that `show` prints by default."""

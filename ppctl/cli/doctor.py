@@ -26,12 +26,12 @@ from ppctl.cli.console import aligned, print_problems
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.host.private_files import NODE_DIRECTORY, own_directory, shared_memory
+from ppctl.host.processes import python
 from ppctl.launch.described import Description, describe
 from ppctl.launch.environment import Started, detect, rank_environment
 from ppctl.launch.machine import gpu_devices
 from ppctl.launch.weights import unread_weights
-from ppctl.private_files import NODE_DIRECTORY, own_directory, shared_memory
-from ppctl.processes import python
 
 _PROBE = "ppctl.reach.probe"
 _DEADLINE = 240.0

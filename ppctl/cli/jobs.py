@@ -15,8 +15,8 @@ from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint
+from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.rundir import RunDir
 
 add_arguments = add_run_arguments
 

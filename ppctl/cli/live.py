@@ -21,13 +21,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ppctl import heartbeat
-from ppctl.checkpoint_folder import step_of
 from ppctl.cli.console import console, prose
 from ppctl.cli.runs import checkpoint_of
 from ppctl.errors import visible
-from ppctl.rundir import RunDir
-from ppctl.step_lines import RECENT, clock_text, figure, mean_step_time
+from ppctl.records.step_lines import RECENT, clock_text, figure, mean_step_time
+from ppctl.runs import heartbeat
+from ppctl.runs.checkpoint_folder import step_of
+from ppctl.runs.rundir import RunDir
 
 _CURVE = 24
 """Columns of the curve."""

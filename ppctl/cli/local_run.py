@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ppctl.checkpoint.local_copy import refused_on_one_host
-from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli import plan_text
 from ppctl.cli.console import is_live, note, print_problems, prose, width
 from ppctl.cli.longer import longer, rates_text, same_rates
@@ -29,6 +28,7 @@ from ppctl.config.gpu_environment import gpu_environment, kept_allocator
 from ppctl.config.schema import RunConfig
 from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.hang.progress import Limits
+from ppctl.host.private_files import own_directory, shared_memory
 from ppctl.launch.described import absent_for, other_version
 from ppctl.launch.environment import Started, detect
 from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
@@ -39,9 +39,9 @@ from ppctl.launch.run_directory import Launch, with_value
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan, fits
-from ppctl.private_files import own_directory, shared_memory
-from ppctl.rundir import RunDir
-from ppctl.runs import checkpoint_if_any, find_checkpoint
+from ppctl.runs.checkpoint_folder import AUTO, candidates, step_of
+from ppctl.runs.finding import checkpoint_if_any, find_checkpoint
+from ppctl.runs.rundir import RunDir
 
 _CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
 """(pp, vpp) that a run which has ended proposes, the first that fits."""

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO, cast
 from ppctl import __version__
 from ppctl.cli.console import VisibleText, aligned, folded, note, print_problems, prose, width
 from ppctl.errors import ConfigError, PpctlError, Problem, pasted
-from ppctl.files import silence
+from ppctl.host.files import silence
 
 USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import KeptStep, Side, StepDifferences, compare_step, kept_steps
@@ -31,6 +30,8 @@ from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.hang.progress import Limits
+from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.host.processes import unwinding_on_term
 from ppctl.launch.environment import detect
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
 from ppctl.launch.planning import plan_of, planned, refuse
@@ -38,11 +39,10 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.plan import Plan
 from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
-from ppctl.private_files import own_directory, shared_memory
-from ppctl.processes import unwinding_on_term
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
-from ppctl.runs import find_run
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.finding import find_run
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 
 DIFFERENT = 1
 _STEPS = 3

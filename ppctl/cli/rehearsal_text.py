@@ -11,7 +11,7 @@ from math import ceil
 from ppctl.cli.console import aligned, prose
 from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import STEP, Rehearsed, StageMemory
 
 LAUNCH_SECONDS = 5e-6
 """Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. The

@@ -27,16 +27,16 @@ from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, TrainingError
+from ppctl.host.private_files import own_directory
+from ppctl.host.processes import python, unwinding_on_term
 from ppctl.launch.described import absent_for
 from ppctl.launch.machine import with_overrides
 from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.private_files import own_directory
-from ppctl.processes import python, unwinding_on_term
-from ppctl.rehearsal_record import Rehearsed
-from ppctl.rundir import RunDir
+from ppctl.records.rehearsal_record import Rehearsed
+from ppctl.runs.rundir import RunDir
 
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12

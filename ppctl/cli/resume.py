@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint_folder import AUTO, step_of
 from ppctl.cli import local_run
 from ppctl.cli.console import note
 from ppctl.cli.longer import jump_problem, jumps, longer, rates_text, same_rates, sets_rate
@@ -31,9 +30,10 @@ from ppctl.launch.environment import Started
 from ppctl.launch.planning import plan_of, refuse
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
-from ppctl.runs import find_checkpoint
+from ppctl.runs.checkpoint_folder import AUTO, step_of
+from ppctl.runs.finding import find_checkpoint
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 
 _SEARCHED_BY = ("pipeline.pp_schedule", "pipeline.pp_schedule_csv", "pipeline.schedule_memory", "launch.device_memory")
 """While these stay, a schedule that was searched for stays what was found: prices may have changed since."""

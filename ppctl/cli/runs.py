@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppctl import checkpoint_folder
 from ppctl.cli.console import UNFOLDED, aligned, fits, folded, width
 from ppctl.errors import ConfigError, PpctlError, Problem, pasted
-from ppctl.processes import is_gone
-from ppctl.run_starts import QUIET, holder, is_held, quiet_for
-from ppctl.rundir import RunDir, warn
-from ppctl.runs import find_run, list_runs
+from ppctl.host.processes import is_gone
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.finding import find_run, list_runs
+from ppctl.runs.run_starts import QUIET, holder, is_held, quiet_for
+from ppctl.runs.rundir import RunDir, warn
 
 RUNS = Path("runs")
 """The directory of all runs, where no other is named."""

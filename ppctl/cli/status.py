@@ -17,8 +17,8 @@ from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.errors import PpctlError, pasted
 from ppctl.hang.verdict import published_states, root, waits
-from ppctl.rundir import RunDir
-from ppctl.step_lines import clock_text, mean_step_time
+from ppctl.records.step_lines import clock_text, mean_step_time
+from ppctl.runs.rundir import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,16 +21,16 @@ from ppctl.cli.jobs import hand_over, job_of
 from ppctl.cli.local_run import accepted, command_line, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.config.schema import RunConfig
-from ppctl.devices import machines
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.host.devices import machines
 from ppctl.launch import slurm
 from ppctl.launch.enter import LIVE, package_digest
 from ppctl.launch.environment import Started
 from ppctl.launch.planning import planned, refuse
 from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, render
-from ppctl.rundir import RunDir, printable
-from ppctl.runs import find_run
+from ppctl.runs.finding import find_run
+from ppctl.runs.rundir import RunDir, printable
 
 _WATCHED = 3.0
 """Seconds after the submission within which SLURM shows a reason why a job can never start."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import write_atomically
+from ppctl.host.files import write_atomically
 from ppctl.schedule.picture import Picture
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import step_time

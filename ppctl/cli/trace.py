@@ -20,12 +20,12 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.quantities import steps_of
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import read_json
-from ppctl.json_reader import read
+from ppctl.host.files import read_json
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
-from ppctl.rundir import RunDir
-from ppctl.runs import find_run
+from ppctl.records.json_reader import read
+from ppctl.runs.finding import find_run
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import TIMED
 from ppctl.schedule.measured_step import MeasuredStep, TimeLedger, ledgers
 from ppctl.schedule.simulate import critical_path, seconds_by_kind

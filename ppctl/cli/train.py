@@ -17,7 +17,7 @@ from ppctl.errors import Problem
 from ppctl.launch.environment import Started
 from ppctl.launch.planning import planned
 from ppctl.launch.run_directory import Launch, new_run
-from ppctl.run_starts import hold
+from ppctl.runs.run_starts import hold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,4 +6,5 @@ channels         one-way connections; buffers: what is received into
 connections      the backends that carry messages, and a rank's ends of the channels over them
 message_batches  messages that travel together; variable_shapes: messages with shapes that vary
 modes            how a config wants messages to be sent
+turns            two pieces of work that alternate at their exchanges
 """

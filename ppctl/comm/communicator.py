@@ -16,8 +16,8 @@ from ppctl.comm.channels import DirectEnd
 from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, meet_once, moves_on_device
 from ppctl.comm.message_batches import BatchedEnd, ChannelEnd, FusedBatch, LooseBatch, MessageBatch
 from ppctl.comm.modes import Modes
-from ppctl.devices import QUEUES, why_one_queue_blocks
 from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.host.devices import QUEUES, why_one_queue_blocks
 from ppctl.schedule.action import Channel
 
 _OWN_CHANNELS = Modes()

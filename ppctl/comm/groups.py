@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ppctl import wire
-from ppctl.processes import boot
+from ppctl.host.processes import boot
+from ppctl.records import wire
 
 _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11

@@ -24,7 +24,7 @@ from ppctl.config.scale import KEEPS, SCALES
 from ppctl.config.schema import RunConfig
 from ppctl.config.unknown_words import no_such_key, no_such_option
 from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.files import is_file, read_text
+from ppctl.host.files import is_file, read_text
 
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ppctl.config.schema import RunConfig
-from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
 from ppctl.errors import ConfigError, Problem
+from ppctl.host.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE = (":4096:8", ":16:8")

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppctl.files import is_file, read_text
+from ppctl.host.files import is_file, read_text
 
 RECIPES_PATH = "PPCTL_RECIPES_PATH"
 """Directories of the user's own recipes, separated as in PATH; searched before the shipped ones."""

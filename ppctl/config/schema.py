@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.accelerators import DEVICES
 from ppctl.config.launch_config import LaunchConfig, LogConfig
 from ppctl.config.metadata import (
     MOST_CAPACITY,
@@ -31,6 +30,7 @@ from ppctl.config.model_config import ModelConfig
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.config.training_config import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
+from ppctl.host.accelerators import DEVICES
 from ppctl.topology import ORDER
 
 __all__ = [

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ppctl.accelerators import Device, Efficiency, efficiency_of
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
@@ -22,6 +21,7 @@ from ppctl.geometry.foreign_costs import LayerCost
 from ppctl.geometry.layers import Kind, foreign_cost
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
+from ppctl.host.accelerators import Device, Efficiency, efficiency_of
 from ppctl.topology import ParallelSizes
 
 ACCUMULATED = 8

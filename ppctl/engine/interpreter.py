@@ -349,7 +349,7 @@ def run_schedule(
     engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list. If a backward
     is split, I accumulates all gradients except those of products with a weight, which wait for W
     (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions). The two actions of a pair run
-    alternately; they switch where their stages call `ppctl.turns.hand_over`.
+    alternately; they switch where their stages call `ppctl.comm.turns.hand_over`.
 
     `communicator` is the pipeline's, and may be None for a single rank; it keeps channels and buffers between calls.
     `deallocate_pipeline_outputs` frees an output once it is delivered; otherwise outputs live until their backward.

@@ -19,10 +19,10 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from ppctl.comm.turns import Turns
 from ppctl.engine.recorder import Recorder
 from ppctl.errors import Problem, TrainingError
 from ppctl.schedule.action import Action, Pair, Schedule
-from ppctl.turns import Turns
 from ppctl.weight_gradients.put_off import keep_collecting
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
-from ppctl.rank_records import RankState
+from ppctl.records.rank_records import RankState
 
 LEAST, TIMES = 120.0, 10.0
 """The adaptive limit of a step: so many times the slowest one so far, and at least so many seconds."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppctl.plan import Plan
-from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, RankFailure, RankState
+from ppctl.records.rank_records import EXCHANGING_AXES, NO_ACTION, RankFailure, RankState
 from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Pair, Schedule, input_gradient_of
 from ppctl.topology import RankGrid
 

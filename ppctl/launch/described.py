@@ -20,10 +20,10 @@ import ppctl
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
-from ppctl.files import cache_directory, read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
-from ppctl.private_files import own_directory
-from ppctl.processes import python
+from ppctl.host.files import cache_directory, read_text, write_atomically
+from ppctl.host.private_files import own_directory
+from ppctl.host.processes import python
 
 _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppctl import run_starts
-from ppctl.checkpoint_folder import AUTO
 from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.heartbeat import host_name
 from ppctl.launch.run_directory import with_value
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint
+from ppctl.runs import run_starts
+from ppctl.runs.checkpoint_folder import AUTO
+from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.heartbeat import host_name
+from ppctl.runs.rundir import RunDir
 
 LIVE = "live"
 _PACKAGE = Path(__file__).resolve().parent.parent

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppctl.devices import loopback_variables
 from ppctl.errors import ConfigError, Problem
-from ppctl.files import cache_directory
+from ppctl.host.devices import loopback_variables
+from ppctl.host.files import cache_directory
 
 _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294967290, 4294967296))})
 """SLURM's names for steps that the user did not start with srun: the batch script, an interactive shell."""

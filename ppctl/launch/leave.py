@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ppctl.hang.verdict import published_states
 from ppctl.launch.outcome import DONE, STOPPED, TERMINATED, JobOutcome, failures, report
-from ppctl.rank_records import RankState
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankState
+from ppctl.runs.rundir import RunDir
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from ppctl.config.argv import retyped, typed_again
-from ppctl.devices import device_type, gpus_needed
 from ppctl.errors import Problem
+from ppctl.host.devices import device_type, gpus_needed
 
 _FEW_PROCESSES = 64
 _SMALL_JOB = 8

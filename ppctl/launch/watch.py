@@ -25,18 +25,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from ppctl import heartbeat
 from ppctl.errors import ConfigError, Problem
 from ppctl.hang.progress import Limits, Progress
 from ppctl.hang.verdict import verdict
+from ppctl.host.private_files import NODE_DIRECTORY
+from ppctl.host.processes import python
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, Exit, JobOutcome, failures, report
 from ppctl.launch.process import OutputThread, RankProcess
-from ppctl.private_files import NODE_DIRECTORY
-from ppctl.processes import python
-from ppctl.rank_records import RankFailure, RankState
-from ppctl.run_starts import sweep
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankFailure, RankState
+from ppctl.runs import heartbeat
+from ppctl.runs.run_starts import sweep
+from ppctl.runs.rundir import RunDir
 
 _ASK_AGAIN = 1.0
 """Seconds between two requests to stop to a rank that is still starting."""

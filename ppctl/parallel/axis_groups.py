@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.groups import make_group
 from ppctl.parallel.exchange_counts import watch
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
-from ppctl.rank_records import EXCHANGING_AXES
+from ppctl.records.rank_records import EXCHANGING_AXES
 from ppctl.topology import ParallelSizes, RankGrid, axes_with_groups, levels
 
 _LEVELS = ("cp-inner", "cp-outer")

@@ -43,8 +43,8 @@ from ppctl.sequence_halves import (
     own_lengths,
     ring_blocks,
 )
-from ppctl.tensor_halves import own_positions, to_ranks, to_whole
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.tensor_halves import own_positions, to_ranks, to_whole
+from ppctl.tensors.wide_dtype import wide_dtype
 
 
 class BlockKernel(Protocol):

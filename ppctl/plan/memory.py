@@ -12,7 +12,6 @@ from functools import cache
 from math import prod
 from typing import NamedTuple, Protocol
 
-from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
@@ -33,6 +32,7 @@ from ppctl.cost.state import (
 )
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
+from ppctl.host.accelerators import Device, preset
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.stages import precision_of

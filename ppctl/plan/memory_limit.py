@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
-from ppctl.devices import machines
+from ppctl.host.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import DeviceLimit, RankCost
 from ppctl.plan.violations import Violation

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 from ppctl.errors import Problem
-from ppctl.json_reader import Count, read
 from ppctl.plan.types import Derived, DeviceLimit, Exchange, RankCost, SmallerBatch, StageSpec, Timing, fields_of
+from ppctl.records.json_reader import Count, read
 from ppctl.schedule.action import Action, Channel, Pair, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import RunConfig
-from ppctl.files import read_text
 from ppctl.geometry.layers import Kind, Layer, parse_layers
+from ppctl.host.files import read_text
 from ppctl.layout.letters import LETTERS, LayerType, canonical_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.types import Derived

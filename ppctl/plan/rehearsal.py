@@ -19,7 +19,7 @@ from ppctl.plan.build import build_plan
 from ppctl.plan.memory import setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.types import StageSpec
-from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import STEP, Rehearsed, StageMemory
 from ppctl.schedule.action import LIFE_ENDS, Action, F, Op, stages_with_backwards
 from ppctl.topology import RankGrid
 

@@ -18,7 +18,7 @@ from ppctl.plan.plan import Plan
 from ppctl.plan.plan_picture import picture
 from ppctl.plan.rehearsal import UPDATE, RankKind, RankPeak, peaks_of, scaled
 from ppctl.plan.types import RankCost
-from ppctl.rehearsal_record import Rehearsed
+from ppctl.records.rehearsal_record import Rehearsed
 from ppctl.schedule.picture import Picture, RankMemory
 
 _STATE = ("weight_bytes", "gradient_bytes", "optimizer_bytes")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.files import read_text
+from ppctl.host.files import read_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import LayoutCut
 from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice

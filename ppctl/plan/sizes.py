@@ -11,7 +11,7 @@ from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
 from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
-from ppctl.devices import machines
+from ppctl.host.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations

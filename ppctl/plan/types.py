@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ppctl.geometry.layers import Layer
-from ppctl.json_reader import read
+from ppctl.records.json_reader import read
 from ppctl.schedule.action import Schedule
 
 

@@ -10,15 +10,15 @@ import sys
 import traceback
 from contextlib import suppress
 
-from ppctl import checkpoint_folder
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
 from ppctl.hang.progress import Limits
-from ppctl.heartbeat import HeartbeatFile
 from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank.watchdog import NodeWatch
-from ppctl.rundir import RunDir
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.heartbeat import HeartbeatFile
+from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import TrainingEnd
 
 

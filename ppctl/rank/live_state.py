@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppctl.config.quantities import seconds
-from ppctl.heartbeat import HeartbeatFile
-from ppctl.processes import started
+from ppctl.host.processes import started
 from ppctl.rank.own_process import StopRequest
 from ppctl.rank.watchdog import Alarm
+from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.train.callback import TIME_IS_OVER, Callback
 
 MARGIN = 60.0

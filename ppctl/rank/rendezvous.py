@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import PrefixStore
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.host.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
 from ppctl.plan import Plan
-from ppctl.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
 from ppctl.reach.store import SealedStore, connect, file_store, halves, unproved
-from ppctl.run_starts import SECRET, secret_of
-from ppctl.rundir import RunDir
+from ppctl.runs.run_starts import SECRET, secret_of
+from ppctl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

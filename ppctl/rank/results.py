@@ -21,17 +21,17 @@ from ppctl.comm.groups import gather_values
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
-from ppctl.heartbeat import host_name, leave_failure
+from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.model.kernels import Kernels
 from ppctl.plan import Plan
 from ppctl.plan.profile import subject
-from ppctl.private_files import NODE_DIRECTORY
 from ppctl.rank.launcher import show_failure
 from ppctl.rank.live_state import Phases
 from ppctl.rank.rendezvous import SharedRun
-from ppctl.rank_records import RankFailure
-from ppctl.run_starts import slurm_start, start_name
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.heartbeat import host_name, leave_failure
+from ppctl.runs.run_starts import slurm_start, start_name
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
 from ppctl.train.callback import Callback, TrainingEnd

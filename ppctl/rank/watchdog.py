@@ -26,12 +26,12 @@ from ppctl.hang.progress import GRACE, Limits, Progress
 from ppctl.hang.verdict import published_states, verdict
 from ppctl.plan import Plan
 from ppctl.rank.own_process import Listener
-from ppctl.run_starts import slurm_start
-from ppctl.rundir import RunDir
+from ppctl.runs.run_starts import slurm_start
+from ppctl.runs.rundir import RunDir
 
 _STACKS = 1.0
 _VERDICT = "verdict"
-"""Key of a node's record: why the job ends, in one line. What else is in a record is `ppctl.heartbeat`'s."""
+"""Key of a node's record: why the job ends, in one line. What else is in a record is `ppctl.runs.heartbeat`'s."""
 
 
 class Alarm:

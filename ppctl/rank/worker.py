@@ -31,15 +31,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.writer import WriterAddress, WriterProcess
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
-from ppctl.devices import device_index, device_type, group_backends, loopback_variables
 from ppctl.errors import ConfigError
 from ppctl.hang.progress import GRACE, Limits
-from ppctl.heartbeat import HeartbeatFile, Publisher, Write
-from ppctl.processes import python
+from ppctl.host.devices import device_index, device_type, group_backends, loopback_variables
+from ppctl.host.processes import python
 from ppctl.rank.launcher import make_watch, show_begin, show_end
 from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
@@ -60,7 +58,9 @@ from ppctl.rank.results import fail, final_state, metrics_writers, write_results
 from ppctl.rank.watchdog import Alarm, NodeWatch, dump_on_request
 from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.reach.store import SealedStore
-from ppctl.rundir import RunDir
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.heartbeat import HeartbeatFile, Publisher, Write
+from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
 from ppctl.train.recordings import KeptGradients, StepTraces, TorchProfile

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.groups import gather_values
-from ppctl.devices import device_type, group_backends
+from ppctl.host.devices import device_type, group_backends
 from ppctl.reach.store import connect
 
 LIMIT = 20.0

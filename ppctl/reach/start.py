@@ -25,10 +25,10 @@ from ppctl.comm.groups import connecting_on_first_use, gather_values
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
-from ppctl.heartbeat import host_name
 from ppctl.reach.first_contact import Contact, FirstContact, TimedContact, channel_contacts, group_contacts
 from ppctl.reach.hosts import CAUSES, REMEDY, DeadEdge, listen, reason_of, unreached
 from ppctl.reach.store import SealedStore
+from ppctl.runs.heartbeat import host_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -39,7 +39,7 @@ Exchanges = Mapping[str, Collection[str]]
 
 
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
-    """Make the default process group on `backends` (`ppctl.devices`): gloo for messages between CPUs among them.
+    """Make the default process group on `backends` (`ppctl.host.devices`): gloo for messages between CPUs among them.
 
     A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long its
     backends wait for other ranks, and those of every group that is made later. Raises DeadEdge (PP-E707).

@@ -4,9 +4,9 @@ Knows the rank variables, and who serves a store: a file where the ranks are on 
 torch's own rendezvous listens on all addresses of a machine; here rank 0 binds one address and hands the socket over.
 
 Whoever reaches the port of torch's store reads and writes in it. So every value of ours is JSON, and stands behind an
-HMAC over the start, the key and the value; its secret is known to the ranks alone (`ppctl.run_starts`). Counts (`add`)
-carry no proof: whoever changes one can delay or end a start, and nothing else. What torch itself keeps in the store is
-not sealed (SECURITY.md).
+HMAC over the start, the key and the value; its secret is known to the ranks alone (`ppctl.runs.run_starts`). Counts
+(`add`) carry no proof: whoever changes one can delay or end a start, and nothing else. What torch itself keeps in the
+store is not sealed (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import FileStore, TCPStore
 
 from ppctl.errors import ConfigError, Problem, TrainingError, pasted
-from ppctl.heartbeat import host_name
-from ppctl.private_files import NODE_DIRECTORY
+from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.reach.hosts import family_of, own_address
+from ppctl.runs.heartbeat import host_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.foreign.measured_pass import GROUPED, grouped
-from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
+from ppctl.records.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
 
 BLOCK = 512
 """CUDA's caching allocator rounds every allocation up to a multiple of this."""

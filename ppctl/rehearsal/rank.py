@@ -24,10 +24,10 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
+from ppctl.records.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
 from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
 from ppctl.rehearsal.stand_ins import FusedKernels, Samples, rehearsal_parts
-from ppctl.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import BACKWARDS, Action, Op
 from ppctl.train.session import Session, build_session, reads_data
 from ppctl.train.step import Trainer

@@ -26,8 +26,8 @@ from ppctl.model.kernels import Capability
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
 from ppctl.rehearsal.ledger import DeviceLedger
+from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.train.session import SessionParts
-from ppctl.wide_dtype import wide_dtype
 
 _aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from ppctl.json_reader import Count, read
+from ppctl.records.json_reader import Count, read
 from ppctl.schedule.action import COMPUTE, PASSED_ON, Op, Placement, Schedule
 from ppctl.schedule.trace import Span, Trace
 

@@ -93,7 +93,7 @@ class Callback:
         """Training begins: the session is built, and a checkpoint is loaded if there is one."""
 
     def enter(self, state: str, step: int) -> None:
-        """The rank turns to a state (`ppctl.rank_records.STATES`) after `step` completed steps."""
+        """The rank turns to a state (`ppctl.records.rank_records.STATES`) after `step` completed steps."""
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
         """The program that the engine calls for a stage in place of `program`, which it may watch.

@@ -24,7 +24,7 @@ from ppctl.model.stage_model import StageModel
 from ppctl.parallel.tensor import gather_runs
 from ppctl.plan import StageSpec
 from ppctl.sequence_halves import Halves
-from ppctl.tensor_halves import own_positions
+from ppctl.tensors.tensor_halves import own_positions
 from ppctl.train.session import Session
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.step_lines import WIDE, Record, StepLines
+from ppctl.records.step_lines import WIDE, Record, StepLines
 from ppctl.train.callback import Callback
 
 

@@ -33,7 +33,7 @@ from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.sequence_halves import Halves
-from ppctl.tensor_halves import own_halves
+from ppctl.tensors.tensor_halves import own_halves
 from ppctl.train.mixed_precision import in_precision
 from ppctl.train.session import Session
 

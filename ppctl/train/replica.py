@@ -24,13 +24,13 @@ from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan
+from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm, GradNorm, clip_gradients, locate_parameters
 from ppctl.train.mixed_precision import LossScale, unscale
 from ppctl.train.optimizer import AdamW, Muon, make_optimizer
 from ppctl.train.rank_model import RankModel
 from ppctl.train.trained_weights import GatheredWeights, GradientScatter, ShardedWeights, Weights
-from ppctl.wide_dtype import wide_dtype
 
 
 @dataclass(frozen=True)

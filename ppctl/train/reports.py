@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ppctl.accelerators import device_called, preset
 from ppctl.comm.groups import gather_rows
 from ppctl.config.gpu_environment import expanding
 from ppctl.data.batches import check_same_samples
 from ppctl.engine.dry_pass import AllocatorFigures
 from ppctl.errors import Problem, TrainingError
+from ppctl.host.accelerators import device_called, preset
 from ppctl.topology import RankGrid
 from ppctl.train.callback import SAVE_FAILED, TIME_IS_OVER
 from ppctl.train.programs import StagePrograms, auxiliary_width

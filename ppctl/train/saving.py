@@ -23,9 +23,9 @@ from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.saver import BackgroundSaver, Saved, Saver
 from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress
-from ppctl.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
 from ppctl.train.snapshot import Loaded, check_optimizer, continued, load_first, session_shards, start_from, state_of

@@ -24,10 +24,10 @@ from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.parts import Parts
-from ppctl.heartbeat import HeartbeatFile
 from ppctl.parallel.axis_groups import AxisGroups
 from ppctl.parallel.exchange_counts import watch
 from ppctl.plan import Plan, RankPlan, StageSpec
+from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.schedule.action import Schedule
 from ppctl.topology import RankGrid
 from ppctl.train.rank_model import ModelParts, RankModel, build_model

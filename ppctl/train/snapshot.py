@@ -21,7 +21,6 @@ from ppctl.checkpoint.reading import CheckpointReader, fill, load
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
-from ppctl.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.data.tokenizer import tokenizer_path
@@ -31,6 +30,7 @@ from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.safetensors_values import DirectoryReader
+from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.train.session import Session
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce_sums, start_sending
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
+from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.topology import BUCKET_ELEMENTS
-from ppctl.wide_dtype import wide_dtype
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""

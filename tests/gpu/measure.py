@@ -33,7 +33,7 @@ import torch
 
 from ppctl.config.compose import compose
 from ppctl.config.keys import text_keys
-from ppctl.devices import SEVERAL_RANKS, nccl_shares_gpus
+from ppctl.host.devices import SEVERAL_RANKS, nccl_shares_gpus
 from ppctl.plan import build_plan
 from ppctl.plan.plan_picture import picture
 from ppctl.schedule.action import Op

@@ -26,9 +26,9 @@ from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
-from ppctl.devices import nccl_shares_gpus
 from ppctl.engine.dry_pass import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
+from ppctl.host.devices import nccl_shares_gpus
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8

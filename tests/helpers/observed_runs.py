@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint_folder import Found
+from ppctl.runs.checkpoint_folder import Found
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
 from ppctl.train.saving import Saves

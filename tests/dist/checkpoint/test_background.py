@@ -29,11 +29,11 @@ from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint_folder import find
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
 from ppctl.plan.build import build_plan
 from ppctl.plan.memory_limit import amount
+from ppctl.runs.checkpoint_folder import find
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import session_shards
 

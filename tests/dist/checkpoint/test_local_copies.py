@@ -17,9 +17,9 @@ from observed_runs import Notes, train_noted
 from ranks import run_ranks
 
 from ppctl.checkpoint.local_copy import directory_of
-from ppctl.checkpoint_folder import AUTO, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
+from ppctl.runs.checkpoint_folder import AUTO, candidates
 from ppctl.train.callback import Callback
 from ppctl.train.session import build_session
 

@@ -14,9 +14,9 @@ from observed_runs import train_noted
 from ranks import RanksFailed, run_ranks
 
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint_folder import AUTO, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
+from ppctl.runs.checkpoint_folder import AUTO, candidates
 from ppctl.train.session import build_session
 
 __all__ = ["text"]

@@ -20,7 +20,7 @@ from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import new_run
 from ppctl.plan.build import build_plan
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 

@@ -12,10 +12,10 @@ from evaluated_runs import config_of
 from observed_runs import train_noted
 from ranks import run_ranks
 
-from ppctl.checkpoint_folder import candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.plan.build import build_plan
+from ppctl.runs.checkpoint_folder import candidates
 from ppctl.train.session import build_session
 
 STEPS, SAVED, SAMPLES = 6, 3, 8

@@ -35,7 +35,7 @@ from ppctl.engine.pace import AHEAD
 from ppctl.engine.stage import StageProgram
 from ppctl.hang.verdict import verdict
 from ppctl.plan import Plan
-from ppctl.rank_records import RankState
+from ppctl.records.rank_records import RankState
 from ppctl.schedule.action import COMPUTE, RECEIVES, Action, B, F, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule

@@ -21,7 +21,6 @@ from oracle.reference import muon_of, update
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from ppctl.checkpoint_folder import step_path
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -29,6 +28,7 @@ from ppctl.launch.weights import model_values
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
 from ppctl.pretrained.hugging_face import export_checkpoint
+from ppctl.runs.checkpoint_folder import step_path
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer

@@ -27,7 +27,7 @@ from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
 from ppctl.parallel.context import RingAttention, context_attention
 from ppctl.sequence_halves import Halves, Lengths
-from ppctl.tensor_halves import own_halves, own_positions, to_ranks, to_whole
+from ppctl.tensors.tensor_halves import own_halves, own_positions, to_ranks, to_whole
 from ppctl.topology import ParallelSizes, levels
 
 S, B = 32, 2

@@ -16,7 +16,7 @@ from ppctl.plan import build_plan
 from ppctl.rank.rendezvous import OwnRank, SharedRun, meet
 from ppctl.reach import start
 from ppctl.reach.hosts import listen
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 
 def answer(absent=(), deaf=(), hosts=3, patience=60.0):

@@ -17,9 +17,9 @@ from ranks import RanksFailed, run_ranks
 
 from ppctl.checkpoint.manifest import read_manifest, record_whole
 from ppctl.checkpoint.run_state import read_state
-from ppctl.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
+from ppctl.runs.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.train.session import build_session
 
 __all__ = ["text"]

@@ -16,7 +16,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.start import call_roll
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.session import build_session
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ppctl.rank import watchdog
 from ppctl.rank.own_process import Listener
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import TIME_IS_OVER
 from ppctl.train.reports import RankReport, Reports, stop_reason
 

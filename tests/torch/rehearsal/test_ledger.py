@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppctl import row_order
+from ppctl.records.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
 from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
-from ppctl.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
+from ppctl.tensors import row_order
 
 
 def on_device(*shape, dtype=torch.float32):
@@ -178,7 +178,7 @@ def test_a_wait_is_named_by_the_line_of_ppctl_that_asked(ledger):
         row_order.repeat_in_order(on_device(2, 8), 2, order.as_subclass(Asks), order)
     lines, first = inspect.getsourcelines(row_order._RepeatInOrder.forward)
     (place,) = [first + n for n, line in enumerate(lines) if "order // times" in line]
-    assert ledger.host_waits == (HostWait("ppctl/row_order.py", place, FORWARD, 3),)
+    assert ledger.host_waits == (HostWait("ppctl/tensors/row_order.py", place, FORWARD, 3),)
 
 
 SIZES = {

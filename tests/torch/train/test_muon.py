@@ -6,12 +6,12 @@ import pytest
 import torch
 from cuts import cut, tiny
 
-from ppctl.accelerators import efficiency_of
 from ppctl.config.checks import check
 from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.cost.times import optimizer_seconds
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.matrix_owners import Matrices, owned_runs
+from ppctl.host.accelerators import efficiency_of
 from ppctl.model.stage import build_stage
 from ppctl.plan import build_plan
 from ppctl.plan.memory import device_of

@@ -6,9 +6,9 @@ import math
 import pytest
 from rich.console import Console
 
-from ppctl import heartbeat
 from ppctl.cli.live import LiveBlock, curve, live_block
-from ppctl.rundir import RunDir
+from ppctl.runs import heartbeat
+from ppctl.runs.rundir import RunDir
 
 
 @pytest.fixture

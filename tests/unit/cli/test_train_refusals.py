@@ -19,8 +19,8 @@ from ppctl.launch.environment import Started
 from ppctl.launch.outcome import JobOutcome
 from ppctl.launch.planning import planned
 from ppctl.launch.run_directory import Launch, new_run, with_value
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint, list_runs
+from ppctl.runs.finding import last_checkpoint, list_runs
+from ppctl.runs.rundir import RunDir
 
 QUICK = ["recipe=quickstart", "launch.device=cpu"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from ppctl.accelerators import preset
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import ContextTraffic, context_traffic
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
 from ppctl.cost.times import layer_seconds, layer_work, machine_of
 from ppctl.geometry.layers import Kind, Layer, cp_comm_type, layer_kinds, parse_layers
+from ppctl.host.accelerators import preset
 from ppctl.topology import ParallelSizes
 
 GROUPED = ModelConfig(num_attention_heads=8, num_query_groups=2, kv_channels=64)

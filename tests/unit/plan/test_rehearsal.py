@@ -8,7 +8,7 @@ from unit_plan import config_values
 from ppctl.plan import build_plan
 from ppctl.plan.rehearsal import UPDATE, Step, kinds_of, peaks_of, replayed, scaled, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.rehearsal_record import (
+from ppctl.records.rehearsal_record import (
     BACKWARD,
     FORWARD,
     MESSAGE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppctl.step_lines import clock_text, step_line
+from ppctl.records.step_lines import clock_text, step_line
 from ppctl.train.metrics import Screen
 
 RECORD = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ppctl import checkpoint_folder
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
-from ppctl.rundir import RunDir, warn
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.rundir import RunDir, warn
 
 
 def list_runs(root: Path) -> list[RunDir]:

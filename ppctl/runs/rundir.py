@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppctl.errors import CONTROL, ConfigError, Problem, pasted
-from ppctl.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
-from ppctl.json_reader import parse, read
-from ppctl.metrics_file import MetricsFile
-from ppctl.rank_records import RankFailure
-from ppctl.run_records import STATES, EdgeTimes, Environment, Failure, HostStates, Job, Result, Status
+from ppctl.host.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
+from ppctl.records.json_reader import parse, read
+from ppctl.records.metrics_file import MetricsFile
+from ppctl.records.rank_records import RankFailure
+from ppctl.records.run_records import STATES, EdgeTimes, Environment, Failure, HostStates, Job, Result, Status
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from ppctl.json_reader import Count, Line, read
+from ppctl.records.json_reader import Count, Line, read
 
 STATES = (
     *("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading"),

@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from ppctl.json_reader import parse, read
+from ppctl.records.json_reader import parse, read
 
 T = TypeVar("T")
 

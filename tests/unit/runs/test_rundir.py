@@ -15,11 +15,11 @@ from checkpoint_states import mark_of, write
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
-from ppctl.files import append, write_atomically
-from ppctl.rank_records import RankFailure
-from ppctl.run_starts import begin_start, hold, is_held, set_aside, sweep
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint, list_runs
+from ppctl.host.files import append, write_atomically
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.finding import last_checkpoint, list_runs
+from ppctl.runs.run_starts import begin_start, hold, is_held, set_aside, sweep
+from ppctl.runs.rundir import RunDir
 
 
 def make(root: Path, run_id: str | None = None, name: str = "job", config: RunConfig | None = None) -> RunDir:
@@ -266,8 +266,8 @@ def test_what_killed_writers_left_is_swept(run: RunDir) -> None:
 
 HOLD = """
 import sys, pathlib
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 with hold(RunDir(pathlib.Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ppctl.turns import Turns, hand_over
+from ppctl.comm.turns import Turns, hand_over
 
 
 def piece(log: list[str], name: str, exchanges: int, failing: int | None = None):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppctl.errors import CheckpointError, Problem, pasted
-from ppctl.files import open_regular
+from ppctl.host.files import open_regular
 
 LATEST = "latest"
 MANIFEST = "manifest.json"

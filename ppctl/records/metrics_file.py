@@ -12,9 +12,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from ppctl.files import open_regular
-from ppctl.json_reader import parse, read
-from ppctl.run_records import Metrics
+from ppctl.host.files import open_regular
+from ppctl.records.json_reader import parse, read
+from ppctl.records.run_records import Metrics
 
 _LONGEST = 2**16
 _TAIL = 2**18

@@ -4,7 +4,7 @@ import pytest
 import torch
 from live_memory import LiveBytes
 
-from ppctl.row_order import reorder, repeat_in_order, weighted_sum
+from ppctl.tensors.row_order import reorder, repeat_in_order, weighted_sum
 
 ROWS, WIDTH, TIMES = 24, 512, 4
 DTYPES = (torch.float32, torch.bfloat16)

@@ -7,8 +7,8 @@ import pytest
 
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, ConfigError
-from ppctl.rundir import RunDir
-from ppctl.runs import checkpoint_if_any, find_checkpoint, find_run
+from ppctl.runs.finding import checkpoint_if_any, find_checkpoint, find_run
+from ppctl.runs.rundir import RunDir
 
 
 def make(root: Path, run_id: str, name: str) -> RunDir:

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import TAKEN, lock, open_regular, read_text, release, write_atomically
-from ppctl.processes import identity
-from ppctl.run_records import Holder
-from ppctl.rundir import RunDir
+from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, write_atomically
+from ppctl.host.processes import identity
+from ppctl.records.run_records import Holder
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.rundir import RunDir
 
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 SECRET = "PPCTL_SECRET"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ppctl.rank_records import NO_ACTION, RankFailure, RankState
+from ppctl.records.rank_records import NO_ACTION, RankFailure, RankState
 
 STATE = RankState(3, "training", 16, 5, 1e9, working=True, stopped=True, host="node1", pid=4711, exchanges=(3, 0, 1, 0))
 FAILURE = RankFailure(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from checkpoint_states import LATEST, MANIFEST, MARK, SAVES, STRANGE, content, killed_states, mark_of, save, write
 
-from ppctl.checkpoint_folder import at, complete, find, is_complete, step_of
 from ppctl.errors import CheckpointError
+from ppctl.runs.checkpoint_folder import at, complete, find, is_complete, step_of
 
 
 def names(directory: Path) -> list[str]:

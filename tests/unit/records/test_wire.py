@@ -17,10 +17,10 @@ from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.disk import WrittenParts
 from ppctl.checkpoint.tensor_parts import TensorPart, packed_parts, parts_of
 from ppctl.errors import Problem
+from ppctl.records.wire import Malformed, packed, unpacked
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.wire import Malformed, packed, unpacked
 
 
 class Inner(NamedTuple):

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict
 
-from ppctl.json_reader import Count, Line, read
-from ppctl.rank_records import RankFailure, RankState
+from ppctl.records.json_reader import Count, Line, read
+from ppctl.records.rank_records import RankFailure, RankState
 
 STATES = ("queued", "starting", "running", "finished", "failed", "stopped", "interrupted")
 """The states of status.json. A `queued` run waits for its scheduler; the last four are of a run that has ended."""

@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppctl import private_files
-from ppctl.processes import is_stopped
-from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankFailure, RankState
+from ppctl.host import private_files
+from ppctl.host.processes import is_stopped
+from ppctl.records.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankFailure, RankState
 
 # mark, pid, rank, state, step, action index, whether it computes, monotonic seconds, exchanges by axis
 _RECORD = struct.Struct(f"=8sqqqqqqd{len(EXCHANGING_AXES)}q")

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import ppctl
-from ppctl import private_files
 from ppctl.errors import ConfigError
-from ppctl.private_files import make_directory, own_directory
-from ppctl.processes import boot
+from ppctl.host import private_files
+from ppctl.host.private_files import make_directory, own_directory
+from ppctl.host.processes import boot
 
 PACKAGE = Path(ppctl.__file__).parent
 ELSEWHERE = {"/dev/shm": {"cli/doctor.py": "asks how much room is there"}, "tempfile": {}}
@@ -95,7 +95,7 @@ def test_a_directory_of_ones_own_has_a_name_that_nobody_guesses_and_goes(tmp_pat
 
 def test_the_next_start_sweeps_what_a_killed_one_has_left_and_nothing_that_lives(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from ppctl.private_files import own_directory\n"
+        "import sys, time; from pathlib import Path; from ppctl.host.private_files import own_directory\n"
         "with own_directory(Path(sys.argv[1])) as own:\n"
         "    (own / 'deep').mkdir(); (own / 'deep' / 'file').touch(); print(own, flush=True); time.sleep(60)"
     )
@@ -113,7 +113,7 @@ def test_the_next_start_sweeps_what_a_killed_one_has_left_and_nothing_that_lives
 
 def test_starts_that_sweep_at_the_same_time_take_nothing_from_each_other(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from ppctl.private_files import own_directory, write\n"
+        "import sys; from pathlib import Path; from ppctl.host.private_files import own_directory, write\n"
         "for _ in range(150):\n"
         "    with own_directory(Path(sys.argv[1])) as own: write(own / 'file', b'x'); assert own.exists()"
     )
@@ -215,4 +215,4 @@ def test_no_other_module_makes_temporary_files_or_names_shared_memory() -> None:
             told += [node.value] if isinstance(node, ast.Constant) else []
             for name in found.keys() & {each for each in told if isinstance(each, str)}:
                 found[name].add(path.relative_to(PACKAGE).as_posix())
-    assert found == {name: {"private_files.py", *others} for name, others in ELSEWHERE.items()}
+    assert found == {name: {"host/private_files.py", *others} for name, others in ELSEWHERE.items()}

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import pytest
 
-from ppctl.json_reader import Count, Line, parse, read
+from ppctl.records.json_reader import Count, Line, parse, read
 
 
 class Place(NamedTuple):

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ppctl import processes
 from ppctl.cli.main import main
 from ppctl.config.schema import RunConfig
-from ppctl.rundir import RunDir
+from ppctl.host import processes
+from ppctl.runs.rundir import RunDir
 
 HOLDING = """
 import sys, time
 from pathlib import Path
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 with hold(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)

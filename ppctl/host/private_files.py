@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.processes import boot
+from ppctl.host.processes import boot
 
 NODE_DIRECTORY = "PPCTL_NODE_DIRECTORY"
 """The variable by which ranks of ppctl's launcher find the directory of their start."""

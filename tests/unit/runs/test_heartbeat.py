@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppctl import heartbeat
-from ppctl.heartbeat import HeartbeatFile, Publisher
+from ppctl.runs import heartbeat
+from ppctl.runs.heartbeat import HeartbeatFile, Publisher
 
 
 def test_what_a_rank_enters_is_read_by_others(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_record_that_nobody_made_or_that_is_damaged_is_none(tmp_path: Path) ->
 def test_a_ranks_record_replaces_the_launchers_and_outlives_the_rank(tmp_path: Path) -> None:
     heartbeat.create(tmp_path, 0)
     program = (
-        "import os, signal, sys; from pathlib import Path; from ppctl.heartbeat import HeartbeatFile\n"
+        "import os, signal, sys; from pathlib import Path; from ppctl.runs.heartbeat import HeartbeatFile\n"
         "beat = HeartbeatFile(Path(sys.argv[1]), 0); beat.step = 5; beat.enter(2); os.kill(os.getpid(), signal.SIGKILL)"
     )
     beat = heartbeat.read(tmp_path, 0)
@@ -65,7 +65,7 @@ def test_a_ranks_record_replaces_the_launchers_and_outlives_the_rank(tmp_path: P
 @pytest.mark.skipif(subprocess.run(["which", "strace"], capture_output=True).returncode != 0, reason="needs strace")
 def test_an_action_costs_no_system_call(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from ppctl.heartbeat import HeartbeatFile\n"
+        "import os, sys; from pathlib import Path; from ppctl.runs.heartbeat import HeartbeatFile\n"
         "beat = HeartbeatFile(Path(sys.argv[1]), 0); beat.enter(0); os.getppid()\n"
         "for index in range(1000): beat.enter(index)\n"
         "os.getppid(); beat.close()"
