@@ -23,7 +23,7 @@ from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.model.loss import token_losses
 from ppctl.model.stage import build_stage
 from ppctl.plan.types import StageSpec, TensorSpec
-from ppctl.weight_gradients.put_off import WeightGradStore
+from ppctl.weight_gradients.deferred import WeightGradStore
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _TimesWeight(torch.autograd.Function):
             watch.rest(ctx.seconds)
             return made
 
-        def put_off() -> None:
+        def deferred() -> None:
             watch.start()
             w.grad = of_weight() if w.grad is None else w.grad + of_weight()
 
@@ -210,11 +210,11 @@ class _TimesWeight(torch.autograd.Function):
         watch.rest(ctx.seconds)
         if not WeightGradStore.enabled:
             return of_input, of_weight(), None, None
-        WeightGradStore.put(put_off)
+        WeightGradStore.put(deferred)
         return of_input, None, None, None
 
 
-class PutOff(TorchsHalves):
+class DeferredGradients(TorchsHalves):
     """The same stage, whose weight's half goes through ppctl's public hook."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Split(Sleep):
         self.forward = cell.forward / cell.vpp
 
     def module(self, stage: int, *, torchs: bool = False) -> nn.Module:
-        return (TorchsHalves if torchs else PutOff)(self.forward)
+        return (TorchsHalves if torchs else DeferredGradients)(self.forward)
 
     def check(self, losses: list[float], modules: dict[int, nn.Module]) -> str:
         m = self.cell.microbatches

@@ -19,7 +19,7 @@ _HOMES = {
     "ppctl.engine.stage": ("StageProgram",),
     "ppctl.engine.interpreter": ("run_schedule",),
     "ppctl.modules.python_pipeline": ("Pipeline", "pipeline"),
-    "ppctl.weight_gradients.put_off": ("WeightGradStore",),
+    "ppctl.weight_gradients.deferred": ("WeightGradStore",),
     "ppctl.config.schema": ("RunConfig",),
     "ppctl.config.compose": ("compose",),
     "ppctl.plan": ("Plan", "build_plan"),

@@ -26,7 +26,7 @@ def foreign_running(
     inside = cost.kept.of(batch, length)
     stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)
     forward = most(cost.in_forward, batch, length)
-    backward = most(cost.in_inputs if setting.put_off else cost.in_backward, batch, length)
+    backward = most(cost.in_inputs if setting.deferred else cost.in_backward, batch, length)
     if kind.name == "embedding":
         return inside + _LABEL * setting.tokens, 0.0, forward, backward
     if kind.name == "loss":  # the logits, whose gradient takes their place; blocks of them in float32
@@ -70,4 +70,4 @@ def foreign_tables(model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setti
 def foreign_operands(cost: LayerCost, setting: Setting) -> tuple[float, float]:
     """Bytes that a split backward keeps for W, and what W has beside these."""
     batch, length = setting.micro_batch_size, setting.seq_length
-    return cost.put_off.of(batch, length), most(cost.in_weights, batch, length)
+    return cost.deferred.of(batch, length), most(cost.in_weights, batch, length)

@@ -90,7 +90,7 @@ class StagePrice(NamedTuple):
     """Weights, gradients, optimizer."""
     activation: int
     """What one microbatch keeps from its F to its B, or to its I."""
-    put_off: int
+    deferred: int
     """What it keeps from its I to its W, where the backward is split."""
     message: float = 0.0
     """Seconds of a message to the next stage, and of its gradient's way back: router logits grow from hop to hop."""
@@ -198,7 +198,7 @@ class Scores:
         own = tuple(map(prices.__getitem__, rank.stages))
         key = (rank.stages, own)
         if key not in self._held:
-            kept = [*(price.activation for price in own), *(price.put_off for price in own)]
+            kept = [*(price.activation for price in own), *(price.deferred for price in own)]
             worst = max(int(sum(map(mul, alive, kept))) for alive in rank.alive)
             self._held[key] = sum(price.state for price in own) + worst
         return self._held[key]

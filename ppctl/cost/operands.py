@@ -1,6 +1,6 @@
 """Bytes that a split backward keeps of a microbatch from its I to its W: the operands of the weight gradients.
 
-Knows which weights' gradients are put off (decision 37) and their sizes. Must not know schedules or how it is done
+Knows which weights' gradients are deferred (decision 37) and their sizes. Must not know schedules or how it is done
 (`ppctl/weight_gradients`). Of every product that is its input and the gradient of its result; an input that several
 products read counts once. Recomputation changes nothing: what it makes again in I is kept from there.
 """
@@ -61,7 +61,7 @@ def _of_layer(model: ModelConfig, kind: Kind, setting: Setting) -> tuple[float, 
 
 def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, stage: int) -> int:
     """More than a stage keeps on the device while its I runs: layers that it is through with left operands behind."""
-    pieces = stage_pieces(model, layers, setting._replace(put_off=True), stage).by_place
+    pieces = stage_pieces(model, layers, setting._replace(deferred=True), stage).by_place
     kinds, hidden = layer_kinds(model, layers), setting.hidden_bytes(model)
     most, behind, end = 0.0, 0.0, len(layers)
     for place, piece in sorted(pieces.items(), reverse=True):
@@ -71,7 +71,7 @@ def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, 
     return round(most)
 
 
-def is_put_off(row: Parameter) -> bool:
+def is_deferred(row: Parameter) -> bool:
     """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's.
 
     Routers multiply in float32 and are small; the output's operands are a microbatch's logits.
@@ -86,7 +86,7 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
     seen: set[str] = set()
     total = 0.0
     for row in kind_parameters(Sizes.of(model), kind):
-        if is_put_off(row):
+        if is_deferred(row):
             uses = model.moe_router_topk if row.experts else 1
             block, _, name = row.name.removesuffix(".weight").rpartition(".")
             read = f"{block}.{_READS_WITH.get(name, name)}"
@@ -118,5 +118,5 @@ def _largest(model: ModelConfig, kind: Kind, sizes: ParallelSizes) -> int:
     """Elements of a layer's largest weight gradient that W makes on one device; a stack of experts has one."""
     if kind.name == "loss":
         return 0
-    rows = [row for row in kind_parameters(Sizes.of(model), kind) if is_put_off(row)]
+    rows = [row for row in kind_parameters(Sizes.of(model), kind) if is_deferred(row)]
     return max((held(row.elements, row.axes, sizes) for row in rows), default=0)

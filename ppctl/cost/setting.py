@@ -89,7 +89,7 @@ class Setting(NamedTuple):
     """Of context parallelism."""
     parallel: ParallelConfig = ParallelConfig()
     """Its `cpu_offloading_*`."""
-    put_off: bool = False
+    deferred: bool = False
     """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
 
     @property

@@ -153,20 +153,20 @@ def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
 
 
 def ends_of(
-    kept: Sequence[int], while_backward: Sequence[int], while_inputs: Sequence[int], put_off: Sequence[Operands]
+    kept: Sequence[int], while_backward: Sequence[int], while_inputs: Sequence[int], deferred: Sequence[Operands]
 ) -> Ends:
-    """The backwards of stages that keep `kept` from their F on; `put_off` says what they keep for W.
+    """The backwards of stages that keep `kept` from their F on; `deferred` says what they keep for W.
 
     A B needs `while_backward` beside, an I `while_inputs`. An I frees what its layers kept while it puts their operands
     off: it needs most with the last layer or the first.
     """
-    later = [each.kept for each in put_off]
+    later = [each.kept for each in deferred]
     grown = [
         more + max(0, each.kept - own) if each.in_inputs is None else each.in_inputs
-        for more, each, own in zip(while_inputs, put_off, kept, strict=True)
+        for more, each, own in zip(while_inputs, deferred, kept, strict=True)
     ]
     freed = [own - wait for own, wait in zip(kept, later, strict=True)]
-    return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in put_off]})
+    return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in deferred]})
 
 
 def fetched_at_once(held: Sequence[int]) -> Ends:

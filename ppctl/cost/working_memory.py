@@ -61,7 +61,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
     if not setting.allocator.backward:
         return sum(again.values())
     if kind.name == "embedding":  # the table's gradient
-        table = 0 if setting.put_off else setting.element * setting.words(model) * model.hidden_size
+        table = 0 if setting.deferred else setting.element * setting.words(model) * model.hidden_size
         return table + (setting.whole_bytes(model) if setting.sizes.tp > 1 else 0)  # rows of words elsewhere are masked
     if kind.name == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
@@ -72,7 +72,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
     # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
     kept = sum(part.size for part in feed_forward_parts(model, kind.moe, setting)) * setting.tokens
     freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "moe_act"))
-    if setting.put_off and not kind.moe:  # but for what the products read, and the gradients of what they made
+    if setting.deferred and not kind.moe:  # but for what the products read, and the gradients of what they made
         freed -= size * (2 + sizes.gated) * sizes.ffn / tp + (setting.whole_bytes(model) if setting.sp > 1 else 0)
     keys = setting.groups(sizes)
     heads = sizes.heads * (sizes.query_head + sizes.value_head) + keys * (sizes.query_head + sizes.value_head)
@@ -92,19 +92,19 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
     """
     sizes, tp = Sizes.of(model), setting.sizes.tp
     inner = setting.element * setting.tokens * sizes.ffn / tp
-    weight = 0 if setting.put_off else setting.element * sizes.ffn * sizes.hidden / tp
+    weight = 0 if setting.deferred else setting.element * sizes.ffn * sizes.hidden / tp
     made = again.get("mlp", 0.0)
     dropped = setting.hidden_bytes(model) if model.hidden_dropout else 0
     factors = 2 if sizes.gated else 1
     # The gathered gradient is free behind the last product, which it and that product's input wait for in I.
     gathered = setting.whole_bytes(model) if setting.sp > 1 else 0
-    waiting = gathered + inner if setting.put_off else 0
+    waiting = gathered + inner if setting.deferred else 0
     product = max(factors * inner + waiting, gathered + inner + weight + dropped, _gathered(model, setting))
     if setting.sp > 1:  # then both factors' products, whose gradients took their places
         vectors = setting.allocator.gated_vectors if sizes.gated else 2
         # Their input's gradient of all tokens is summed over the ranks beside the weights' products.
         summing = 2 * setting.whole_bytes(model) + setting.hidden_bytes(model)
-        weights = 0 if setting.put_off else summing + factors * weight
+        weights = 0 if setting.deferred else summing + factors * weight
         reading = max(_reading(model, setting, factors), weights) - (vectors - factors) * inner
         product = max(product, reading + waiting)
     return made + product + (normed if made else 0.0)
@@ -139,7 +139,7 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     n, h, v = setting.tokens, model.hidden_size, setting.words(model)
     hidden, weight, logits = n * h / setting.sp, v * h, n * v
     summing = 2 * n * h if setting.sp > 1 else 0  # all tokens and their gradient, which is summed beside the weight's
-    scattered = _reading(model, setting._replace(put_off=False), 1) / setting.element  # the output is never put off
+    scattered = _reading(model, setting._replace(deferred=False), 1) / setting.element  # the output is never deferred
     products = [hidden + weight + summing, scattered if setting.sp > 1 else 0]
     for done in range(2, outputs(model) + 1):
         products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + summing)
@@ -156,7 +156,7 @@ def _reading(model: ModelConfig, setting: Setting, products: int) -> float:
     """Bytes of a backward of divided products with one input: that of all tokens, its gradient and one more product;
     then the gradient is scattered, for which several samples are put in order. W, and not I, reads the input."""
     whole = setting.whole_bytes(model)
-    read = 0 if setting.put_off else whole
+    read = 0 if setting.deferred else whole
     return read + max(whole * min(products, 2), setting.travelling(model) + setting.hidden_bytes(model))
 
 

@@ -23,7 +23,7 @@ from ppctl.comm.turns import Turns
 from ppctl.engine.recorder import Recorder
 from ppctl.errors import Problem, TrainingError
 from ppctl.schedule.action import Action, Pair, Schedule
-from ppctl.weight_gradients.put_off import keep_collecting
+from ppctl.weight_gradients.deferred import keep_collecting
 
 
 def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Action]:

@@ -21,8 +21,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from ppctl.comm.buffers import Message, MessageSpec, TensorLike
 from ppctl.comm.channels import Arrival
 from ppctl.errors import Problem, TrainingError
+from ppctl.weight_gradients.deferred import DeferredGradients, collecting
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PutOff, collecting
 
 AroundBackward = Callable[[int, Callable[[], None]], None]
 """Called with a microbatch and what runs its backward."""
@@ -51,8 +51,8 @@ class StageProgram:
     """Weights of which a split backward defers nothing: their gradients are computed in I."""
     intercept: bool = True
     """Whether split backwards find products with weights by watching torch's functions. Not needed where each product
-    asks by itself (`weight_gradients.put_off.putting_off`), as those of ppctl's own models do."""
-    on_put_off: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+    asks by itself (`weight_gradients.deferred.deferring`), as those of ppctl's own models do."""
+    on_deferred: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     """Called before each W with the parameters whose gradients it computes."""
 
 
@@ -64,14 +64,14 @@ class Live(NamedTuple):
     edges: tuple[GradientEdge | None, ...]
     outputs: Message
     """Kept for the last stage (a scalar) and where outputs are not deallocated; otherwise empty."""
-    put_off: PutOff | None
+    deferred: DeferredGradients | None
     """Collects weight gradients for the W, where the backward is split."""
 
 
 class Due(NamedTuple):
     """The state of a microbatch between its I and its W."""
 
-    put_off: PutOff
+    deferred: DeferredGradients
     arrivals: tuple[Arrival, ...]
     """Messages in whose memory something deferred lies: released with the W."""
 
@@ -136,12 +136,12 @@ class Stage:
         if self.hands_back:
             for leaf in leaves:
                 leaf.requires_grad_()
-        put_off = PutOff(self.program.whole) if mb in self.split else None
-        with self._collecting(put_off):
+        deferred = DeferredGradients(self.program.whole) if mb in self.split else None
+        with self._collecting(deferred):
             outputs = self.program.forward(mb, leaves)
         self._check_outputs(mb, outputs)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
-        self._live[mb] = Live(arrival, leaves, edges, outputs if self._keep_outputs else (), put_off)
+        self._live[mb] = Live(arrival, leaves, edges, outputs if self._keep_outputs else (), deferred)
         self._hand_on(mb, outputs)
 
     def _forward_only(self, mb: int, arrival: Arrival | None) -> None:
@@ -166,10 +166,10 @@ class Stage:
 
         Of a split backward this is the I: deferred gradients of weights are left to `weight_gradients`.
         """
-        arrival, leaves, edges, outputs, put_off = self._live.pop(mb)
+        arrival, leaves, edges, outputs, deferred = self._live.pop(mb)
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
         seeds = (torch.ones_like(outputs[0]),) if gradient is None else gradient.message
-        with self._collecting(put_off, backward=True):
+        with self._collecting(deferred, backward=True):
             self._around(mb, partial(_run_backward, edges, seeds))
         del edges, outputs, seeds
         gradients = tuple(leaf.grad for leaf in leaves)
@@ -178,19 +178,19 @@ class Stage:
             self._hand_back(mb, gradients)
         del gradients
         arrivals = tuple(each for each in (arrival, gradient) if each is not None)
-        if put_off is not None:
-            self._due[mb] = Due(put_off, tuple(each for each in arrivals if put_off.keeps(each.message)))
+        if deferred is not None:
+            self._due[mb] = Due(deferred, tuple(each for each in arrivals if deferred.keeps(each.message)))
             arrivals = tuple(each for each in arrivals if each not in self._due[mb].arrivals)
         for each in arrivals:
             each.release()
 
     def weight_gradients(self, mb: int) -> None:
         """Accumulate the weight gradients that the I of a microbatch deferred, and end its life."""
-        put_off, arrivals = self._due.pop(mb)
-        if self.program.on_put_off is not None:
-            self.program.on_put_off(put_off.parameters)
-        self._around(mb, put_off.deliver)
-        del put_off
+        deferred, arrivals = self._due.pop(mb)
+        if self.program.on_deferred is not None:
+            self.program.on_deferred(deferred.parameters)
+        self._around(mb, deferred.deliver)
+        del deferred
         for each in arrivals:
             each.release()
 
@@ -201,11 +201,13 @@ class Stage:
         else:
             around(mb, run)
 
-    def _collecting(self, put_off: PutOff | None, *, backward: bool = False) -> AbstractContextManager[object]:
-        if put_off is None:
+    def _collecting(
+        self, deferred: DeferredGradients | None, *, backward: bool = False
+    ) -> AbstractContextManager[object]:
+        if deferred is None:
             return nullcontext()
         collect = intercepting if self.program.intercept else collecting
-        return collect(put_off, backward=backward)
+        return collect(deferred, backward=backward)
 
     def _hand_back(self, mb: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         message = tuple(g.contiguous() for g in gradients if g is not None)

@@ -200,7 +200,7 @@ class _MeasuredModel:
             in_forward=beside("forward", kept),
             in_backward=beside("backward", kept),
             in_inputs=beside("inputs", kept),
-            put_off=fitted(batches, waiting),
+            deferred=fitted(batches, waiting),
             in_weights=beside("weights", waiting),
             reads=tuple(sorted(set(numbers))),
             keeps=tuple(sorted(keeps)),

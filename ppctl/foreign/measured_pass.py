@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ppctl.foreign.foreign_stage import ForeignStage
+from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PLAIN, PutOff
 
 _aten = torch.ops.aten
 GROUPED = _aten._grouped_mm.default
@@ -167,7 +167,7 @@ class PassCosts:
         self.forward = whole.forward
         """Live bytes by operator beside all that; so are those of the backward and of its halves."""
         self.backward = whole.backward()
-        split = _Pass(stage, given, PutOff(stage.whole))
+        split = _Pass(stage, given, DeferredGradients(stage.whole))
         self.inputs = split.backward()
         self.waiting, self.weights = split.weights()
         self.flops, self.input_flops, self.weight_flops = (
@@ -181,10 +181,10 @@ def operators_of(stage: ForeignStage, given: Tensor) -> int:
 
 
 class _Pass:
-    """One forward of a stage, up to its W where `put_off` is given."""
+    """One forward of a stage, up to its W where `deferred` is given."""
 
-    def __init__(self, stage: ForeignStage, given: Tensor, put_off: PutOff | None = None) -> None:
-        self.stage, self.given, self.put_off = stage, given, put_off
+    def __init__(self, stage: ForeignStage, given: Tensor, deferred: DeferredGradients | None = None) -> None:
+        self.stage, self.given, self.deferred = stage, given, deferred
         given.grad = None
         self.counter, self.of_inputs, self.of_weights = (
             FlopCounterMode(display=False, custom_mapping=COUNTED) for _ in range(3)
@@ -237,7 +237,7 @@ class _Pass:
         with self.of_inputs, self.live, self._collecting(backward=True):
             if self.output.requires_grad:
                 self.output.backward(gradient)
-        if self.put_off is not None and self.put_off.keeps([gradient]):  # the products that come last read it in W
+        if self.deferred is not None and self.deferred.keeps([gradient]):  # the products that come last read it in W
             self.waiting = float(gradient.untyped_storage().nbytes())
         del gradient, self.output
         return list(self.live.trace)
@@ -252,18 +252,18 @@ class _Pass:
 
     def weights(self) -> tuple[float, list[float]]:
         """(Bytes that wait for W, what lives by operator of it). What I sends is gone."""
-        assert self.put_off is not None
+        assert self.deferred is not None
         if self.given.grad is not None:
             self.live.forget(storage_of(self.given.grad))
         self.live.look()
         waiting, arrived = self.live.trace[-1] + self.waiting, self.waiting
         self.live.trace.clear()
         with self.of_weights, self.live:
-            self.put_off.deliver()
+            self.deferred.deliver()
         return waiting, [value + arrived for value in self.live.trace]
 
     def _collecting(self, *, backward: bool = False) -> Any:
-        return nullcontext() if self.put_off is None else intercepting(self.put_off, backward=backward)
+        return nullcontext() if self.deferred is None else intercepting(self.deferred, backward=backward)
 
 
 class _Loss(torch.autograd.Function):

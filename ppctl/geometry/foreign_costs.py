@@ -54,7 +54,7 @@ class LayerCost(NamedTuple):
     """Beside what is still kept, while its backward runs; gradients of weights are constants."""
     in_inputs: Peak
     """The same of the I of a split backward."""
-    put_off: Growth
+    deferred: Growth
     """From its I to its W."""
     in_weights: Peak
     """Beside that, while its W runs."""
@@ -77,7 +77,7 @@ class LayerCost(NamedTuple):
             in_forward=peak(self.in_forward),
             in_backward=peak(self.in_backward),
             in_inputs=peak(self.in_inputs),
-            put_off=self.put_off.scaled(factor),
+            deferred=self.deferred.scaled(factor),
             in_weights=peak(self.in_weights),
         )
 
@@ -143,7 +143,7 @@ def measured_from(data: Sequence[Any]) -> tuple[PartCosts, ...]:
 
 
 def _cost(data: Sequence[Any]) -> LayerCost:
-    flops, kept, keeps_input, forward, backward, inputs, put_off, weights, reads, keeps, *more = data
+    flops, kept, keeps_input, forward, backward, inputs, deferred, weights, reads, keeps, *more = data
     back = more[0] if more else None
     return LayerCost(
         flops=Growth(*flops),
@@ -152,7 +152,7 @@ def _cost(data: Sequence[Any]) -> LayerCost:
         in_forward=_peak(forward),
         in_backward=_peak(backward),
         in_inputs=_peak(inputs),
-        put_off=Growth(*put_off),
+        deferred=Growth(*deferred),
         in_weights=_peak(weights),
         reads=tuple(reads),
         keeps=tuple(keeps),

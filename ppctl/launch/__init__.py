@@ -1,5 +1,6 @@
 """Processes: who starts them, who watches them, how they end.
 
+    planning       from words to a plan, as every command does it
     environment    what started this process
     run_directory  the run directory before its ranks start
     watch          runs a job on this machine: starts, watches and ends its ranks; process: one of them

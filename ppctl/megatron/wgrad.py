@@ -63,7 +63,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     holder = holder_of(stage, "output_layer")
     if holder is None:
         message = (
-            f"defer_embedding_wgrad_compute puts off an output layer, and {type(stage).__name__} has no output_layer"
+            f"defer_embedding_wgrad_compute defers an output layer, and {type(stage).__name__} has no output_layer"
         )
         raise misuse(message, "defer_embedding_wgrad_compute=False")
     for name in ("embedding_activation_buffer", "grad_output_buffer"):
@@ -81,7 +81,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
         return
     if setting(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
-        message = "putting off the output layer's gradients comes later for sequence parallelism"
+        message = "deferring the output layer's gradients comes later for sequence parallelism"
         raise TrainingError(Problem("PP-E727", message, "defer_embedding_wgrad_compute=False"))
     weight = _output_weight(embedding_module)
     activations, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
@@ -124,7 +124,7 @@ class Deferral:
             yield self
             return
         if not isinstance(layer, nn.Linear):
-            message = f"defer_embedding_wgrad_compute puts off an nn.Linear; output_layer is a {type(layer).__name__}"
+            message = f"defer_embedding_wgrad_compute defers an nn.Linear; output_layer is a {type(layer).__name__}"
             raise misuse(message, "defer_embedding_wgrad_compute=False")
         # On the instance alone and for this step: no hook keeps a layer from computing its own gradient.
         layer.forward = self._forward  # type: ignore[method-assign, assignment]  # put over the class's method

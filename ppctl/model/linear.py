@@ -23,8 +23,8 @@ from ppctl.model.fp8 import BLOCK, Fp8, Quantised
 from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.tensors.wide_dtype import wide_dtype
+from ppctl.weight_gradients.deferred import ProductRule, deferring, multiply
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
-from ppctl.weight_gradients.put_off import ProductRule, multiply, putting_off
 
 Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
@@ -52,7 +52,7 @@ Operand = Tensor | Rounded
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out]. The weight may be a view."""
-    later = putting_off(weight)
+    later = deferring(weight)
     return F.linear(x, weight, bias) if later is None else linear(later, x, weight, bias)
 
 
@@ -70,7 +70,7 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     x = rounded(x, fp8)
     q = x.quantised
     kind = _InFp8(q.tile, q.shape, x.x.dtype, fp8)
-    later = putting_off(weight)
+    later = deferring(weight)
     if later is None:
         whole = _ProductInFp8.apply
         out: Tensor = whole(x.x, weight, q.values, q.scales, kind)  # type: ignore[no-untyped-call]  # torch's own
@@ -197,7 +197,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     Group g's rows end before `ends[g]` (int32, on the device of `rows`), so that the host need not know the counts.
     """
-    later, factor = putting_off(weights), weights.transpose(1, 2)
+    later, factor = deferring(weights), weights.transpose(1, 2)
     out = F.grouped_mm(rows, factor, offs=ends) if later is None else grouped_mm(later, rows, factor, ends)
     if out.requires_grad:
         out.register_hook(_row_by_row)
@@ -347,7 +347,7 @@ class Embedding(nn.Module):
         return leave(rows.masked_fill(elsewhere[..., None], 0.0), self.split)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
-        later = putting_off(self.weight)
+        later = deferring(self.weight)
         return F.embedding(tokens, self.weight) if later is None else embedding(later, tokens, self.weight)
 
 

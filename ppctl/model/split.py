@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ppctl.weight_gradients.put_off import PutOff, putting_off
+from ppctl.weight_gradients.deferred import DeferredGradients, deferring
 
 Pending = Callable[[], Tensor]
 """The result of an exchange that was started; to call it waits, on a GPU without the host."""
@@ -64,9 +64,9 @@ def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence
     """x [b, tokens, in] times each of the weights [own out, in]: [b, s, own out] of all tokens.
 
     The backward gathers x again beside the products that need no x, and sums its gradient beside those that make the
-    weights'. Gradients of weights that are put off gather x once more, when they are made.
+    weights'. Gradients of weights that are deferred gather x once more, when they are made.
     """
-    later, *others = [putting_off(weight) for weight in weights]
+    later, *others = [deferring(weight) for weight in weights]
     assert all(other is later for other in others)  # a stage's `whole` names all weights of one call, or none
     if later is None:
         whole: tuple[Tensor, ...] = _ColumnProducts.apply(_ColumnsCall(split, formulas, None, ()), x, *weights)  # type: ignore[no-untyped-call]  # torch's own
@@ -96,9 +96,9 @@ def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
 class _ColumnsCall(NamedTuple):
     split: TensorSplit
     formulas: Formulas
-    put_off: PutOff | None
+    deferred: DeferredGradients | None
     places: tuple[Tensor, ...]
-    """The weights that are put off, which are no part of the graph."""
+    """The weights that are deferred, which are no part of the graph."""
 
 
 class _ColumnProducts(torch.autograd.Function):
@@ -111,7 +111,7 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (split, formulas, put_off, places), (x, *weights) = ctx.call, ctx.saved_tensors
+        (split, formulas, deferred, places), (x, *weights) = ctx.call, ctx.saved_tensors
         now = any(ctx.needs_input_grad[2:])
         coming = split.start_gather(x) if now else None
         of_x = formulas.of_input(gradients[0], weights[0])
@@ -124,10 +124,10 @@ class _ColumnProducts(torch.autograd.Function):
             operand = formulas.prepare(coming())
             del coming
             of_weights = [formulas.of_weight(g, operand, w) for g, w in zip(gradients, weights, strict=True)]
-        if put_off is not None:
+        if deferred is not None:
             again = _GatheredAgain(split, formulas, len(places))
             for gradient, place in zip(gradients, places, strict=True):
-                put_off.put(place, place, partial(_of_weight, gradient, x, place, again=again))
+                deferred.put(place, place, partial(_of_weight, gradient, x, place, again=again))
         return None, summing(), *of_weights
 
 

@@ -84,7 +84,7 @@ class StageModel(Protocol):
 
     @property
     def asks(self) -> bool:
-        """Whether every product asks if its weight's gradient is put off, as those of `model/linear.py` do.
+        """Whether every product asks if its weight's gradient is deferred, as those of `model/linear.py` do.
 
         Where it is not so, torch's functions are watched while a schedule splits backwards into I and W.
         """

@@ -55,9 +55,9 @@ def balanced_cut(
     @cache
     def priced(layers: tuple[Layer, ...], stage: int) -> StagePrice:
         cost = pricing(stage, layers, False)
-        state, activation, put_off = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
+        state, activation, deferred = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
         return StagePrice(
-            cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, put_off, cost.message_s
+            cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, deferred, cost.message_s
         )
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)

@@ -15,7 +15,7 @@ from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
-from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off
+from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.notes import forwards_only, offloaded, whose_code
 from ppctl.plan.plan import Plan
@@ -109,7 +109,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *offloaded(config, stages, costs, ranks),
             *checkpoint_copies(config, stages, sizes),
             *forwards_only(derivation.frozen_stages),
-            *put_off(config, stages, sizes, proof.schedule, batch.micro_batch_size),
+            *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),
             *origin(measured, cut.layout.canonical()),
         ),
         provenance=dict(values.provenance),

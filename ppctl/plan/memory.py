@@ -178,7 +178,7 @@ def halves_of(
     """Bytes that the halves of split backwards free and need on every stage; None where nothing is known of them."""
     if not setting.allocator.backward:
         return None
-    model, of_inputs = config.model, setting._replace(put_off=True)
+    model, of_inputs = config.model, setting._replace(deferred=True)
     later = [stage_operands(model, stage.layers, setting, stage.stage) for stage in stages]
     inputs = [stage_activations(model, stage.layers, of_inputs, stage.stage).in_backward for stage in stages]
     return ends_of([each.kept for each in alive], [each.in_backward for each in alive], inputs, later)
@@ -224,7 +224,7 @@ def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: Par
     return (Derived("checkpoint copies", round(copies * most / GIB.size, 2), equation),)
 
 
-def put_off(
+def deferred(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
 ) -> tuple[Derived, ...]:
     """A line on what split backwards leave to W; none where no backward is split."""
@@ -253,7 +253,7 @@ def held_bytes(
     )
     held = state.total + _untrained(config, layers)
     kept = stage_activations(config.model, layers, setting, stage).kept
-    return held, kept, _put_off(config.model, layers, setting, kept)
+    return held, kept, _deferred(config.model, layers, setting, kept)
 
 
 class Held(NamedTuple):
@@ -261,7 +261,7 @@ class Held(NamedTuple):
 
     kept: int
     """From its F to its B or I."""
-    put_off: int
+    deferred: int
     """From its I to its W."""
 
 
@@ -278,12 +278,12 @@ def stages_held(
 
     def held(stage: StageSpec) -> Held:
         kept = stage_activations(model, stage.layers, setting, stage.stage).kept
-        return Held(kept, _put_off(model, stage.layers, setting, kept))
+        return Held(kept, _deferred(model, stage.layers, setting, kept))
 
     return list(map(held, stages))
 
 
-def _put_off(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, kept: int) -> int:
+def _deferred(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, kept: int) -> int:
     """Bytes of a microbatch from I to W: all that it kept, where nothing is known of what lives in backwards."""
     return stage_operands(model, layers, setting).kept if setting.allocator.backward else kept
 

@@ -184,7 +184,7 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def _put_off_limits(values: ConfigValues) -> list[int]:
-    """Fewer weight gradients that wait than now: of a V in 1F1B's memory a rank puts up to pp off."""
+    """Fewer weight gradients that wait than now: of a V in 1F1B's memory a rank defers up to pp."""
     policy = POLICIES.get(schedule_policy(values["pipeline.pp_schedule"]) or "")
     if policy is None or not policy.splits or values["pipeline.pp_schedule_csv"] is not None:
         return []

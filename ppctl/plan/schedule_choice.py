@@ -17,7 +17,7 @@ from ppctl.plan.sizes import CALL, TOO_MUCH, BatchSplit, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.pairs import pair_up, put_off_weights
+from ppctl.schedule.pairs import deferred_weights, pair_up
 from ppctl.schedule.passes import lower, run_weights_sooner, without_frozen
 from ppctl.schedule.policies import (
     AUTO,
@@ -224,7 +224,7 @@ def compute_only(
     elif values[OVERLAP] and not schedule.pairs:
         schedule = pair_up(schedule)
     if values[DELAY]:
-        schedule = put_off_weights(schedule)
+        schedule = deferred_weights(schedule)
     return schedule if values[PUT_OFF] is None else run_weights_sooner(schedule, values[PUT_OFF])
 
 

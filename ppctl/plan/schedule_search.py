@@ -183,11 +183,11 @@ class _PlacementSearch:
         self.values, self.way, self.device = values, way, device
         kept = [float(each.kept) for each in way.held]
         whole = values[MEMORY] is not None or device is None
-        put_off = None if whole else [float(each.put_off) for each in way.held]
-        least = least_limits(way.placement, kept, put_off)
+        deferred = None if whole else [float(each.deferred) for each in way.held]
+        least = least_limits(way.placement, kept, deferred)
         group = values[GROUP] if values.is_set(GROUP) else None
         costs = simulation_costs(way.costs, way.stages)
-        self.task = Task(way.placement, num_microbatches, costs, kept, least, group, put_off)
+        self.task = Task(way.placement, num_microbatches, costs, kept, least, group, deferred)
         self.proofs: dict[int, ProvedSchedule] = {}
         self.judged: dict[int, _Timed | None] = {}
 
@@ -199,7 +199,9 @@ class _PlacementSearch:
             return None
         results = self._results(allowance)
         named = (
-            [each.schedule for each in results[0].named] if self.task.put_off is None else [*named_schedules(self.task)]
+            [each.schedule for each in results[0].named]
+            if self.task.deferred is None
+            else [*named_schedules(self.task)]
         )
         alone = one_by_one(self.way.placement, self.task.num_microbatches)
         candidates = [*(each.schedule for each in results), *named, alone]

@@ -54,8 +54,8 @@ def _message(action: Action, schedule: Schedule) -> _Message | None:
     return None
 
 
-def _placed(schedule: Schedule, spans: tuple[Span, ...], put_off: Callable[[Action, Action], bool]) -> Schedule:
-    """The batched schedule of one choice. A message moves at once, or where `put_off(what makes it, what comes then)`
+def _placed(schedule: Schedule, spans: tuple[Span, ...], deferred: Callable[[Action, Action], bool]) -> Schedule:
+    """The batched schedule of one choice. A message moves at once, or where `deferred(what makes it, what comes then)`
     holds and nothing stands idle between the two, behind what comes then, if it is not needed before."""
     place = schedule.placement
     starts = {span.action: span.start for span in spans}
@@ -63,7 +63,7 @@ def _placed(schedule: Schedule, spans: tuple[Span, ...], put_off: Callable[[Acti
 
     def moment(span: Span, message: _Message) -> float:
         following = then.get(span.action)
-        if following is None or following.start > span.end or not put_off(span.action, following.action):
+        if following is None or following.start > span.end or not deferred(span.action, following.action):
             return span.end
         _, stage, mb = message.receive
         needed = next(

@@ -62,9 +62,9 @@ class Lanes:
         costs: Costs,
         sizes: Sequence[float],
         limits: Sequence[float],
-        put_off: Sequence[float] | None = None,
+        deferred: Sequence[float] | None = None,
     ) -> Lanes:
-        """The lanes of these stages at these costs. Without `put_off` a microbatch holds as much until its W."""
+        """The lanes of these stages at these costs. Without `deferred` a microbatch holds as much until its W."""
         stages = range(placement.num_stages)
         rank_of = [placement.rank_of(stage) for stage in stages]
         of_op = costs.seconds()
@@ -91,7 +91,7 @@ class Lanes:
             sizes,
             [
                 more
-                for pair in zip(sizes, sizes if put_off is None else put_off, strict=True)
+                for pair in zip(sizes, sizes if deferred is None else deferred, strict=True)
                 for more in _growths(*pair)
             ],
             room,
@@ -169,9 +169,9 @@ class Lanes:
         return True
 
 
-def _growths(size: float, put_off: float) -> tuple[float, float, float]:
+def _growths(size: float, deferred: float) -> tuple[float, float, float]:
     """How much memory an F, an I and a W add."""
-    return size, put_off - size, -put_off
+    return size, deferred - size, -deferred
 
 
 def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:

@@ -35,7 +35,7 @@ def pair_up(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(rows), pairs=frozenset(pairs))
 
 
-def put_off_weights(schedule: Schedule) -> Schedule:
+def deferred_weights(schedule: Schedule) -> Schedule:
     """The backward of every pair in two halves: I beside the forward, and W behind the pair."""
     split = {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B}
     rows = tuple(

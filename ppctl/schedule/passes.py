@@ -86,7 +86,7 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
 
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
-    """The compute-only schedule with at most `most` weight gradients put off on a rank: of more, the oldest runs.
+    """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs.
 
     It runs behind the I that would be one too many, and behind that I's pair: while an I runs, `most` others wait. All
     else keeps its order, and each stage's Ws keep that of its Is.

@@ -155,7 +155,7 @@ class _OrderSearch:
     def __init__(self, task: Task, allowance: int) -> None:
         self.task = task
         self.lanes = lanes_of(task)
-        self.least = least_limits(task.placement, task.sizes, task.put_off)
+        self.least = least_limits(task.placement, task.sizes, task.deferred)
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
         self.unit = self.bound or 1.0

@@ -29,7 +29,7 @@ class Task:
     """What each pp_rank may hold of that at once."""
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
-    put_off: Sequence[float] | None = None
+    deferred: Sequence[float] | None = None
     """What it holds from its I to its W. None: as much as before, activations count whole until their W."""
 
 
@@ -43,12 +43,12 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
     return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
 
 
-def least_limits(placement: Placement, sizes: Sequence[float], put_off: Sequence[float] | None = None) -> list[float]:
+def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
     """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
 
     Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
     """
-    later = sizes if put_off is None else put_off
+    later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
     return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
 
@@ -96,12 +96,12 @@ def held_by(task: Task, schedule: Schedule) -> list[float]:
 
 def lanes_of(task: Task) -> Lanes:
     """The task in the form that orders are tried in."""
-    return Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits, task.put_off)
+    return Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits, task.deferred)
 
 
 def check_limits(task: Task) -> None:
     """Raise ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank."""
-    least = least_limits(task.placement, task.sizes, task.put_off)
+    least = least_limits(task.placement, task.sizes, task.deferred)
     short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
     if short:
         rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)

@@ -94,7 +94,7 @@ class _OpenRow:
     done: _Finished
     row: list[Action] = field(default_factory=list)
     owed: deque[int] = field(default_factory=deque)
-    """The stages of which a weight gradient is put off, the oldest first."""
+    """The stages of which a weight gradient is deferred, the oldest first."""
 
     def next(self) -> tuple[Op, int] | None:
         """The operation and the stage to run next; None where all that is left waits for other ranks."""

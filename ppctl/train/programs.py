@@ -123,7 +123,7 @@ class StagePrograms:
             prepare=None if gathered is None else prepare,
             whole=module.whole,
             intercept=not module.asks,
-            on_put_off=partial(self._say_what_waits, spec.stage),
+            on_deferred=partial(self._say_what_waits, spec.stage),
         )
 
     def _say_what_waits(self, stage: int, parameters: Sequence[Tensor]) -> None:

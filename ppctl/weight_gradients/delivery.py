@@ -1,6 +1,6 @@
 """How W hands weights' gradients to autograd: the sum of a weight's parts, once.
 
-Knows autograd. Must not know how uses of weights are found (`put_off`), or which products there are (`products`).
+Knows autograd. Must not know how uses of weights are found (`deferred`), or which products there are (`products`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Use(NamedTuple):
 
     weight: Tensor
     place: Tensor
-    """The weight as the node that keeps this use's place among others (`PutOff.place`)."""
+    """The weight as the node that keeps this use's place among others (`DeferredGradients.place`)."""
     make: Make
     version: int
     """Sum of the versions of what `make` reads; in-place operations increase it."""

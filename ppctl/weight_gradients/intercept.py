@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients import products
-from ppctl.weight_gradients.put_off import PLAIN, PutOff, collecting, parameter_of
+from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, collecting, parameter_of
 
 
 @contextmanager
-def intercepting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
+def intercepting(gradients: DeferredGradients, *, backward: bool = False) -> Iterator[None]:
     """`collecting` for modules whose products do not ask whether they are deferred."""
     gradients.intercepted = True
     with collecting(gradients, backward=backward), _Mode(gradients):
@@ -33,7 +33,7 @@ def intercepting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, gradients: PutOff) -> None:
+    def __init__(self, gradients: DeferredGradients) -> None:
         super().__init__()
         self.gradients = gradients
 
@@ -103,13 +103,13 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _taken(gradients: PutOff, x: Any, weight: Any, dims: Sequence[int]) -> bool:
-    """Whether it is a product of floating point matrices with a weight that is put off."""
+def _taken(gradients: DeferredGradients, x: Any, weight: Any, dims: Sequence[int]) -> bool:
+    """Whether it is a product of floating point matrices with a weight that is deferred."""
     plain = type(x) in PLAIN and isinstance(weight, Tensor) and x.is_floating_point()
     return plain and x.dim() >= 2 and weight.dim() in dims and gradients.takes(weight)
 
 
-def _linear(gradients: PutOff, x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     if not _taken(gradients, x, weight, (2,)):
         return None
     return products.linear(
@@ -117,25 +117,25 @@ def _linear(gradients: PutOff, x: Any, weight: Any, bias: Any = None) -> Tensor 
     )
 
 
-def _matmul(gradients: PutOff, x: Any, weight: Any, **other: Any) -> Tensor | None:
+def _matmul(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
     if other or not _taken(gradients, x, weight, (2,)):
         return None
     return products.matmul(gradients, gradients.elsewhere(x), weight)
 
 
-def _addmm(gradients: PutOff, bias: Any, x: Any, weight: Any, **other: Any) -> Tensor | None:
+def _addmm(gradients: DeferredGradients, bias: Any, x: Any, weight: Any, **other: Any) -> Tensor | None:
     if other or not (type(bias) not in PLAIN or bias.dim() < 2) or not _taken(gradients, x, weight, (2,)):
         return None
     return products.addmm(gradients, gradients.elsewhere(bias), gradients.elsewhere(x), weight)
 
 
-def _bmm(gradients: PutOff, x: Any, weight: Any, **other: Any) -> Tensor | None:
+def _bmm(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
     if other or not _taken(gradients, x, weight, (3,)):
         return None
     return products.bmm(gradients, gradients.elsewhere(x), weight)
 
 
-def _grouped(gradients: PutOff, x: Any, weight: Any, *, offs: Any = None, **other: Any) -> Tensor | None:
+def _grouped(gradients: DeferredGradients, x: Any, weight: Any, *, offs: Any = None, **other: Any) -> Tensor | None:
     other = {name: value for name, value in other.items() if value is not None}
     casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
     if other or offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, (3,)):
@@ -144,7 +144,7 @@ def _grouped(gradients: PutOff, x: Any, weight: Any, *, offs: Any = None, **othe
 
 
 def _embedding(
-    gradients: PutOff,
+    gradients: DeferredGradients,
     numbers: Any,
     weight: Any,
     padding_idx: int | None = None,

@@ -1,7 +1,7 @@
 """Products with a weight whose gradient can be deferred, each with the formulas of torch's own autograd.
 
 Knows torch's formulas for gradients, to the bit (tests/torch/weight_gradients), and what autocast does to operands.
-Must not know what becomes of gradients that are put off.
+Must not know what becomes of gradients that are deferred.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppctl.weight_gradients.put_off import ProductRule, PutOff, multiply
+from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, multiply
 
 
-def linear(gradients: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(gradients: DeferredGradients, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., in], at least two dims, weight [out, in], bias [out]: [..., out]."""
     x, factor, bias = _cast(x, weight, bias)
     return multiply(gradients, _LINEAR, weight, x, bias=bias, factor=factor)
 
 
-def matmul(gradients: PutOff, x: Tensor, weight: Tensor) -> Tensor:
+def matmul(gradients: DeferredGradients, x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight`: x [..., in], at least two dims, weight [in, out]."""
     x, factor, _ = _cast(x, weight, None)
     return multiply(gradients, _MATMUL, weight, x, factor=factor)
 
 
-def addmm(gradients: PutOff, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def addmm(gradients: DeferredGradients, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """`torch.addmm`: x [n, in], weight [in, out], bias [out] or [n, out]."""
     x, factor, added = _cast(x, weight, bias)
     return multiply(gradients, _ADDMM, weight, x, bias=added, factor=factor)
 
 
-def bmm(gradients: PutOff, x: Tensor, weight: Tensor) -> Tensor:
+def bmm(gradients: DeferredGradients, x: Tensor, weight: Tensor) -> Tensor:
     """`torch.bmm`: x [e, n, in], weight [e, in, out]: [e, n, out]."""
     x, factor, _ = _cast(x, weight, None)
     return multiply(gradients, _BMM, weight, x, factor=factor)
 
 
-def grouped_mm(gradients: PutOff, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(gradients: DeferredGradients, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`F.grouped_mm`: rows [n, in], of which group g's end before `ends[g]`, weight [groups, in, out]: [n, out]."""
     return multiply(gradients, _GROUPED, weight, rows, ends)
 
 
 def embedding(
-    gradients: PutOff, numbers: Tensor, weight: Tensor, padding: int = -1, *, by_frequency: bool = False
+    gradients: DeferredGradients, numbers: Tensor, weight: Tensor, padding: int = -1, *, by_frequency: bool = False
 ) -> Tensor:
     """`F.embedding`: the rows of weight [n, h] with these numbers; the row `padding` gets no gradient."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ppctl.comm import turns
-from ppctl.weight_gradients.put_off import keep_collecting
+from ppctl.weight_gradients.deferred import keep_collecting
 
 
 class Ended(BaseException):

@@ -19,7 +19,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.weight_gradients.put_off import WeightGradStore
+from ppctl.weight_gradients.deferred import WeightGradStore
 
 SPLIT = [name for name, policy in POLICIES.items() if policy.splits]
 

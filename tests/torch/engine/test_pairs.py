@@ -24,8 +24,8 @@ from ppctl.schedule.action import Pair
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.verify import verify
+from ppctl.weight_gradients.deferred import DeferredGradients
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PutOff
 
 EXCHANGES = 3
 M = 6
@@ -213,7 +213,9 @@ def test_a_forward_beside_a_backward_that_calls_autograd_is_refused_by_name(how,
         y = x.detach().requires_grad_()
         out = (y * y).sum()
         hand_over()
-        with intercepting(PutOff()) if "watched" in how else nullcontext():  # as in a stage with split backwards
+        with (
+            intercepting(DeferredGradients()) if "watched" in how else nullcontext()
+        ):  # as in a stage with split backwards
             torch.autograd.grad(out, y) if how == "grad" else out.backward() if "." in how else autograd.backward(out)
         return plain(layers, x, mb)
 

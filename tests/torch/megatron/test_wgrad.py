@@ -108,8 +108,8 @@ def test_what_is_put_off_is_finished_before_finalizing_with_the_same_bits(limit,
     assert "forward" not in vars(model.output_layer)
 
 
-@pytest.mark.parametrize(("limit", "put_off"), [(0, M), (2, 2), (M + 3, M)])
-def test_as_many_products_are_put_off_as_the_limit_says(limit, put_off):
+@pytest.mark.parametrize(("limit", "deferred"), [(0, M), (2, 2), (M + 3, M)])
+def test_as_many_products_are_put_off_as_the_limit_says(limit, deferred):
     held = []
 
     def step(iterator, model):
@@ -120,7 +120,7 @@ def test_as_many_products_are_put_off_as_the_limit_says(limit, put_off):
     model = Model(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=limit)
     model.layer.weight.register_post_accumulate_grad_hook(lambda p: held.append(len(model.embedding_activation_buffer)))
     run(model, step)
-    assert max(held) == put_off
+    assert max(held) == deferred
 
 
 def test_an_exception_leaves_the_output_layer_as_it_was():

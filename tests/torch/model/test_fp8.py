@@ -28,7 +28,7 @@ from ppctl.model.linear import (
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
-from ppctl.weight_gradients.put_off import PutOff, collecting
+from ppctl.weight_gradients.deferred import DeferredGradients, collecting
 
 RECIPES = {
     "rowwise": Fp8(E4M3, False, multiply_in_float32),
@@ -247,16 +247,16 @@ def test_a_weight_gradient_in_8_bits_can_wait_and_keeps_8_bits_of_the_input(name
         projections = [Linear(64, 32, fp8=RECIPES[name]).bfloat16() for _ in range(2)]
         for projection in projections:
             torch.nn.init.normal_(projection.weight)
-        x, put_off = torch.randn(2, 16, 64, dtype=torch.bfloat16).requires_grad_(), PutOff()
-        with collecting(put_off) if later else nullcontext():
+        x, deferred = torch.randn(2, 16, 64, dtype=torch.bfloat16).requires_grad_(), DeferredGradients()
+        with collecting(deferred) if later else nullcontext():
             first, second = columns(x * 1, *projections)
             out = first * second.sigmoid()
-        with collecting(put_off, backward=True) if later else nullcontext():
+        with collecting(deferred, backward=True) if later else nullcontext():
             out.backward(torch.randn_like(out))
         assert all((projection.weight.grad is None) == later for projection in projections)
-        kept = {t.untyped_storage().data_ptr(): t for t in put_off._kept()}.values()
+        kept = {t.untyped_storage().data_ptr(): t for t in deferred._kept()}.values()
         assert sum(t.numel() for t in kept if t.dtype == torch.bfloat16) == 2 * out.numel() * later
-        put_off.deliver()
+        deferred.deliver()
         found.append([x.grad, *(projection.weight.grad for projection in projections)])
     assert all(map(torch.equal, *found))
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.operands import is_put_off, stage_operands
+from ppctl.cost.operands import is_deferred, stage_operands
 from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
-from ppctl.weight_gradients.put_off import PutOff, collecting
+from ppctl.weight_gradients.deferred import DeferredGradients, collecting
 
 SIZES = dict(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=64)
 EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24)
@@ -35,14 +35,14 @@ WAYS = {
 B, S = 2, 16
 
 
-def put_off_by(model: ModelConfig, layers: list[str], train: TrainConfig) -> tuple[PutOff, torch.nn.Module]:
+def put_off_by(model: ModelConfig, layers: list[str], train: TrainConfig) -> tuple[DeferredGradients, torch.nn.Module]:
     """A stage's F and I."""
     spec = StageSpec(0, 0, 0, parse_layers(layers), (), (), 0, 0, 0)
     stage = build_stage(spec, model, seed=0, dtype=torch.float32, device="cpu")
     recompute(stage, train, 0)
     tokens = torch.randint(0, model.vocab_size, (B, S))
     x = torch.randn(B, S, model.hidden_size, requires_grad=True)
-    gradients = PutOff(stage.whole)
+    gradients = DeferredGradients(stage.whole)
     with collecting(gradients):
         outputs = stage(tokens if "embedding" in layers else x, tokens=tokens)
     seeds = [torch.randn_like(out) for out in outputs]
@@ -70,4 +70,4 @@ def test_the_planned_bytes_are_those_of_the_storages(kind: str, way: str) -> Non
         named = {
             name for name, p in stage.canonical_parameters().items() if any(p is own for own in gradients.parameters)
         }
-        assert named == {name for name, row in rows.items() if is_put_off(row)}
+        assert named == {name for name, row in rows.items() if is_deferred(row)}

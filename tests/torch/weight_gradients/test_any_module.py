@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.errors import TrainingError
+from ppctl.weight_gradients.deferred import DeferredGradients, WeightGradStore
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PutOff, WeightGradStore
 
 H = 12
 
@@ -57,25 +57,25 @@ def backward_of(module, x, whole, microbatches, autocast=None):
 
     All Ws come behind the last I.
     """
-    put_off, waiting = None, []
+    deferred, waiting = None, []
     for mb in range(microbatches):
         leaf = x + mb if x.is_floating_point() else x
         leaf = leaf.detach().requires_grad_() if x.is_floating_point() else x
-        put_off = None if whole else PutOff()
-        around = nullcontext() if whole else intercepting(put_off)
+        deferred = None if whole else DeferredGradients()
+        around = nullcontext() if whole else intercepting(deferred)
         cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
         with around, cast:
             outs, seeds = seeds_of(module(leaf))
-        with nullcontext() if whole else intercepting(put_off, backward=True):
+        with nullcontext() if whole else intercepting(deferred, backward=True):
             torch.autograd.backward(outs, seeds)
-        waiting.append(put_off)
+        waiting.append(deferred)
     for each in waiting if not whole else ():
         each.deliver()
-    return {name: p.grad for name, p in module.named_parameters()} | {"input": leaf.grad}, put_off
+    return {name: p.grad for name, p in module.named_parameters()} | {"input": leaf.grad}, deferred
 
 
-def hold(make, x, *, put_off, dtype=torch.float32, autocast=None, microbatches=3):
-    """The split backward has the bits of the whole one, hooks see each gradient once, and `put_off` waited for W."""
+def hold(make, x, *, deferred, dtype=torch.float32, autocast=None, microbatches=3):
+    """The split backward has the bits of the whole one, hooks see each gradient once, and `deferred` waited for W."""
     gradients = []
     for whole in (True, False):
         torch.manual_seed(1)
@@ -86,7 +86,7 @@ def hold(make, x, *, put_off, dtype=torch.float32, autocast=None, microbatches=3
         counts = {name: microbatches for name, p in module.named_parameters() if p.grad is not None}
         assert watched.before == watched.after == watched.of_nodes == counts, "each arrives once a microbatch"
     names = {id(p): name for name, p in module.named_parameters()}
-    assert {names[id(p)] for p in collected.parameters} == set(put_off)
+    assert {names[id(p)] for p in collected.parameters} == set(deferred)
     for name, expected in gradients[0].items():
         got = gradients[1][name]
         assert (got is None) == (expected is None), name
@@ -114,13 +114,13 @@ WEIGHTS = ("1.weight", "3.weight")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, H), (2, 3, H), (2, 2, 3, H), (1, H), (0, H)])
 def test_linear_layers(shape, bias, dtype):
-    hold(partial(Mlp, bias), rows(*shape), put_off=WEIGHTS, dtype=dtype)
+    hold(partial(Mlp, bias), rows(*shape), deferred=WEIGHTS, dtype=dtype)
 
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, H), (2, 3, H)])
 def test_linear_layers_under_autocast(shape, autocast):
-    hold(Mlp, rows(*shape), put_off=WEIGHTS, autocast=autocast)
+    hold(Mlp, rows(*shape), deferred=WEIGHTS, autocast=autocast)
 
 
 class Formed(nn.Module):
@@ -146,7 +146,7 @@ class Formed(nn.Module):
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_views_and_other_products(autocast):
-    hold(Formed, rows(4, 5, H), put_off=("both", "wide", "square", "stack"), autocast=autocast)
+    hold(Formed, rows(4, 5, H), deferred=("both", "wide", "square", "stack"), autocast=autocast)
 
 
 class Grouped(nn.Module):
@@ -164,7 +164,7 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_experts_of_which_one_has_no_tokens(dtype):
-    hold(Grouped, rows(10, 16), put_off=("w",), dtype=dtype)
+    hold(Grouped, rows(10, 16), deferred=("w",), dtype=dtype)
 
 
 class Embedded(nn.Module):
@@ -179,11 +179,11 @@ class Embedded(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": -20}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
 def test_a_first_stage_without_any_input_that_needs_a_gradient(options):
-    hold(partial(Embedded, **options), tokens(), put_off=("table.weight", "out.weight"))
+    hold(partial(Embedded, **options), tokens(), deferred=("table.weight", "out.weight"))
 
 
 def test_a_table_whose_rows_are_normalised_in_place_is_left_whole():
-    hold(partial(Embedded, max_norm=1.0), tokens(), put_off=("out.weight",))
+    hold(partial(Embedded, max_norm=1.0), tokens(), deferred=("out.weight",))
 
 
 class Tied(Embedded):
@@ -200,7 +200,7 @@ class Tied(Embedded):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_weight_at_several_sites_is_summed_as_autograd_sums_and_counted_once(autocast):
     """Of pytorch#180952: two sites were counted twice."""
-    hold(Tied, tokens(), put_off=("table.weight",), autocast=autocast)
+    hold(Tied, tokens(), deferred=("table.weight",), autocast=autocast)
 
 
 class UsedElsewhere(nn.Module):
@@ -224,7 +224,7 @@ class UsedElsewhere(nn.Module):
 
 @pytest.mark.parametrize("order", [("product", "other"), ("other", "product"), ("product", "other", "view", "product")])
 def test_a_weight_is_put_off_everywhere_or_nowhere(order):
-    hold(partial(UsedElsewhere, order), rows(4, H), put_off=("inner.weight",) if order[0] == "product" else ())
+    hold(partial(UsedElsewhere, order), rows(4, H), deferred=("inner.weight",) if order[0] == "product" else ())
 
 
 class Attending(nn.Module):
@@ -239,7 +239,7 @@ class Attending(nn.Module):
 
 def test_what_torch_hides_is_computed_in_i():
     """Projections inside F.multi_head_attention_forward are seen by no mode; the feed-forward is."""
-    hold(Attending, rows(2, 5, H), put_off=("layer.linear1.weight", "layer.linear2.weight"))
+    hold(Attending, rows(2, 5, H), deferred=("layer.linear1.weight", "layer.linear2.weight"))
 
 
 class Counted(torch.autograd.Function):
@@ -272,7 +272,7 @@ class Custom(nn.Module):
 
 def test_a_users_function_runs_once_and_whole():
     Counted.backwards = 0
-    hold(Custom, rows(4, H), put_off=("second.weight",), microbatches=3)
+    hold(Custom, rows(4, H), deferred=("second.weight",), microbatches=3)
     assert Counted.backwards == 3 + 3
 
 
@@ -288,14 +288,14 @@ def test_a_weight_of_a_product_and_of_a_users_function_is_refused_by_name_and_th
     for whole in (None, False, True):
         torch.manual_seed(0)
         module, x = make(shared=True), rows(4, H).requires_grad_()
-        put_off = PutOff([module.first.weight] * (whole is True))
-        with intercepting(put_off) if whole is not None else nullcontext():
+        deferred = DeferredGradients([module.first.weight] * (whole is True))
+        with intercepting(deferred) if whole is not None else nullcontext():
             out = module(x)
         refused = pytest.raises(TrainingError, match=r"(?s)PP-E717.*\[12, 12\].*whole")
-        with refused if whole is False else nullcontext(), intercepting(put_off, backward=True):
+        with refused if whole is False else nullcontext(), intercepting(deferred, backward=True):
             out.sum().backward()
         found.append(module.first.weight.grad)
-    assert torch.equal(found[0], found[2]) and put_off.parameters == ()
+    assert torch.equal(found[0], found[2]) and deferred.parameters == ()
 
 
 class Differentiated(nn.Module):
@@ -312,15 +312,15 @@ class Differentiated(nn.Module):
 
 
 def test_a_gradient_that_the_forward_takes_puts_nothing_off():
-    hold(Differentiated, rows(4, H), put_off=("first.weight", "second.weight"))
+    hold(Differentiated, rows(4, H), deferred=("first.weight", "second.weight"))
 
 
 def test_a_view_names_its_weight_as_whole():
     module, x = Mlp(), rows(4, H)
-    put_off = PutOff([module[1].weight.t()])
-    with intercepting(put_off):
+    deferred = DeferredGradients([module[1].weight.t()])
+    with intercepting(deferred):
         module(x)
-    assert put_off.parameters == (module[3].weight,)
+    assert deferred.parameters == (module[3].weight,)
 
 
 class Twice(Differentiated):
@@ -336,13 +336,13 @@ def test_a_product_that_is_differentiated_twice_is_refused_by_name_and_the_remed
     for whole in (None, False, True):
         torch.manual_seed(0)
         module, x = Twice(), rows(4, H).requires_grad_()
-        put_off = PutOff([module.first.weight] * (whole is True))
-        with intercepting(put_off) if whole is not None else nullcontext():
+        deferred = DeferredGradients([module.first.weight] * (whole is True))
+        with intercepting(deferred) if whole is not None else nullcontext():
             out = module(x)
         refused = pytest.raises(TrainingError, match=r"PP-E717")
-        with refused if whole is False else nullcontext(), intercepting(put_off, backward=True):
+        with refused if whole is False else nullcontext(), intercepting(deferred, backward=True):
             out.sum().backward()
-        put_off.deliver()
+        deferred.deliver()
         found.append((module.first.weight.grad, module.second.weight.grad))
     assert all(map(torch.equal, found[0], found[2]))
 
@@ -375,13 +375,13 @@ def test_a_users_function_can_put_off_work():
     for split in (False, True):
         torch.manual_seed(0)
         weight, x = nn.Parameter(torch.randn(H, H)), rows(4, H).requires_grad_()
-        put_off = PutOff()
-        with intercepting(put_off) if split else nullcontext():
+        deferred = DeferredGradients()
+        with intercepting(deferred) if split else nullcontext():
             out = Pipelined.apply(x, weight)
-        with intercepting(put_off, backward=True) if split else nullcontext():
+        with intercepting(deferred, backward=True) if split else nullcontext():
             out.sum().backward()
         assert (weight.grad is None) == split and x.grad is not None
-        put_off.deliver()
+        deferred.deliver()
         found.append(weight.grad)
     assert torch.equal(*found)
     with pytest.raises(RuntimeError, match="outside an I"):
@@ -400,7 +400,7 @@ class Added(nn.Module):
 
 
 def test_a_gradient_of_i_that_is_a_view_of_what_w_needs_is_not_added_to_in_its_memory():
-    hold(Added, rows(4, H), put_off=("project.weight",))
+    hold(Added, rows(4, H), deferred=("project.weight",))
 
 
 class InPlace(torch.autograd.Function):
@@ -433,17 +433,17 @@ class Overwritten(nn.Module):
 @pytest.mark.parametrize("in_result", [True, False])
 def test_operands_that_a_backward_overwrites_are_refused_by_name_and_the_remedy_works(in_result):
     with pytest.raises(TrainingError, match=r"(?s)PP-E718.*\[12, 12\].*whole"):
-        hold(partial(Overwritten, in_result), rows(4, H), put_off=("first.weight", "second.weight"))
+        hold(partial(Overwritten, in_result), rows(4, H), deferred=("first.weight", "second.weight"))
     found = []
     for whole in (False, True):
         torch.manual_seed(0)
         module, x = Overwritten(in_result), rows(4, H).requires_grad_()
-        put_off = PutOff([module.second.weight])
-        with nullcontext() if whole else intercepting(put_off):
+        deferred = DeferredGradients([module.second.weight])
+        with nullcontext() if whole else intercepting(deferred):
             out = module(x)
-        with nullcontext() if whole else intercepting(put_off, backward=True):
+        with nullcontext() if whole else intercepting(deferred, backward=True):
             out.square().sum().backward()
-        put_off.deliver()
+        deferred.deliver()
         found.append((module.first.weight.grad, module.second.weight.grad))
     assert all(map(torch.equal, *found))
 
@@ -463,12 +463,12 @@ class Transformed(nn.Module):
 
 @pytest.mark.parametrize("order", [("vmap",), ("vmap", "product")])
 def test_a_weight_in_a_transform_is_left_whole(order):
-    hold(partial(Transformed, order), rows(4, H), put_off=("outer.weight",))
+    hold(partial(Transformed, order), rows(4, H), deferred=("outer.weight",))
 
 
 def test_a_weight_of_a_product_and_in_a_transform_is_refused_by_name():
     with pytest.raises(TrainingError, match=r"(?s)PP-E717.*torch.func.*whole"):
-        hold(partial(Transformed, ("product", "vmap")), rows(4, H), put_off=())
+        hold(partial(Transformed, ("product", "vmap")), rows(4, H), deferred=())
 
 
 class Recomputed(nn.Module):
@@ -491,11 +491,11 @@ class Recomputed(nn.Module):
 def test_recomputation_runs_once_for_each_microbatch_and_is_the_same(reentrant):
     """Of pytorch#136766: it ran twice, or kept what it should make again."""
     names = [f"{part}.{name}" for part in ("first", "second") for name in WEIGHTS]
-    hold(partial(Recomputed, reentrant), rows(4, H), put_off=(*names, "last.weight"))
+    hold(partial(Recomputed, reentrant), rows(4, H), deferred=(*names, "last.weight"))
     module = Recomputed(reentrant)
-    _, put_off = backward_of(module, rows(4, H), whole=False, microbatches=2)
+    _, deferred = backward_of(module, rows(4, H), whole=False, microbatches=2)
     assert module.runs == 4
-    assert len(put_off.parameters) == 5
+    assert len(deferred.parameters) == 5
 
 
 class Branching(nn.Module):
@@ -514,7 +514,7 @@ class Branching(nn.Module):
 
 def test_an_operation_with_several_results_and_an_unused_layer():
     weights = [f"{name}.weight" for name in ("qkv", "one", "two")]
-    hold(Branching, rows(4, H), put_off=weights)
+    hold(Branching, rows(4, H), deferred=weights)
 
 
 class Frozen(Mlp):
@@ -524,7 +524,7 @@ class Frozen(Mlp):
 
 
 def test_a_frozen_weight_is_nobodys_concern():
-    hold(Frozen, rows(4, H), put_off=("3.weight",))
+    hold(Frozen, rows(4, H), deferred=("3.weight",))
 
 
 class SelfAttending(nn.Module):
@@ -539,25 +539,25 @@ class SelfAttending(nn.Module):
 
 
 def test_an_input_is_no_weight():
-    hold(SelfAttending, rows(4, H), put_off=("out.weight",))
+    hold(SelfAttending, rows(4, H), deferred=("out.weight",))
 
 
 def test_a_compiled_module_is_refused_by_name():
     module = torch.compile(Mlp(), backend="eager")
-    with pytest.raises(Exception, match=r"PP-E392"), intercepting(PutOff()):
+    with pytest.raises(Exception, match=r"PP-E392"), intercepting(DeferredGradients()):
         module(rows(4, H))
 
 
 def test_what_waits_is_the_operands_of_the_products_and_a_shared_one_once():
     torch.manual_seed(0)
     one, two = nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
-    x, put_off = rows(4, H).requires_grad_(), PutOff()
-    with intercepting(put_off):
+    x, deferred = rows(4, H).requires_grad_(), DeferredGradients()
+    with intercepting(deferred):
         out = torch.tanh(one(x)) * torch.sigmoid(two(x))
-    with intercepting(put_off, backward=True):
+    with intercepting(deferred, backward=True):
         out.sum().backward()
-    kept = {tensor.untyped_storage().data_ptr() for tensor in put_off._kept()}
-    assert len(kept) == 3 and put_off.keeps([x]) and not put_off.keeps([out])
+    kept = {tensor.untyped_storage().data_ptr() for tensor in deferred._kept()}
+    assert len(kept) == 3 and deferred.keeps([x]) and not deferred.keeps([out])
     assert one.weight.grad is None
-    put_off.deliver()
-    assert not list(put_off._kept()) and one.weight.grad is not None
+    deferred.deliver()
+    assert not list(deferred._kept()) and one.weight.grad is not None

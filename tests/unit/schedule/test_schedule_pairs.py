@@ -11,7 +11,7 @@ import pytest
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Op, Pair, Schedule
 from ppctl.schedule.drawings import timeline_html
-from ppctl.schedule.pairs import pair_up, put_off_weights
+from ppctl.schedule.pairs import deferred_weights, pair_up
 from ppctl.schedule.passes import lower
 from ppctl.schedule.perfetto import perfetto_json
 from ppctl.schedule.picture import Picture
@@ -129,7 +129,7 @@ def test_1f1b_gets_the_next_forward_beside_every_backward(pp: int, vpp: int) -> 
     for m in (1, 2, pp, pp + 1, 2 * pp, 3 * pp + 1):
         plain = make_schedule("1f1b" if vpp == 1 else "interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m)
         paired = pair_up(plain)
-        split = put_off_weights(paired)
+        split = deferred_weights(paired)
         for schedule in (paired, split):
             assert verify(lower(schedule)) == []
             rows = zip(schedule.actions, plain.actions, strict=True)

@@ -1,6 +1,6 @@
 """What a put-off product costs over a whole backward: F, I and W together, per product, in CPU time of one thread.
 
-    python benchmarks/put_off.py [--rounds 400]
+    python benchmarks/deferred.py [--rounds 400]
 
 A chain of 40 products of 4 x 16 with 16 x 16, so small that nearly everything is what torch and ppctl do around them.
 Three ways take turns: whole backwards, products that ask where their weights' gradients go (ppctl's own models), and
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.model.linear import product
+from ppctl.weight_gradients.deferred import DeferredGradients, collecting
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PutOff, collecting
 
 PRODUCTS, WIDTH, ROWS = 40, 16, 4
 MOST = 30.0
@@ -44,17 +44,17 @@ WAYS: dict[str, Way] = {
 def step(way: Way, weights: list[nn.Parameter], x: Tensor) -> list[float]:
     """Microseconds a product of F, of I (or the whole backward), of W, and of all."""
     multiply, collect = way
-    put_off = PutOff()
+    deferred = DeferredGradients()
     stamps = [time.thread_time()]
     y = x
-    with collect(put_off):
+    with collect(deferred):
         for weight in weights:
             y = multiply(y, weight)
     stamps.append(time.thread_time())
-    with collect(put_off, backward=True):
+    with collect(deferred, backward=True):
         torch.autograd.backward((y,), (torch.ones_like(y),))
     stamps.append(time.thread_time())
-    put_off.deliver()
+    deferred.deliver()
     stamps.append(time.thread_time())
     parts = [after - before for before, after in pairwise(stamps)]
     return [1e6 * seconds / len(weights) for seconds in (*parts, sum(parts))]

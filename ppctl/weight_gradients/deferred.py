@@ -29,10 +29,10 @@ PLAIN: set[type[Tensor]] = {Tensor}
 """The types of tensors whose products are deferred. Measurements on tensors without values add theirs."""
 
 
-class PutOff:
+class DeferredGradients:
     """The weight gradients of one stage and microbatch that wait for W, from the F to the W.
 
-    Of the weights in `whole` nothing is put off.
+    Of the weights in `whole` nothing is deferred.
     """
 
     def __init__(self, whole: Iterable[Tensor] = ()) -> None:
@@ -94,7 +94,7 @@ class PutOff:
         return self._cast.setdefault(id(weight), weight.view_as(weight))
 
     def put(self, weight: Tensor, place: Tensor, make: Make) -> None:
-        """Put off one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
+        """Defer one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
         if self.drops:
             return
         base = parameter_of(weight)
@@ -104,13 +104,13 @@ class PutOff:
         self._uses.setdefault(id(base), []).append(Use(weight, place, make, version_of(weight, make)))
 
     def put_function(self, function: Callable[[], object]) -> None:
-        """Put off anything; functions are called in this order, when all weights have their gradients."""
+        """Defer anything; functions are called in this order, when all weights have their gradients."""
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
         """Whether something that is kept for W lies, or may lie, in the memory of one of these.
 
-        What a function has kept that was put off, nobody sees: it may be any of them.
+        What a function has kept that was deferred, nobody sees: it may be any of them.
         """
         if not tensors or self._functions:
             return bool(tensors)
@@ -164,7 +164,7 @@ class PutOff:
 
 def _used_unseen(weight: Tensor, where: str) -> TrainingError:
     message = (
-        f"a weight of shape {list(weight.shape)} is used in a product whose weight gradient is put off, and {where}"
+        f"a weight of shape {list(weight.shape)} is used in a product whose weight gradient is deferred, and {where}"
     )
     return TrainingError(Problem("PP-E717", message, LEAVE_WHOLE))
 
@@ -194,12 +194,12 @@ def _look_for(weight: Tensor, base: nn.Parameter) -> None:
         raise _used_unseen(base, "in a function of which torch shows nothing (an autograd.Function, mostly)")
 
 
-_collecting: PutOff | None = None
+_collecting: DeferredGradients | None = None
 _in_backward = False
 
 
 @contextmanager
-def collecting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
+def collecting(gradients: DeferredGradients, *, backward: bool = False) -> Iterator[None]:
     """Defer weight gradients into `gradients`: around an F and, as `backward`, around its I.
 
     Also around I, because recomputation runs parts of the forward there, and for `WeightGradStore`.
@@ -224,7 +224,7 @@ def keep_collecting() -> Callable[[], None]:
     return restore
 
 
-def putting_off(weight: Tensor) -> PutOff | None:
+def deferring(weight: Tensor) -> DeferredGradients | None:
     """The collector of the deferred weight gradient of a product with `weight`; None if it is not deferred."""
     if _collecting is None or not torch.is_grad_enabled() or not _collecting.takes(weight):
         return None
@@ -268,7 +268,7 @@ class ProductRule(NamedTuple):
 
 
 class _ProductCall(NamedTuple):
-    gradients: PutOff
+    gradients: DeferredGradients
     rule: ProductRule
     weight: Tensor
     place: Tensor
@@ -278,7 +278,7 @@ class _ProductCall(NamedTuple):
 
 
 def multiply(
-    gradients: PutOff,
+    gradients: DeferredGradients,
     rule: ProductRule,
     weight: Tensor,
     x: Tensor,
@@ -286,7 +286,7 @@ def multiply(
     bias: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """`rule`'s product of x and `weight`, whose gradient is put off into `gradients`.
+    """`rule`'s product of x and `weight`, whose gradient is deferred into `gradients`.
 
     `factor` is the weight as it is multiplied, where that is in another dtype. `others` have no gradient.
     """
@@ -316,14 +316,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (put_off, rule, weight, place, cast_back, _) = gradients, ctx.call
+        (gradient,), (deferred, rule, weight, place, cast_back, _) = gradients, ctx.call
         factor, x, *others = ctx.saved_tensors  # recomputation may run here, and is watched
         make = partial(rule.of_factor, gradient, x, weight, *others)
         with torch._C.DisableTorchFunction():
             of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
             if cast_back is not None:
                 make = partial(_cast_back, cast_back, *make.args, of=make.func)
-            put_off.put(weight, place, make)
+            deferred.put(weight, place, make)
         # Autograd itself sums the rows of the bias's.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)
@@ -338,10 +338,10 @@ def _cast_back(dtype: torch.dtype, *operands: Tensor, of: Callable[..., Tensor])
 
 
 class _Elsewhere(torch.autograd.Function):
-    """A weight for a function that is not put off: its gradient is put to the weight's others when it is there."""
+    """A weight for a function that is not deferred: its gradient is put to the weight's others when it is there."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: PutOff, weight: list[Tensor], place: list[Tensor], _: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: DeferredGradients, weight: list[Tensor], place: list[Tensor], _: Tensor) -> Tensor:
         ctx.gradients, ctx.place = gradients, place.pop()
         return weight.pop().detach()
 
