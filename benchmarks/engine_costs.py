@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ppctl.schedule.action import PASSED_ON, Op, Placement
-from ppctl.schedule.message_times import message_times
 from ppctl.schedule.simulate import Costs
-from ppctl.schedule.trace import Span
+from ppctl.schedule.trace import Span, message_times
 
 Row = Sequence[Span]
 """One rank's spans, in its order."""

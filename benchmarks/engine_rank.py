@@ -36,15 +36,15 @@ from torch.distributed.pipelining import (
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import make_recorder
 from ppctl.engine.stage import StageProgram
-from ppctl.heartbeat import HeartbeatFile
+from ppctl.host.private_files import own_directory, shared_memory
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.plan.extra_warmup import least_warmup, simulated_steps
-from ppctl.private_files import own_directory, shared_memory
+from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.schedule.action import Placement, Schedule
-from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.trace import message_times
 
 CPU = torch.device("cpu")
 

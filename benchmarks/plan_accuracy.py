@@ -22,7 +22,7 @@ from published_runs import kendall_tau, throughput_rows
 from recorded_runs import GOLDEN, Row, megatron_rows, simumax_rows
 
 from ppctl.cli.simulate import costs, figured
-from ppctl.cost.parameters import total_parameters
+from ppctl.cost.parameter_counts import total_parameters
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import simulate
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from ppctl.config.compose import compose
 from ppctl.plan import Plan, build_plan
 from ppctl.schedule.action import Placement
-from ppctl.schedule.search import Found, find_best, find_schedule
+from ppctl.schedule.search import FoundSchedule, find_best, find_schedule
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import longest_span
@@ -40,7 +40,7 @@ def task(place: Placement, m: int, prices: Costs, memory: float) -> Task:
     return Task(place, m, prices, sizes, [memory * unit_of_memory(sizes, place.pp, m)] * place.pp)
 
 
-def timed(search: Callable[[], Found]) -> tuple[Found, float]:
+def timed(search: Callable[[], FoundSchedule]) -> tuple[FoundSchedule, float]:
     began = time.process_time()
     found = search()
     return found, time.process_time() - began

@@ -79,7 +79,7 @@ def trainer_of(text: Path, device: torch.device) -> Trainer:
     config.train.micro_batch_size, config.train.global_batch_size = samples, 8 * samples
     config.launch.device = device.type
     session = build_session(config, build_plan(config), 0, device)
-    return Trainer(session, session.batches(), lambda: False)
+    return Trainer(session, session.data.batches())
 
 
 def measure(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
@@ -91,7 +91,7 @@ def measure(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 2):
         for name, run in contenders.items():
-            trainer.session.weights.clear_gradients()
+            trainer.session.replica.weights.clear_gradients()
             settle(trainer)
             begun = time.perf_counter()
             run()
@@ -104,7 +104,7 @@ def measure(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
 def bare_loop(trainer: Trainer) -> None:
     """What the pipeline computes, without ppctl."""
     assert trainer.batches is not None
-    (module,) = trainer.session.stages.values()
+    (module,) = trainer.session.model.stages.values()
     batch, device = trainer.batches.step(0), trainer.session.device
     tokens, labels, mask = (part.to(device) for part in (batch.tokens, batch.labels, batch.loss_mask))
     for mb in range(len(tokens)):

@@ -27,9 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.launch.environment import rank_environment
-from ppctl.private_files import NODE_DIRECTORY
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 MOST = 1.15
 RANK = Path(__file__).with_name("startup_rank.py")

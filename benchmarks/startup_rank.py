@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 import ppctl.rank.worker  # noqa: F401  the same imports
+from ppctl.rank.live_state import Phases, process_age
 from ppctl.rank.rendezvous import START_UP, OwnRank, meet
-from ppctl.rank.times import Phases, process_age
 from ppctl.reach.start import join_world
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 
@@ -27,7 +27,7 @@ def main() -> None:
         join_world(meet(own), own.rank, own.world_size, "cpu:gloo", START_UP)
     with phases("build"):
         session = build_session(config, plan, own.rank, device)
-    trainer = Trainer(session, session.batches(), lambda: 0)
+    trainer = Trainer(session, session.data.batches())
     with phases("first step"):
         trainer.step(0)
     print("step", json.dumps(phases.seconds), flush=True)

@@ -37,8 +37,10 @@ from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.engine.recorder import Recorder
 from ppctl.plan import Plan, build_plan
-from ppctl.rundir import RunDir
-from ppctl.train.session import Parts, build_session
+from ppctl.runs.rundir import RunDir
+from ppctl.schedule.measured_step import MeasuredStep
+from ppctl.train.recordings import StepTraces
+from ppctl.train.session import SessionParts, build_session
 from ppctl.train.step import Trainer
 
 RANKS, SEQ, WARM = 2, 8, 3
@@ -159,36 +161,41 @@ def _rank(rank: int, rounds: int, microbatches: int, root: str) -> None:
     if rank == 0:
         run.write_plan(plan)
     dist.barrier()
-    session = build_session(config, plan, rank, torch.device("cpu"), parts=Parts(connect=_connected))
-    trainer = Trainer(session, Words(microbatches), lambda: 0)  # type: ignore[arg-type]  # has what a step reads
-    stamping = session.recorder
+    session = build_session(config, plan, rank, torch.device("cpu"), parts=SessionParts(connect=_connected))
+    trainer = Trainer(session, Words(microbatches))  # type: ignore[arg-type]  # has what a step reads
+    stamping = session.pipeline.recorder
     repeated = Repeated(stamping.pp_rank, stamping.actions)
     repeated._starts, repeated._ends = stamping._starts, stamping._ends
     # Without stamps it reads those of a step before: figures are made in all three.
     recorders = (repeated, repeated, stamping)
     trainer.step(0)  # has them
     found: list[list[float]] = []
+    kept: list[int] = []
+
+    def keep(measured: MeasuredStep) -> None:
+        run.write_measured_step(measured.step, measured.to_json())
+        kept.append(measured.step)
+
+    traces = StepTraces(session, keep)
     # Counted from 1; a kept step is one of each round, at another place in each.
     order = [(number, (place + number) % len(KINDS)) for number in range(WARM + rounds) for place in range(len(KINDS))]
-    trainer.tracer.steps = {step + 1 for step, (_, kind) in enumerate(order, 1) if kind == 2}
+    traces.steps = {step + 1 for step, (_, kind) in enumerate(order, 1) if kind == 2}
     for step, (number, kind) in enumerate(order, 1):
         if number == len(found):
             found.append([0.0] * len(KINDS))
-        object.__setattr__(session, "recorder", recorders[kind])
+        session.pipeline.recorder = recorders[kind]
         repeated.times = REPEATS * (kind == 1)
         gc.collect()
         dist.barrier()
         began = time.thread_time()
-        measured = trainer.step(step).measured
-        for repeat in range(REPEATS * (kind == 2)):
-            if repeat:
-                measured = trainer.tracer.take(step + 1, (time.perf_counter(),) * 4)
-            if measured is not None:
-                run.write_measured_step(measured.step, measured.to_json())
+        result = trainer.step(step)
+        kept.clear()
+        for _ in range(max(1, REPEATS * (kind == 2))):
+            traces.post_update(result)
         found[number][kind] = time.thread_time() - began
-        assert (measured is not None) == (kind == 2 and rank == 0)
+        assert len(kept) == REPEATS * (kind == 2 and rank == 0)
     torch.save((len(stamping.stamps()), found[WARM:]), f"{root}/{rank}.pt")
-    session.close()
+    session.pipeline.close()
     dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ Lengths = tuple[tuple[int, ...], ...]
 """For each row the lengths of its documents, in order; they add up to the row."""
 
 
-class Block(NamedTuple):
+class VisibleBlock(NamedTuple):
     """Queries that see keys; all slices count within the tensors at hand."""
 
     rows: slice
@@ -70,21 +70,21 @@ def _own_row(row: Sequence[int], own: Halves, apart: bool) -> list[int]:
 
 
 @lru_cache(64)
-def own_blocks(lengths: Lengths) -> tuple[Block, ...]:
+def own_blocks(lengths: Lengths) -> tuple[VisibleBlock, ...]:
     """Every document of `lengths` by itself, causal."""
     rows = []
     for row in lengths:
         ends = list(accumulate(row))
         rows.append([(end - count, end) for count, end in zip(row, ends, strict=True)])
     return tuple(
-        Block(slice(first, last), slice(*document), slice(*document), causal=True)
+        VisibleBlock(slice(first, last), slice(*document), slice(*document), causal=True)
         for first, last, documents in _runs(rows)
         for document in documents
     )
 
 
 @lru_cache(1024)
-def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[Block, ...]:
+def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[VisibleBlock, ...]:
     """Blocks in which a rank's queries see the keys of another rank: of each row one, or none.
 
     Keys are of an earlier chunk than the queries, so that only the document over the end of the keys' last visible
@@ -105,26 +105,26 @@ def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[Block, ...]
 
 
 @lru_cache(64)
-def gathered_blocks(lengths: Lengths, own: Halves) -> tuple[Block, ...]:
+def gathered_blocks(lengths: Lengths, own: Halves) -> tuple[VisibleBlock, ...]:
     """Blocks in which a rank's queries see the whole sequence before their half: of each row and half at most
     one block, the document over the half's start. Keys count within the whole sequence."""
 
     def of_row(row: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        found = []
+        visible = []
         for number, half in enumerate(own.positions):
             document = _document_at(row, half.start - 1) if half.start else range(0)
             asking = _overlap(document, half)
             if asking:
-                found.append((number * own.chunk, number * own.chunk + asking, document.start, half.start))
-        return found
+                visible.append((number * own.chunk, number * own.chunk + asking, document.start, half.start))
+        return visible
 
     return tuple(_blocks(map(of_row, lengths)))
 
 
-def _blocks(rows: Iterable[list[tuple[int, int, int, int]]]) -> Iterator[Block]:
-    for first, last, found in _runs(list(rows)):
-        for begin, end, keys_begin, keys_end in found:
-            yield Block(slice(first, last), slice(begin, end), slice(keys_begin, keys_end))
+def _blocks(rows: Iterable[list[tuple[int, int, int, int]]]) -> Iterator[VisibleBlock]:
+    for first, last, visible in _runs(list(rows)):
+        for begin, end, keys_begin, keys_end in visible:
+            yield VisibleBlock(slice(first, last), slice(begin, end), slice(keys_begin, keys_end))
 
 
 def _runs(rows: Sequence[T]) -> Iterator[tuple[int, int, T]]:

@@ -17,8 +17,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import ppctl
+from ppctl.cli.explain import PAGES, key_facts, keys_of, summary
 from ppctl.cli.main import COMMANDS, parser_of
-from ppctl.cli.reference import PAGES, key_facts, keys_of, summary
 from ppctl.config.keys import keys, sections, value_text
 from ppctl.config.metadata import PYTHON
 
@@ -118,7 +118,6 @@ def _key(facts: Mapping[str, Any]) -> Iterator[str]:
         "alias": f"`{facts['alias']}`" if facts["alias"] else "",
         "Megatron's flag": " ".join(f"`{flag}`" for flag in facts["flags"]),
         "state": ". ".join([facts["meaning"], *facts["notes"]]),
-        "test": f"`{facts['test']}`" if facts["test"] else "",
     }
     yield from (f"* {name}: {text}" for name, text in rows.items() if text)
     yield ""

@@ -8,6 +8,7 @@ import tempfile
 
 import hypothesis
 import pytest
+from tiers import mark_whole
 
 os.environ["OMP_NUM_THREADS"] = "1"
 hypothesis.settings.register_profile("busy machine", deadline=None)
@@ -34,8 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Soak(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The file that takes one worker twenty minutes in `make test-all` comes first; another runs the rest meanwhile."""
+    mark_whole(items, complete=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: item.path.name != "test_hostile_values.py")
 
 

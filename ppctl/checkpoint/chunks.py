@@ -17,7 +17,7 @@ from ppctl.checkpoint.boxes import Box, Shape, boxes_of_run, common
 from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, changed, damaged
 from ppctl.checkpoint.tensor_parts import DTYPES
 from ppctl.errors import CheckpointError
-from ppctl.files import open_regular
+from ppctl.host.files import open_regular
 
 _Slices = tuple[slice, ...]
 

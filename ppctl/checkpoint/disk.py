@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128
 
-from ppctl import checkpoint_folder, wire
 from ppctl.checkpoint.manifest import (
     CHUNK,
     FORMAT,
@@ -27,9 +26,11 @@ from ppctl.checkpoint.manifest import (
     record_whole,
 )
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart, Values, Writers, check_copies, choose_writers, parts_of
-from ppctl.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
 from ppctl.errors import CheckpointError, PpctlError, Problem
-from ppctl.json_reader import without_collections
+from ppctl.records import wire
+from ppctl.records.json_reader import without_collections
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
 
 WORK = "prepare", "choose", "write", "commit", "retain", "discard"
 """The functions that a writer runs for its ranks, in the order of a save: of this file and of `checkpoint_folder`."""

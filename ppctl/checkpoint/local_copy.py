@@ -18,12 +18,12 @@ from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl import private_files
 from ppctl.checkpoint.manifest import digests_of
 from ppctl.checkpoint.tensor_parts import TensorPart
 from ppctl.errors import CheckpointError, Problem, pasted
-from ppctl.json_reader import parse, read
-from ppctl.processes import identity
+from ppctl.host import private_files
+from ppctl.host.processes import identity
+from ppctl.records.json_reader import parse, read
 
 _OWN = re.compile(r"rank-([0-9]{5,})(\.kept)?\.(values|json|tmp)")
 _MOST_OF_A_RECORD = 2**26

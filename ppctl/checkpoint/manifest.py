@@ -20,12 +20,12 @@ from typing import Annotated, Any, TypedDict
 
 from xxhash import xxh3_128
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.boxes import Box, tiling_fault
-from ppctl.checkpoint_folder import MANIFEST
 from ppctl.errors import CheckpointError, Problem, listed, pasted
-from ppctl.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
-from ppctl.json_reader import Count, Line, parse, read, without_collections
+from ppctl.host.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
+from ppctl.records.json_reader import Count, Line, parse, read, without_collections
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import MANIFEST
 
 FORMAT = 2
 

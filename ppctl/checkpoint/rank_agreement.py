@@ -11,9 +11,9 @@ from typing import Any, Optional, TypeVar, cast
 
 import torch.distributed as dist
 
-from ppctl import wire
 from ppctl.comm.groups import broadcast_bytes, gather_bytes
 from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.records import wire
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,9 +42,9 @@ class AgreeingRanks:
     ) -> R:
         """Run `work` on every rank, `conclude` on rank 0 with all results in rank order, and hand its result to all.
 
-        `each` and `result` are the annotations of what the two return (`ppctl.wire`), None for None. If `work` or
-        `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` names the work in
-        messages, as an infinitive.
+        `each` and `result` are the annotations of what the two return (`ppctl.records.wire`), None for None. If `work`
+        or `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` names the work
+        in messages, as an infinitive.
         """
         sent, cause = self._attempt(what, each, work)
         outcomes = [

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, check_files, damaged, read_manifest
-from ppctl.checkpoint_folder import STATE
 from ppctl.config.keys import keys
 from ppctl.config.mapping import converted_value
 from ppctl.errors import CheckpointError
-from ppctl.files import MOST_READ, read_whole
-from ppctl.json_reader import Count, Line, parse, read
+from ppctl.host.files import MOST_READ, read_whole
+from ppctl.records.json_reader import Count, Line, parse, read
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import STATE
 
 
 class _SavedModel(TypedDict):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import problems_of
 from ppctl.checkpoint.local_copies import LocalCopies
@@ -29,6 +28,7 @@ from ppctl.checkpoint.shards import HostMemory, Shard, values_of, whole_shards
 from ppctl.checkpoint.tensor_parts import TensorPart, Values, packed_parts
 from ppctl.checkpoint.writer import NO_WRITER, NodeWriter, WriterAddress
 from ppctl.errors import CheckpointError, Problem
+from ppctl.runs import checkpoint_folder
 
 R = TypeVar("R")
 

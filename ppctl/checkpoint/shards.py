@@ -19,7 +19,7 @@ from torch import Tensor
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.tensor_parts import TensorPart, Values, places, size_of, values_in
 from ppctl.errors import CheckpointError, Problem
-from ppctl.private_files import open_file
+from ppctl.host.private_files import open_file
 
 if sys.platform == "linux":
     from mmap import MAP_POPULATE, MAP_SHARED

@@ -24,8 +24,8 @@ from ppctl.checkpoint.boxes import Box, Shape
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order
 from ppctl.errors import CheckpointError, Problem, pasted
 from ppctl.families.safetensors import read_header
-from ppctl.files import read_json, write_atomically
-from ppctl.json_reader import Count
+from ppctl.host.files import read_json, write_atomically
+from ppctl.records.json_reader import Count
 from ppctl.topology import ParallelSizes
 
 MESSAGES = "messages.json"

@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, NamedTuple
 from zlib import compress, decompressobj, error
 
-from ppctl import wire
 from ppctl.checkpoint.boxes import Box, tiling_fault
 from ppctl.errors import CheckpointError, Problem
+from ppctl.records import wire
 
 DTYPES = {
     "float64": ("F64", 8),

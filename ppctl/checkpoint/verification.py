@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, check_files, damaged, in_file_order, read_manifest
 from ppctl.checkpoint.tensor_parts import ranges, text_of
-from ppctl.checkpoint_folder import STATE
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, Problem, pasted
+from ppctl.runs.checkpoint_folder import STATE
 
 Kind = tuple[tuple[int, ...], str]
 """Whole shape, and dtype by torch's name."""

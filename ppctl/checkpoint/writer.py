@@ -26,12 +26,12 @@ from mmap import PROT_READ, mmap
 from threading import Lock, Thread
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
-from ppctl import wire
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import file_name, problems_of
 from ppctl.checkpoint.tensor_parts import Values, values_in
 from ppctl.errors import CheckpointError, Problem
-from ppctl.processes import python
+from ppctl.host.processes import python
+from ppctl.records import wire
 
 R = TypeVar("R")
 

@@ -1,10 +1,13 @@
 """The commands: one module each, of the same name (`cancel` and `requeue`: `jobs`).
 
-main       finds the command, prints problems, returns the exit code; console, table: output
-overrides  KEY=VALUE arguments; `plan.planned` turns them into a plan
-train      also has what resume, submit and parity share; live draws a run on a terminal
-runs       also has what commands on a run share
-reference  the text about codes and keys, for explain, completion and the documentation site
-pipeline   the drawing of a pipeline; timeline: the file of a picture
-*_text     what a command prints
+main       finds the command, sorts its words, prints problems, returns the exit code; console: output
+local_run  from an accepted plan to the end of a run: the steps of train, resume, submit and parity
+runs       also has what commands on a run share; longer: its learning rate with another length
+live       draws a run on a terminal
+explain    also has the text about codes and keys for completion and the documentation site
+timeline   the file of a picture; pipeline_drawing: the table of a pipeline's ranks and chunks
+*_text     the text that a command prints
+
+A command with the name of another room or module shows what that makes: `plan` and `layout` of these packages, `parity`
+of `plan/parity.py`, `runs` of `ppctl/runs/finding.py`, `simulate` and `trace` of `schedule/`.
 """

@@ -13,19 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
 from ppctl.cli import ckpt_convert, ckpt_text
 from ppctl.cli.ckpt_convert import planned_config
-from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, width
+from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, prose, width
 from ppctl.cli.runs import add_runs_directory
-from ppctl.cli.table import prose
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
-from ppctl.run_starts import at_rest
-from ppctl.rundir import RunDir
-from ppctl.runs import find_checkpoint, find_run
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.finding import find_checkpoint, find_run
+from ppctl.runs.run_starts import at_rest
+from ppctl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
@@ -101,14 +100,14 @@ def _inspect(args: argparse.Namespace) -> int:
     folder = _folder(args.path, args.dir)
     if folder is None:
         path = Path(args.path).absolute()
-        found = ckpt_text.contents(checkpoint_folder.at(path) or path)
-        text = ckpt_text.described(found, tensors=args.tensors)
+        shown = ckpt_text.contents(checkpoint_folder.at(path) or path)
+        text = ckpt_text.described(shown, tensors=args.tensors)
         if not args.tensors:
-            del found["tensors"]
+            del shown["tensors"]
     else:
-        found = ckpt_text.listing(folder)
-        text = ckpt_text.listed(found)
-    print(json.dumps(found, indent=1) if args.json else text)
+        shown = ckpt_text.listing(folder)
+        text = ckpt_text.listed(shown)
+    print(json.dumps(shown, indent=1) if args.json else text)
     return 0
 
 
@@ -142,10 +141,10 @@ def _verify(args: argparse.Namespace) -> int:
     total = 0 if args.quick else bytes_of_values(manifest)
     try:
         with byte_progress("verifying", total) as progress:
-            found = examine(path, manifest, values=not args.quick, progress=progress)
+            examined = examine(path, manifest, values=not args.quick, progress=progress)
     except OSError as error:
         raise _unreadable(path, error) from error
-    problems, position = list(found.problems), None
+    problems, position = list(examined.problems), None
     if wanted is not None:
         unfit, position = _unfit(path, manifest, wanted)
         problems += unfit
@@ -155,7 +154,7 @@ def _verify(args: argparse.Namespace) -> int:
         "tensors": len(manifest.tensors),
         "files": len(manifest.files),
         "quick": args.quick,
-        "bytes_read": found.read,
+        "bytes_read": examined.read,
         "loadable": None if wanted is None else not problems,
         "position": position,
         "problems": [problem.to_json() for problem in problems],
@@ -192,12 +191,12 @@ def _diff(args: argparse.Namespace) -> int:
     manifests = [read_manifest(path) for path in paths]
     first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
     with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
-        found = compare(first, second, progress)
-    report = ckpt_text.comparison(paths, found)
+        compared = compare(first, second, progress)
+    report = ckpt_text.comparison(paths, compared)
     print(
         json.dumps(report, indent=1) if args.json else prose(ckpt_text.differences(report, args.limit), width(UNFOLDED))
     )
-    return 0 if found.same else DIFFERENT
+    return 0 if compared.same else DIFFERENT
 
 
 # Deleting
@@ -235,7 +234,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
-    """What stays whatever `--keep` says: the newest good checkpoint, and the one that a start goes on from.
+    """Checkpoints that stay whatever `--keep` says: the newest good one, and the one that a start goes on from.
 
     Raises CheckpointError (PP-E530) where none is good.
     """

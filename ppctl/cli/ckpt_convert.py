@@ -13,11 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppctl.cli.main import parse_overrides
 from ppctl.cli.runs import add_runs_directory
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.directory import read_config_file
-from ppctl.processes import python
-from ppctl.runs import find_checkpoint
+from ppctl.host.processes import python
+from ppctl.runs.finding import find_checkpoint
 
 if TYPE_CHECKING:
     from ppctl.config.schema import ModelConfig, RunConfig
@@ -118,14 +119,11 @@ def _convert(action: str, *words: object) -> int:
 
 def planned_config(words: Sequence[str]) -> RunConfig:
     """The config of a run with these overrides, which has a plan. Raises ConfigError with all of its problems."""
-    from ppctl.cli import overrides
-    from ppctl.cli.plan import OVER_MEMORY, planned
+    from ppctl.launch.planning import planned, without_memory
 
     parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)
     parser.add_argument("--recipes-dir", action="append")
-    typed = overrides.parse(parser, "ckpt verify PATH --for", words)
-    composed, _, problems = planned(typed.overrides, typed.problems)
-    problems = [problem for problem in problems if problem.code != OVER_MEMORY]  # memory is no matter of a checkpoint's
-    if problems or composed is None:
+    composed, _, problems = planned(parse_overrides(parser, "ckpt verify PATH --for", words).line)
+    if problems := without_memory(problems):
         raise ConfigError(problems)
     return composed.config

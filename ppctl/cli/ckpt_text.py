@@ -1,4 +1,4 @@
-"""What `ppctl ckpt` shows of checkpoints: as values, which `--json` prints, and as text.
+"""The output of `ppctl ckpt`: values, which `--json` prints, and their text.
 
 Knows manifests, states and columns. Must not know where a checkpoint is found, nor change one.
 """
@@ -12,15 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import FORMAT, check_files, read_manifest
 from ppctl.checkpoint.run_state import lineage, run_state
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order, ranges, text_of
-from ppctl.checkpoint_folder import STATE
-from ppctl.cli.table import aligned
+from ppctl.cli.console import aligned
 from ppctl.errors import CheckpointError
 from ppctl.plan.memory_limit import MIB, amount
-from ppctl.rundir import RunDir
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import STATE
+from ppctl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from ppctl.checkpoint.arrays import CheckpointDifferences
@@ -44,7 +44,7 @@ def _sizes(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """What is in a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
+    """The contents of a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
     manifest = read_manifest(path)
     state = run_state(path, manifest)
     groups: dict[str, dict[str, Any]] = {}
@@ -81,20 +81,24 @@ def contents(path: Path) -> dict[str, Any]:
     }
 
 
-def described(found: Mapping[str, Any], *, tensors: bool) -> str:
+def described(checkpoint: Mapping[str, Any], *, tensors: bool) -> str:
     """One checkpoint in lines, then its tensors."""
-    rows = [("step", f"{found['step']}"), ("size", f"{size(found['bytes'])} in {found['files']} files")]
-    rows += [(group, _group(found[group])) for group in ("weights", "optimizer")]
-    rows.append(("cut", _cut(found)))
-    rows.append(("model", ", ".join(f"{key} {value}" for key, value in found["model"].items() if value is not None)))
-    if found["consumed_samples"]:
-        rows.append(("data", _data(found)))
-    origin = found["lineage"]
+    rows = [("step", f"{checkpoint['step']}"), ("size", f"{size(checkpoint['bytes'])} in {checkpoint['files']} files")]
+    rows += [(group, _group(checkpoint[group])) for group in ("weights", "optimizer")]
+    rows.append(("cut", _cut(checkpoint)))
+    rows.append(
+        ("model", ", ".join(f"{key} {value}" for key, value in checkpoint["model"].items() if value is not None))
+    )
+    if checkpoint["consumed_samples"]:
+        rows.append(("data", _data(checkpoint)))
+    origin = checkpoint["lineage"]
     rows += [("run", origin["run"])] if origin["run"] else []
     rows += [("began with", place) for place in origin["began_with"]]
     rows += [("mean of", place) for place in origin["averaged"]]
-    text = f"{found['path']}, format {found['format']}\n{aligned([(f'  {key}', value) for key, value in rows])}"
-    return f"{text}\n\n{_tensors(found['tensors'])}" if tensors else text
+    text = (
+        f"{checkpoint['path']}, format {checkpoint['format']}\n{aligned([(f'  {key}', value) for key, value in rows])}"
+    )
+    return f"{text}\n\n{_tensors(checkpoint['tensors'])}" if tensors else text
 
 
 def _group(entry: Mapping[str, Any] | None) -> str:
@@ -104,16 +108,18 @@ def _group(entry: Mapping[str, Any] | None) -> str:
     return f"{entry['tensors']} tensors, {entry['elements']:,} elements, {dtypes}, {size(entry['bytes'])}"
 
 
-def _cut(found: Mapping[str, Any]) -> str:
-    sizes = " ".join(f"{axis} {number}" for axis, number in (found["parallel"] or {}).items())
-    layout = f"layout {found['layout']}" if found["layout"] else ""
+def _cut(checkpoint: Mapping[str, Any]) -> str:
+    sizes = " ".join(f"{axis} {number}" for axis, number in (checkpoint["parallel"] or {}).items())
+    layout = f"layout {checkpoint['layout']}" if checkpoint["layout"] else ""
     return ", ".join(filter(None, (layout, sizes))) or "none: it was written whole"
 
 
-def _data(found: Mapping[str, Any]) -> str:
-    parts = [f"{found['consumed_samples']:,} samples"]
+def _data(checkpoint: Mapping[str, Any]) -> str:
+    parts = [f"{checkpoint['consumed_samples']:,} samples"]
     words = {"seq_length": "of {} tokens", "data_path": "from {}", "seed": "by seed {}"}
-    return " ".join(parts + [text.format(found[key]) for key, text in words.items() if found[key] is not None])
+    return " ".join(
+        parts + [text.format(checkpoint[key]) for key, text in words.items() if checkpoint[key] is not None]
+    )
 
 
 def _tensors(tensors: Mapping[str, Mapping[str, Any]]) -> str:
@@ -144,33 +150,33 @@ def brief(path: Path) -> dict[str, Any]:
 def listing(folder: Path) -> dict[str, Any]:
     """The checkpoints of a directory, by step, and the one that a start goes on from."""
     last = checkpoint_folder.find(folder)
-    found = sorted(checkpoint_folder.kept(folder), key=lambda path: (checkpoint_folder.step_of(path), path.name))
+    checkpoints = sorted(checkpoint_folder.kept(folder), key=lambda path: (checkpoint_folder.step_of(path), path.name))
     return {
         "path": str(folder),
         "next_start": None if last is None else last.path.name,
         "warning": "" if last is None else last.warning,
-        "checkpoints": [brief(path) for path in found],
+        "checkpoints": [brief(path) for path in checkpoints],
     }
 
 
-def listed(found: Mapping[str, Any]) -> str:
+def listed(listing: Mapping[str, Any]) -> str:
     """A directory as a table."""
-    if not found["checkpoints"]:
-        return f"no checkpoints in {found['path']}"
+    if not listing["checkpoints"]:
+        return f"no checkpoints in {listing['path']}"
     rows = [("checkpoint", "size", "written", "")]
-    for entry in found["checkpoints"]:
+    for entry in listing["checkpoints"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["written"])) if entry["written"] else ""
         much = "" if entry["bytes"] is None else size(entry["bytes"])
-        note = entry["fault"] or ("the next start goes on here" if entry["name"] == found["next_start"] else "")
+        note = entry["fault"] or ("the next start goes on here" if entry["name"] == listing["next_start"] else "")
         rows.append((entry["name"], much, when, note))
-    return f"{found['path']}\n{aligned(rows, 2)}" + (f"\nwarning: {found['warning']}" if found["warning"] else "")
+    return f"{listing['path']}\n{aligned(rows, 2)}" + (f"\nwarning: {listing['warning']}" if listing["warning"] else "")
 
 
-# What the other commands say
+# Verified, compared, pruned
 
 
 def verified(report: Mapping[str, Any]) -> str:
-    """What `verify` has looked at, and how it ended."""
+    """The text of `verify`: which files were read, and the verdict."""
     looked = "sizes, headers and seal" if report["quick"] else f"{size(report['bytes_read'])} of values read"
     count = len(report["problems"])
     end = "good" if not count else f"{count} problem{'s' if count > 1 else ''}, on stderr"
@@ -182,14 +188,14 @@ def verified(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def comparison(paths: Sequence[Path], found: CheckpointDifferences) -> dict[str, Any]:
+def comparison(paths: Sequence[Path], compared: CheckpointDifferences) -> dict[str, Any]:
     """Two checkpoints compared. Numbers that are not finite are null."""
     return {
         "paths": [str(path) for path in paths],
-        "same": found.same,
-        "equal": found.equal,
-        "only_in_a": found.missing,
-        "only_in_b": found.new,
+        "same": compared.same,
+        "equal": compared.equal,
+        "only_in_a": compared.missing,
+        "only_in_b": compared.new,
         "different": [
             {
                 "name": each.name,
@@ -202,7 +208,7 @@ def comparison(paths: Sequence[Path], found: CheckpointDifferences) -> dict[str,
                 "relative": _finite(each.relative),
                 "largest": _finite(each.largest),
             }
-            for each in found.different
+            for each in compared.different
         ],
     }
 
@@ -243,12 +249,12 @@ def _number(value: float | None) -> str:
 
 
 def _ranges(names: Sequence[str], limit: int) -> list[str]:
-    found = ranges(names)
-    return [*found[:limit], f"and {len(found) - limit} more lines"] if limit and len(found) > limit else found
+    lines = ranges(names)
+    return [*lines[:limit], f"and {len(lines) - limit} more lines"] if limit and len(lines) > limit else lines
 
 
 def pruned(report: Mapping[str, Any]) -> str:
-    """What was deleted, and what is left."""
+    """The text of `prune`: the checkpoints deleted and kept."""
     verb = "would delete" if report["dry_run"] else "deleted"
     lines = [f"{verb} {name}" for name in report["deleted"]] or ["nothing to delete"]
     kept = ", ".join(report["kept"])

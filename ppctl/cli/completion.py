@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppctl.cli import main as front_door
-from ppctl.cli.reference import pages, summary
+from ppctl.cli.explain import pages, summary
 from ppctl.config.argv import ALIASES
 from ppctl.config.flags import MEGATRON
 from ppctl.config.keys import docstring, keys, sections, text_keys
-from ppctl.config.limits import OneOf
+from ppctl.config.metadata import OneOf
 from ppctl.config.resources import recipes
 from ppctl.config.scale import KEEPS
-from ppctl.runs import list_runs
+from ppctl.runs.finding import list_runs
 from ppctl.schedule.policies import POLICIES
 
 Word = tuple[str, str]
-"""What may be typed, and what it is in a line; behind one that ends with `=` no blank follows."""
+"""A completion, and a line about it; no blank follows one that ends with `=`."""
 
 _FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer")
 """Flags behind which a file or a directory stands, which shells complete by themselves."""
@@ -97,22 +97,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[Word]:
-    """What may stand in place of the last of `words`, those behind `ppctl`; nothing where a shell completes files."""
+    """Completions of the last of `words`, those behind `ppctl`; none where a shell completes files."""
     *before, word = words
     if not before:
-        found: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())
+        offered: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())
     elif before[0] not in front_door.COMMANDS or before[-1] in _FILES:
-        found = ()
+        offered = ()
     elif before[-1] == "--schedule":
-        found = _schedules()
+        offered = _schedules()
     elif word.startswith("-"):
-        found = _flags(before)
+        offered = _flags(before)
     elif _takes_keys(before, word):
-        found = _overrides(word)
+        offered = _overrides(word)
     else:
         of_command = _ARGUMENTS.get(before[0])
-        found = of_command(before) if of_command is not None else ()
-    return [each for each in found if each[0].startswith(word)]
+        offered = of_command(before) if of_command is not None else ()
+    return [each for each in offered if each[0].startswith(word)]
 
 
 def _takes_keys(before: Sequence[str], word: str) -> bool:
@@ -210,4 +210,4 @@ _ARGUMENTS: dict[str, Callable[[Sequence[str]], Iterable[Word]]] = {
     "completion": lambda before: ((shell, "") for shell in SHELLS) if len(before) == 1 else (),
     **dict.fromkeys(("resume", "status", "logs", "cancel", "requeue"), _runs),
 }
-"""What the words of a command are, that are no keys and no flags."""
+"""Command -> completions of its words that are no keys and no flags."""

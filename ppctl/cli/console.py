@@ -1,9 +1,9 @@
-"""Where text goes: results to stdout, everything else to stderr; colour and live drawing only on a terminal.
+"""Where text goes and how wide it is: results to stdout, everything else to stderr; tables and lines of plain text.
 
-Control characters of what is printed are shown as escapes, by the streams themselves (`VisibleText`). Only drawings
-pass below them: rich's, and a line that overwrites itself.
+Colour and live drawing only on a terminal. Control characters of what is printed are shown as escapes, by the streams
+themselves (`VisibleText`). Only drawings pass below them: rich's, and a line that overwrites itself.
 
-Knows streams, widths and rich, which it imports only to draw. Must not know what is printed.
+Knows streams, widths, cells and rich, which it imports only to draw. Must not know what is printed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ppctl.cli.table import prose
 from ppctl.errors import visible
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def is_live() -> bool:
 
 def width(piped: int = PIPE_WIDTH) -> int:
     """The columns of the terminal; where stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
-    told = os.environ.get("COLUMNS", "")
+    columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         piped = shutil.get_terminal_size().columns
-    elif piped != UNFOLDED and told.isdecimal() and int(told) > 0:
-        piped = int(told)
+    elif piped != UNFOLDED and columns.isdecimal() and int(columns) > 0:
+        piped = int(columns)
     return piped if piped == UNFOLDED else min(piped, _WIDEST)
 
 
@@ -122,3 +122,64 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(visible(what), total=total)
         yield lambda size: bar.advance(task, size)
+
+
+# Tables and lines
+
+
+def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """Columns with two blanks between them; the second up to number `right` are aligned right, the others left."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def pad(index: int, cell: str) -> str:
+        return cell.rjust(widths[index]) if 0 < index < right else cell.ljust(widths[index])
+
+    return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
+
+
+def fits(text: str, width: int) -> bool:
+    """Whether no line of `text` is longer than `width`."""
+    return max(map(len, text.splitlines()), default=0) <= width
+
+
+def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[str]]:
+    """Rows that `aligned` makes no wider than `width`, if that can be: last cells go on in rows below at `mark`s."""
+    rows = [list(row) for row in rows]
+    room = (
+        width
+        - len(mark.rstrip())
+        - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
+    )
+    lines_of_all = []
+    for *ahead, last in rows:
+        lines = [""]
+        for part in last.split(mark):
+            longer = lines[-1] + mark + part if lines[-1] else part
+            lines[-1:] = [longer] if len(longer) <= room or not lines[-1] else [lines[-1] + mark.rstrip(), part]
+        lines_of_all += [[*ahead, lines[0]], *([*[""] * len(ahead), line] for line in lines[1:])]
+    return lines_of_all
+
+
+def prose(lines: Iterable[str], width: int) -> str:
+    """Lines of words, wrapped between words at `width`; continued lines are indented by two more columns."""
+    return "\n".join("\n".join(_wrapped(line, width)) for line in lines)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def in_blocks(rows: Iterable[Sequence[str]], width: int) -> str:
+    """`aligned` columns; those beyond `width` go on in tables below, each with the first column again."""
+    rows = [list(row) for row in rows]
+    sizes = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    blocks: list[list[int]] = [[]]
+    for index in range(1, len(sizes)):
+        if blocks[-1] and sizes[0] - 2 + sum(sizes[i] for i in (*blocks[-1], index)) > width:
+            blocks.append([])
+        blocks[-1].append(index)
+    return "\n\n".join(aligned([row[0], *(row[i] for i in block)] for row in rows) for block in blocks)

@@ -10,10 +10,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ppctl.cli.console import UNFOLDED, byte_progress, note, width
-from ppctl.cli.table import aligned, folded
+from ppctl.cli.console import UNFOLDED, aligned, byte_progress, folded, note, width
 from ppctl.errors import DataError, Problem, pasted
-from ppctl.processes import unwinding_on_term
+from ppctl.host.processes import unwinding_on_term
 
 _SHOWN = 20
 """The tokens of a document that `show` prints by default."""
@@ -66,8 +65,8 @@ def tokenize(args: argparse.Namespace) -> int:
         with unwinding_on_term():  # which removes unfinished files
             tokenizer = load_tokenizer(args.tokenizer)
             end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
-            found = load_all(args.inputs, lambda pattern: matching(pattern, "{}")[0])
-            files = list(dict.fromkeys(file for matched in found for file in matched))
+            matched = load_all(args.inputs, lambda pattern: matching(pattern, "{}")[0])
+            files = list(dict.fromkeys(file for of_pattern in matched for file in of_pattern))
             prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
             dtype = token_dtype(tokenizer.vocab_size)
             with (
@@ -153,23 +152,25 @@ def show_conversation(args: argparse.Namespace) -> int:
 
     name = args.tokenizer or "byte"
     template = open_template(name, args.chat_template) if args.format == "chat" else None
-    found = list(encode_conversations(matching(args.prefix, "{}")[0], load_tokenizer(name), template))
-    if not found:
+    conversations = list(encode_conversations(matching(args.prefix, "{}")[0], load_tokenizer(name), template))
+    if not conversations:
         raise DataError(
             Problem("PP-E422", "there is no conversation in the data", f"wc {pasted(args.prefix)}", args.prefix)
         )
-    if not 0 <= args.document < len(found):
-        message = f"{args.prefix} has conversations 0 to {len(found) - 1}, and {args.document} is not one of them"
+    if not 0 <= args.document < len(conversations):
+        message = (
+            f"{args.prefix} has conversations 0 to {len(conversations) - 1}, and {args.document} is not one of them"
+        )
         raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
-    one = found[args.document]
+    one = conversations[args.document]
     counts = {
-        "conversations": len(found),
-        "tokens": sum(len(each.tokens) for each in found),
-        "learned": sum(int(each.learned.sum()) for each in found),
-        "longest": max(len(each.tokens) for each in found),
+        "conversations": len(conversations),
+        "tokens": sum(len(each.tokens) for each in conversations),
+        "learned": sum(int(each.learned.sum()) for each in conversations),
+        "longest": max(len(each.tokens) for each in conversations),
     }
-    if any(each.early for each in found):
-        counts["early"] = sum(each.early for each in found)
+    if any(each.early for each in conversations):
+        counts["early"] = sum(each.early for each in conversations)
     if args.json:
         shown = {"tokens": one.tokens.tolist(), "learned": one.learned.tolist(), "runs": one.runs()}
         print(json.dumps(counts | {"document": args.document, "place": one.place, "shown": shown}))

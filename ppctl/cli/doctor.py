@@ -14,20 +14,24 @@ import os
 import secrets
 import statistics
 import subprocess
+import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import ppctl
-from ppctl.cli.model_proof import prove
-from ppctl.cli.table import aligned
-from ppctl.errors import ConfigError, Problem
+from ppctl.cli.console import aligned, print_problems
+from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.families.directory import read_config_file
+from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.host.private_files import NODE_DIRECTORY, own_directory, shared_memory
+from ppctl.host.processes import python
+from ppctl.launch.described import Description, describe
 from ppctl.launch.environment import Started, detect, rank_environment
 from ppctl.launch.machine import gpu_devices
-from ppctl.private_files import NODE_DIRECTORY, own_directory, shared_memory
-from ppctl.processes import python
+from ppctl.launch.weights import unread_weights
 
 _PROBE = "ppctl.reach.probe"
 _DEADLINE = 240.0
@@ -56,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. The exit code is 1 if something is wrong, else 0; of --model as `prove`."""
+    """Measure and print. The exit code is 1 if something is wrong, else 0; with --model that of `prove`."""
     if args.model is not None:
         return prove(Path(args.model), anew=args.anew, as_json=args.json)
     if not 1 <= args.ranks <= 64:
@@ -66,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     if started.is_rank and started.rank != 0:
         return 0
     here = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": gpu_devices()}
-    found = here | measured
-    wrong = list(_wrong(found))
+    report = here | measured
+    wrong = list(_wrong(report))
     if args.json:
-        print(json.dumps(found | {"wrong": wrong}, indent=1))
+        print(json.dumps(report | {"wrong": wrong}, indent=1))
     else:
-        print("\n".join(_lines(found, wrong)))
+        print("\n".join(_lines(report, wrong)))
     return int(bool(wrong))
 
 
@@ -108,11 +112,11 @@ def _as_rank(started: Started) -> dict[str, Any]:
 
 def _read(out: str, error: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        measured: dict[str, Any] = json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
         last = next((line for line in reversed(error.splitlines()) if line.strip()), "no output")
         return _failure(f"the ranks could not be started: {last}")
-    return found | {"failure": None}
+    return measured | {"failure": None}
 
 
 def _failure(text: str) -> dict[str, Any]:
@@ -121,15 +125,15 @@ def _failure(text: str) -> dict[str, Any]:
 
 def _disk(where: Path) -> dict[str, Any]:
     """Bytes per second of a large synced write (a checkpoint), and seconds of a small one (status.json)."""
-    found: dict[str, Any] = {"path": str(where.resolve()), "bytes_per_s": None, "sync_s": None, "error": None}
+    disk: dict[str, Any] = {"path": str(where.resolve()), "bytes_per_s": None, "sync_s": None, "error": None}
     try:
         with open(where / f".ppctl-doctor-{secrets.token_hex(8)}", "xb") as file:
             os.unlink(file.name)
-            found["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
-            found["sync_s"] = _synced(file, [b"x"])
+            disk["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
+            disk["sync_s"] = _synced(file, [b"x"])
     except OSError as error:
-        found |= {"bytes_per_s": None, "error": error.strerror}
-    return found
+        disk |= {"bytes_per_s": None, "error": error.strerror}
+    return disk
 
 
 def _synced(file: IO[bytes], blocks: Iterable[bytes]) -> float:
@@ -149,27 +153,27 @@ def _shared_memory() -> int | None:
     return room.f_bavail * room.f_frsize
 
 
-def _wrong(found: dict[str, Any]) -> Iterator[str]:
+def _wrong(report: dict[str, Any]) -> Iterator[str]:
     """Every problem, the worst first."""
-    if found["failure"]:
-        yield found["failure"]
-    for edge in found["edges"]:
+    if report["failure"]:
+        yield report["failure"]
+    for edge in report["edges"]:
         if edge["error"]:
             source, target = edge["hosts"]
             yield f"rank {edge['source']} on {source} does not reach rank {edge['target']} on {target}: {edge['error']}"
-    versions = found["versions"]
+    versions = report["versions"]
     if versions and tuple(map(int, versions["torch"].split("+")[0].split(".")[:2])) < _OLDEST_TORCH:
         yield f"torch {versions['torch']} is older than {'.'.join(map(str, _OLDEST_TORCH))}"
-    if versions and versions["cuda"] and found["gpus"] and not versions["devices"]:
-        yield f"torch sees none of the {found['gpus']} GPUs of this machine: nvidia-smi shows more"
-    disk = found["disk"]
+    if versions and versions["cuda"] and report["gpus"] and not versions["devices"]:
+        yield f"torch sees none of the {report['gpus']} GPUs of this machine: nvidia-smi shows more"
+    disk = report["disk"]
     if disk["error"]:
         yield f"{disk['path']} cannot be written: {disk['error']}"
     elif disk["bytes_per_s"] < _SLOW_DISK or disk["sync_s"] > _SLOW_SYNC:
         yield f"{disk['path']} is slow: {disk['bytes_per_s'] / 1e6:.0f} MB/s, {1e3 * disk['sync_s']:.0f} ms for a sync"
-    if found["shared_memory_bytes"] is not None and found["shared_memory_bytes"] < _SMALL_SHM:
+    if report["shared_memory_bytes"] is not None and report["shared_memory_bytes"] < _SMALL_SHM:
         yield "less than 64 MiB of shared memory are left in /dev/shm"
-    yield from _slow_edges([edge for edge in found["edges"] if edge["bytes_per_s"]])
+    yield from _slow_edges([edge for edge in report["edges"] if edge["bytes_per_s"]])
 
 
 def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
@@ -180,18 +184,18 @@ def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
             yield f"the edge from rank {edge['source']} to rank {edge['target']} is four times slower than usual"
 
 
-def _lines(found: dict[str, Any], wrong: list[str]) -> list[str]:
+def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
     lines = [f"wrong: {line}" for line in wrong] or ["nothing is wrong"]
-    lines += ["", *_software(found["versions"]), *_too_few_gpus(found)]
-    disk, shared = found["disk"], found["shared_memory_bytes"]
+    lines += ["", *_software(report["versions"]), *_too_few_gpus(report)]
+    disk, shared = report["disk"], report["shared_memory_bytes"]
     if disk["error"] is None:
         speed = f"{disk['bytes_per_s'] / 1e6:.0f} MB/s written and synced, {_time(disk['sync_s'])} for a small file"
         lines.append(f"disk     {disk['path']}: {speed}")
     if shared is not None:
         lines.append(f"memory   {shared / 2**30:.1f} GiB free in /dev/shm")
-    if found["edges"]:
+    if report["edges"]:
         rows = [["edge", "from", "to", "latency", "bandwidth (16 MiB)"]]
-        for edge in found["edges"]:
+        for edge in report["edges"]:
             measured = ["no answer", ""]
             if not edge["error"]:
                 measured = [_time(edge["latency_s"]), f"{edge['bytes_per_s'] / 1e9:.2f} GB/s"]
@@ -210,10 +214,10 @@ def _software(versions: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def _too_few_gpus(found: dict[str, Any]) -> list[str]:
+def _too_few_gpus(report: dict[str, Any]) -> list[str]:
     """Why the CPU was measured beside GPUs, and how a run takes them nevertheless."""
-    gpus = len(found["versions"]["devices"]) if found["versions"] else 0
-    if not gpus or found.get("device") != "cpu":
+    gpus = len(report["versions"]["devices"]) if report["versions"] else 0
+    if not gpus or report.get("device") != "cpu":
         return []
     return [
         f"         fewer than ranks: measured on the CPU; with launch.share_gpu=true the ranks of a run share {gpus}"
@@ -222,3 +226,80 @@ def _too_few_gpus(found: dict[str, Any]) -> list[str]:
 
 def _time(seconds: float) -> str:
     return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
+
+
+# --model: how a model's own code was proved to run in stages
+
+
+_WIDTH, _INDENT = 80, " " * 9
+
+
+def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
+    """Prove it, or find that it was proved, and print. 0 proved, else the exit code of what stands against it."""
+    try:
+        overrides = dict[str, str]()
+        try:
+            description = describe(directory, overrides, anew=anew)
+        except PpctlError as error:
+            overrides = _without_dropout(error)
+            description = describe(directory, overrides, anew=anew)
+    except PpctlError as error:
+        print_problems(error.problems)
+        if as_json:
+            print(json.dumps({"wrong": [problem.message for problem in error.problems]}))
+        return error.exit_code
+    proof = _proof(description, directory, overrides)
+    print(json.dumps(proof, indent=1) if as_json else "\n".join(_proof_lines(proof)))
+    return 0
+
+
+def _without_dropout(error: PpctlError) -> dict[str, str]:
+    """The fields that the problem of a model with dropout sets to 0. Raises `error` if it is another one."""
+    problem, *others = error.problems
+    if others or problem.code != "PP-E529":
+        raise error
+    return {word.partition("=")[0].rpartition(".")[2]: "0" for word in problem.remedy.split()}
+
+
+def _proof(description: Description, directory: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
+    model = ForeignModel.from_text(description.text)
+    anatomy = model.anatomy
+    return {
+        "model_type": json.loads(model.config)["model_type"],
+        "transformers": model.transformers,
+        "layers": {"name": anatomy.layers, "number": anatomy.count},
+        "before_layers": list(anatomy.first),
+        "behind_layers": list(anatomy.last),
+        "tied": anatomy.tied,
+        "stages": list(model.stages),
+        "gradients": model.gradients,
+        "dropout": {name: read_config_file(directory).get(name) for name in overrides},
+        "notes": [*model.notes, *unread_weights(directory)],
+        "kept": None if description.kept is None else str(description.kept),
+        "wrong": [],
+    }
+
+
+def _proof_lines(proof: Mapping[str, Any]) -> list[str]:
+    layers, tied = proof["layers"], ", whose weights are tied" if proof["tied"] else ""
+    rows = [
+        ("layers", f"{layers['name']}, {layers['number']}"),
+        ("before", ", ".join(proof["before_layers"])),
+        ("behind", f"{', '.join(proof['behind_layers'])}{tied}"),
+        ("tried", " | ".join(proof["stages"])),
+        ("equal", f"to the bit: all hidden states, the loss and {proof['gradients']} gradients, in float32"),
+        *(("note", note) for note in proof["notes"]),
+    ]
+    if proof["dropout"]:
+        keys = " ".join(f"model.hf_overrides.{name}=0" for name in proof["dropout"])
+        rows.append(("dropout", f"its draws would depend on the cut; tried, and to be trained, with {keys}"))
+    if proof["kept"]:
+        rows.append(("cached", f"{proof['kept']}; ppctl doctor --model DIR --anew proves it again"))
+    head = f"{proof['model_type']} can be cut into stages, by transformers {proof['transformers']}"
+    lines = [
+        textwrap.wrap(
+            f"{name:<9}{text}", _WIDTH, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+        )
+        for name, text in rows
+    ]
+    return [head, "", *(line for each in lines for line in each)]

@@ -1,26 +1,39 @@
 """`ppctl explain [CODE | KEY]`: the page of an error code, or the meaning of a configuration key.
 
-Knows how they are shown. Must not know what is said of them: that is `reference`. Imports no torch, no Hydra and no
-rich.
+Knows the pages of `ppctl/pages/` and the table of keys, as data and as text: the one source of `--json`, of completion
+and of the site that `make docs` builds. Imports no torch, no Hydra and no rich.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from ppctl.cli import reference
-from ppctl.cli.reference import code_facts, code_of, default, key_facts, keys_called, keys_of, pages, section_facts
-from ppctl.cli.table import aligned
+from ppctl.cli.console import aligned
 from ppctl.config.argv import ALIASES, full_name
-from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, value_text
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON
-from ppctl.config.support import MEANING
+from ppctl.config.keys import (
+    Key,
+    did_you_mean,
+    docstring,
+    keys,
+    mapping_with,
+    nearest,
+    sections,
+    text_keys,
+    type_text,
+    value_text,
+)
+from ppctl.config.metadata import IGNORED, LATER, MEANING, NEEDS, PYTHON
+from ppctl.config.model_parallel_config import DTYPES
 from ppctl.errors import ConfigError, Problem
+from ppctl.schedule.policies import POLICIES
 
 READABLE = 100
 """Columns of running text."""
@@ -40,29 +53,29 @@ def run(args: argparse.Namespace) -> int:
 
 def explain(topic: str | None) -> str:
     """The text for a topic. Raises ConfigError if there is no such topic."""
-    found = _found(topic)
-    if found is None:
+    meant = _found(topic)
+    if meant is None:
         return _contents()
-    if isinstance(found, list):
-        return _key(key_facts(found[0])) if len(found) == 1 else _choice(str(topic), found)
-    if found in sections():
-        return _section(found)
-    title, text = pages()[found]
-    return f"{found} {title}\n\n{_wrapped(text)}"
+    if isinstance(meant, list):
+        return _key(key_facts(meant[0])) if len(meant) == 1 else _choice(str(topic), meant)
+    if meant in sections():
+        return _section(meant)
+    title, text = pages()[meant]
+    return f"{meant} {title}\n\n{_wrapped(text)}"
 
 
 def as_data(topic: str | None) -> dict[str, Any]:
-    """The same as data: of a code, a key, several keys of one name, a section, or all codes and sections."""
-    found = _found(topic)
-    if found is None:
-        return reference.contents()
-    if isinstance(found, list):
-        return key_facts(found[0]) if len(found) == 1 else {"keys": [key_facts(key) for key in found]}
-    return section_facts(found) if found in sections() else code_facts(found)
+    """The data of a topic: a code, a key, several keys of one name, a section, or all codes and sections."""
+    meant = _found(topic)
+    if meant is None:
+        return contents()
+    if isinstance(meant, list):
+        return key_facts(meant[0]) if len(meant) == 1 else {"keys": [key_facts(key) for key in meant]}
+    return section_facts(meant) if meant in sections() else code_facts(meant)
 
 
 def _found(topic: str | None) -> str | list[Key] | None:
-    """What a topic means: a code, a section, a key or several; None means everything. Raises ConfigError (PP-E125)."""
+    """The code, section or keys that a topic names; None means everything. Raises ConfigError (PP-E125)."""
     if topic is None:
         return None
     if code_of(topic) in pages():
@@ -79,10 +92,10 @@ def _found(topic: str | None) -> str | list[Key] | None:
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
 
 
-def _choice(topic: str, found: Sequence[Key]) -> str:
+def _choice(topic: str, same_name: Sequence[Key]) -> str:
     """The keys of one name, to choose from."""
-    lines = (_filled(docstring(key).partition("\n\n")[0], f"  {key.name}  ") for key in found)
-    return "\n".join([_filled(f"{topic} is the name of {len(found)} keys; ppctl explain SECTION.{topic}:"), *lines])
+    lines = (_filled(docstring(key).partition("\n\n")[0], f"  {key.name}  ") for key in same_name)
+    return "\n".join([_filled(f"{topic} is the name of {len(same_name)} keys; ppctl explain SECTION.{topic}:"), *lines])
 
 
 def _wrapped(text: str) -> str:
@@ -104,25 +117,25 @@ def _filled(text: str, label: str = "") -> str:
 
 
 def _contents() -> str:
-    every = reference.contents()
+    every = contents()
     codes = [_filled(each["title"], f"  {each['code']}  ") for each in every["codes"]]
     names = [_filled(each["text"], f"  {each['section']:<11} ") for each in every["sections"]]
     return "\n".join(["Error codes:", *codes, "", "Configuration sections:", *names])
 
 
 def _section(name: str) -> str:
-    found = keys_of(name)
-    rows = aligned((key.field, value_text(default(key)), _SHORT.get(key.facts.support.state, "")) for key in found)
-    states = dict.fromkeys(key.facts.support.state for key in found)
+    listed = keys_of(name)
+    rows = aligned((key.field, value_text(default(key)), _SHORT.get(key.facts.support.state, "")) for key in listed)
+    states = dict.fromkeys(key.facts.support.state for key in listed)
     legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
-    head = _filled(f"keys {name}.*: {reference.summary(name)}")
-    return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(found)])
+    head = _filled(f"keys {name}.*: {summary(name)}")
+    return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(listed)])
 
 
-def _limits(found: Sequence[Key]) -> list[str]:
+def _limits(listed: Sequence[Key]) -> list[str]:
     """The limits of a section's keys, each with all its keys."""
     alike: dict[str, list[str]] = {}
-    for key in found:
+    for key in listed:
         if key.limit is not None:
             alike.setdefault(key.limit.words, []).append(key.field)
     return ["", *(_filled(f"{words}: {', '.join(fields)}", "limit  ") for words, fields in alike.items())] * bool(alike)
@@ -142,8 +155,6 @@ def _key(facts: Mapping[str, Any]) -> str:
     lines += [_filled(line, " " * 9) for line in facts["notes"]]
     if facts["takes"]:
         lines.append(f"takes    {', '.join(facts['takes'])}")
-    if facts["test"]:
-        lines.append(f"test     {facts['test']}")
     if "use" in facts:
         lines += ["", *_schedules(facts["use"])]
     return "\n".join(lines)
@@ -159,3 +170,108 @@ def _schedules(uses: Mapping[str, str]) -> list[str]:
         _filled("Bubble, memory and messages of all of them, for your own sizes and times in milliseconds:"),
         "  ppctl simulate --compare --pp 8 --microbatches 32 --tf 10 --tb 10 --tw 10",
     ]
+
+
+# Codes, keys and sections as data
+
+
+PAGES = Path(__file__).resolve().parent.parent / "pages"
+
+SCHEDULE = "pipeline.pp_schedule"
+"""The key of whose values it is said when to take which."""
+
+_HEADING = re.compile(r"^## (PP-E[0-9]{3}) (.+)$", re.MULTILINE)
+
+
+@cache
+def pages() -> dict[str, tuple[str, str]]:
+    """Error code -> (title, text), from all pages, sorted by code."""
+    sections_by_code = {}
+    for path in PAGES.glob("E*.md"):
+        _, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
+        for code, title, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            sections_by_code[code] = (title, text.strip())
+    return dict(sorted(sections_by_code.items()))
+
+
+def code_of(topic: str) -> str:
+    """The code that `E101`, `pp-e101` or `PP-E101` means, whether or not it has a page."""
+    return topic.upper() if topic.upper().startswith("PP-E") else f"PP-{topic.upper()}"
+
+
+def keys_called(topic: str) -> list[Key]:
+    """The keys that a topic means: by a full name, an alias, another system's name, or as the last part of their name.
+    An entry of a mapping (`model.lora.rank`) means that.
+
+    More than one where several sections have a key of that name. A section's own name means no key.
+    """
+    name = full_name(topic)
+    owner = name if name in keys() else mapping_with(name)
+    if owner is not None:
+        return [keys()[owner]]
+    return [] if name in sections() else [key for key in keys().values() if key.field == name]
+
+
+def code_facts(code: str) -> dict[str, Any]:
+    """An error code with its title and page."""
+    title, text = pages()[code]
+    return {"code": code, "title": title, "text": text}
+
+
+def key_facts(key: Key) -> dict[str, Any]:
+    """A key with its text and facts; `type`, `default` and `limit` are null where no text can set it."""
+    support, names = key.facts.support, key.facts.names.split()
+    settable = support.state != PYTHON
+    facts: dict[str, Any] = {
+        "key": key.name,
+        "text": docstring(key),
+        "type": ("text or null" if key.is_dtype else type_text(key.type)) if settable else None,
+        "default": default(key) if settable else None,
+        "limit": key.limit.words if key.limit is not None and settable else None,
+        "alias": next((alias for alias, name in ALIASES.items() if name == key.name), None) if settable else None,
+        "flags": [name for name in names if name.startswith("--")],
+        "state": support.state,
+        "meaning": MEANING[support.state],
+        "notes": [line for line in (support.note, support.aside) if line],
+        "takes": ["null", *DTYPES] if key.is_dtype else [],
+    }
+    if key.name == SCHEDULE:
+        facts["use"] = {policy.name: policy.use for policy in POLICIES.values() if policy.trains}
+    return facts
+
+
+def summary(name: str) -> str:
+    """The line about a section."""
+    return (sections()[name].__doc__ or "").splitlines()[0]
+
+
+def section_facts(name: str) -> dict[str, Any]:
+    """A section with each of its keys that text can set."""
+    return {"section": name, "text": summary(name), "keys": [key_facts(key) for key in keys_of(name)]}
+
+
+def keys_of(section: str) -> list[Key]:
+    """The keys of a section that text can set."""
+    return [key for key in text_keys().values() if key.name.startswith(f"{section}.")]
+
+
+def contents() -> dict[str, Any]:
+    """All codes and sections, each in a line."""
+    codes = [{"code": code, "title": title} for code, (title, _) in pages().items()]
+    return {"codes": codes, "sections": [{"section": name, "text": summary(name)} for name in sections()]}
+
+
+def default(key: Key) -> Any:
+    """The value of a key that nobody sets."""
+    configured = _configured() if key.name.startswith("parallel.") else {}
+    return configured.get(key.name, key.default)
+
+
+@cache
+def _configured() -> dict[str, Any]:
+    """The values of conf/parallel, which differ from the dataclass's documented defaults."""
+    from ppctl.config.resources import conf_directory
+    from ppctl.config.yaml_file import YamlFile
+
+    values = YamlFile(conf_directory() / "parallel" / "default.yaml", "conf/parallel/default.yaml").values
+    return {f"parallel.{name}": value for name, value in values.items()}

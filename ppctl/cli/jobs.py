@@ -15,8 +15,8 @@ from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint
+from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.rundir import RunDir
 
 add_arguments = add_run_arguments
 
@@ -52,11 +52,11 @@ def combined_state(state: str, job: slurm.JobState) -> str:
 
 def _job_to(doing: str, run: RunDir) -> RunJob:
     """The job of a run. Raises ConfigError (PP-E628) if the run was not submitted."""
-    found = job_of(run)
-    if found is None:
+    job = job_of(run)
+    if job is None:
         message = f"run {run.id} was not submitted, and there is no job to {doing}"
         raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
-    return found
+    return job
 
 
 def hand_over(run: RunDir) -> None:
@@ -68,20 +68,20 @@ def hand_over(run: RunDir) -> None:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended."""
-    found = _job_to("cancel", named_run(args))
-    if found.state is None or found.state.ended:
-        state = found.run.status()["state"]
-        state = state if found.state is None else combined_state(state, found.state)
-        print(f"job {found.number} has ended: run {found.run.id} is {state}")
+    job = _job_to("cancel", named_run(args))
+    if job.state is None or job.state.ended:
+        state = job.run.status()["state"]
+        state = state if job.state is None else combined_state(state, job.state)
+        print(f"job {job.number} has ended: run {job.run.id} is {state}")
         return 0
-    if found.state.ending:
-        print(f"job {found.number} is ending already")
+    if job.state.ending:
+        print(f"job {job.number} is ending already")
         return 0
-    waiting = found.state.state == "PENDING"
-    slurm.cancel(found.number, found.cluster)
+    waiting = job.state.state == "PENDING"
+    slurm.cancel(job.number, job.cluster)
     if waiting:
-        found.run.write_status("interrupted", step=found.run.status().get("step"), message="cancelled before it ran")
-    print(f"job {found.number} is cancelled" + ("" if waiting else "; its ranks have until SLURM's KillWait to save"))
+        job.run.write_status("interrupted", step=job.run.status().get("step"), message="cancelled before it ran")
+    print(f"job {job.number} is cancelled" + ("" if waiting else "; its ranks have until SLURM's KillWait to save"))
     return 0
 
 
@@ -90,17 +90,17 @@ def requeue(args: argparse.Namespace) -> int:
 
     Raises ConfigError if the run has done its steps.
     """
-    found = _job_to("requeue", named_run(args))
-    run, state = found.run, found.state
+    job = _job_to("requeue", named_run(args))
+    run, state = job.run, job.state
     if state is not None and not state.ended:
         if state.state == "PENDING":
-            print(f"job {found.number} is waiting already")
+            print(f"job {job.number} is waiting already")
             return 0
         if state.ending:
-            message = f"job {found.number} is ending, and cannot be requeued before it has ended"
+            message = f"job {job.number} is ending, and cannot be requeued before it has ended"
             raise ConfigError(Problem("PP-E613", message, f"ppctl status {pasted(run.path)}", str(run.path)))
-        slurm.signal(found.number, "USR1", found.cluster)
-        print(f"job {found.number} was asked to save; its script then requeues it")
+        slurm.signal(job.number, "USR1", job.cluster)
+        print(f"job {job.number} was asked to save; its script then requeues it")
         return 0
     if run.status()["state"] == "finished":
         config = run.read_config()

@@ -12,9 +12,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ppctl.cli.console import width
-from ppctl.cli.pipeline import Chunk, rows_of, with_header
-from ppctl.cli.table import aligned
+from ppctl.cli.console import in_blocks, width
+from ppctl.cli.pipeline_drawing import Chunk, rows_of, with_header
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.letters import LETTERS
@@ -68,16 +67,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _suggest(args: argparse.Namespace) -> int:
     """Print the layout that `layout=auto` would take, and those that it was compared with."""
-    from ppctl.cli.plan import planned  # Hydra and the planner; without them a layout is drawn in a third of the time
     from ppctl.config.argv import normalise
-    from ppctl.config.unknown_words import not_an_override
+    from ppctl.launch.planning import (
+        planned,
+    )  # Hydra and the planner; without them a layout is drawn in a third of the time
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]
-    found = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
-    if found.problems or found.rest:
-        raise ConfigError([*found.problems, *map(not_an_override, found.rest)])
-    _, plan, problems = planned(found.overrides)
+    line = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
+    _, plan, problems = planned(line)
+    if line.problems or line.rest:
+        raise ConfigError(problems)
     if plan is None:
         return _report(problems, "")
     layout = PipelineParallelLayerLayout(plan.layout, plan.sizes.pp, key=_KEY)
@@ -121,10 +121,8 @@ def drawing(layout: PipelineParallelLayerLayout, columns: int) -> str:
     sizes = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count or name == "layer"]
     stages = f"{len(layout.stages)} stage{'' if pp * vpp == 1 else 's'}"
     letters = textwrap.fill(_LETTERS, max(columns, 40), subsequent_indent="  ")
-    lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
-    for block in _blocks(with_header(rows_of(_chunks(layout))), columns):
-        lines += ["", aligned(block)]
-    return "\n".join(lines)
+    head = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
+    return "\n".join([*head, "", in_blocks(with_header(rows_of(_chunks(layout))), columns)])
 
 
 def _chunks(layout: PipelineParallelLayerLayout) -> Iterator[Chunk]:
@@ -132,16 +130,3 @@ def _chunks(layout: PipelineParallelLayerLayout) -> Iterator[Chunk]:
         vpp_rank, pp_rank = divmod(at, layout.pipeline_model_parallel_size)
         first = layout.get_layer_offset(LayerType.decoder, vpp_rank, pp_rank)
         yield Chunk(pp_rank, "".join(LETTERS[kind] for kind in stage), first)
-
-
-def _blocks(rows: list[list[str]], limit: int) -> list[list[list[str]]]:
-    """The table as tables of as many columns as fit, each beginning with the column of ranks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    blocks, columns, used = [], [0], widths[0]
-    for column in range(1, len(widths)):
-        if len(columns) > 1 and used + 2 + widths[column] > limit:
-            blocks.append(columns)
-            columns, used = [0], widths[0]
-        columns.append(column)
-        used += 2 + widths[column]
-    return [[[row[column] for column in block] for row in rows] for block in [*blocks, columns]]

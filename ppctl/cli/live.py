@@ -21,14 +21,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ppctl import heartbeat
-from ppctl.checkpoint_folder import step_of
-from ppctl.cli.console import console
+from ppctl.cli.console import console, prose
 from ppctl.cli.runs import checkpoint_of
-from ppctl.cli.table import prose
 from ppctl.errors import visible
-from ppctl.rundir import RunDir
-from ppctl.step_lines import RECENT, clock_text, figure, mean_step_time
+from ppctl.records.step_lines import RECENT, clock_text, figure, mean_step_time
+from ppctl.runs import heartbeat
+from ppctl.runs.checkpoint_folder import step_of
+from ppctl.runs.rundir import RunDir
 
 _CURVE = 24
 """Columns of the curve."""
@@ -38,7 +37,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class _Lines:
-    """What the launcher writes rank 0's lines to: they are printed above the block."""
+    """A stream for rank 0's lines, which are printed above the block."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen
@@ -55,12 +54,12 @@ class _Lines:
 @contextmanager
 def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[TextIO]:
     """Draw the block while entered; returns where rank 0's lines go. Nothing of the block stays on the screen."""
-    block, screen = Block(run, directory, world_size, steps), console()
+    block, screen = LiveBlock(run, directory, world_size, steps), console()
     with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
         yield _Lines(screen)  # type: ignore[misc]  # of a stream, the launcher uses these two methods
 
 
-class Block:
+class LiveBlock:
     """The block of one start of a run. It reads only what was appended to metrics.jsonl since it read last."""
 
     def __init__(self, run: RunDir, directory: Path, world_size: int, steps: int) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from ppctl.cli.console import note, width
 from ppctl.cli.runs import STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import open_regular
-from ppctl.rundir import RunDir, odd
-from ppctl.step_lines import WIDE, StepLines
+from ppctl.host.files import open_regular
+from ppctl.records.step_lines import WIDE, StepLines
+from ppctl.runs.rundir import RunDir, odd
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ class _LogFile:
         self._at = 0
 
     def read(self) -> str:
-        """What has been added since the last read."""
+        """The text that has been added since the last read."""
         try:
             opened = open_regular(self._path, follow=False)
         except FileNotFoundError:

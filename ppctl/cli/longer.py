@@ -12,7 +12,7 @@ from typing import Any
 
 from ppctl.cli.runs import program
 from ppctl.config.batch_sizes import steps_for_tokens
-from ppctl.config.learning_rate import Piece, lr_at, pieces_of, warmup_steps
+from ppctl.config.learning_rate import RatePiece, lr_at, pieces_of, warmup_steps
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
 
@@ -30,7 +30,7 @@ def same_rates(before: RunConfig, after: RunConfig) -> bool:
     return _rates(before) == _rates(after)
 
 
-def told_rates(before: RunConfig, after: RunConfig, done: int) -> str:
+def rates_text(before: RunConfig, after: RunConfig, done: int) -> str:
     """`2.06e-06 in step 60, 0.000439 in step 61, 0 in step 80`: the last rate, the next one, the highest, the end's."""
     end, (_, warmup, pieces) = after.train.steps, _rates(after)
     turns = (done + 1, end, warmup, *(piece.until + 1 for piece in pieces))
@@ -60,14 +60,14 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
-    told = f"the next step's learning rate would be {jump}: {told_rates(before, after, done)}"
+    jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
     # Rates that were typed give way to those of a choice.
     kept = [word for word in typed if not sets_rate(word)]
     commands = [
         pasted("ppctl", "resume", *(kept if optim else typed), *_words(optim=optim), *allow)
         for _, optim, allow in choices
     ]
-    message = f"{told}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
+    message = f"{jumped}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
     return Problem("PP-E617", message, "\n".join(commands), "train.steps (command line)")
 
 
@@ -125,6 +125,6 @@ def _rate(config: RunConfig, step: int) -> float:
     return lr_at(step - 1, config.optim, config.train.steps, steps_for_tokens(config))
 
 
-def _rates(config: RunConfig) -> tuple[float, int, list[Piece]]:
+def _rates(config: RunConfig) -> tuple[float, int, list[RatePiece]]:
     optim, steps_for = config.optim, steps_for_tokens(config)
     return optim.lr, warmup_steps(optim, steps_for), pieces_of(optim, config.train.steps, steps_for)

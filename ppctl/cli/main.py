@@ -14,14 +14,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TextIO, cast
 
 from ppctl import __version__
-from ppctl.cli.console import VisibleText, note, print_problems, width
-from ppctl.cli.table import aligned, folded, prose
+from ppctl.cli.console import VisibleText, aligned, folded, note, print_problems, prose, width
 from ppctl.errors import ConfigError, PpctlError, Problem, pasted
-from ppctl.files import silence
+from ppctl.host.files import silence
 
 USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
@@ -146,20 +145,33 @@ def _unknown_command(name: str) -> Problem:
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
     """The arguments of command `name`, which is `module`.
 
-    A command with overrides gets them normalised as `args.overrides`, and the problems of its words as `args.problems`,
-    which it reports together with those of the config.
+    A command with overrides gets its words sorted as `args.line`, and reports their problems with those of the config.
     """
     parser = parser_of(name, module)
     if not COMMANDS[name].overrides:
         # argparse allows words on both sides of an option only in parsers without subcommands.
         mixed = getattr(module, "INTERMIXED", False)
         return parser.parse_intermixed_args(tokens) if mixed else parser.parse_args(tokens)
-    from ppctl.cli import overrides  # imports ppctl.config, which other commands do not need
-
-    return overrides.parse(parser, name, tokens)
+    return parse_overrides(parser, name, tokens)
 
 
-class _Parser(argparse.ArgumentParser):
+def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Sequence[str]) -> argparse.Namespace:
+    """The arguments of `command`, and as `args.line` its overrides with the problems of its words."""
+    from ppctl.config.argv import normalise  # imports ppctl.config, which other commands do not need
+    from ppctl.config.resources import RECIPES_PATH
+
+    own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
+    line = normalise(tokens, own, command)
+    args, strays = parser.parse_known_args(line.rest)
+    if args.recipes_dir:
+        # The environment reaches every process that this command starts, and every later search for recipes.
+        before = os.environ.get(RECIPES_PATH, "")
+        os.environ[RECIPES_PATH] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
+    args.line = replace(line, rest=strays)
+    return args
+
+
+class _CommandParser(argparse.ArgumentParser):
     """argparse's, whose errors are folded as all messages are."""
 
     def error(self, message: str) -> NoReturn:
@@ -173,7 +185,7 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
     """The parser of command `name`, which is `module`."""
     command = COMMANDS[name]
     first = "RUN" if name == "resume" else "+recipe=NAME"
-    parser = _Parser(
+    parser = _CommandParser(
         prog=f"ppctl {name}",
         usage=f"ppctl {name} [{first}] [KEY=VALUE ...] [options]" if command.overrides else None,
         description=prose([command.summary[:1].upper() + command.summary[1:] + "."], width()),

@@ -1,7 +1,8 @@
 """`ppctl parity`: a job's steps in one process and in its cut, compared; or two runs that are there.
 
-Knows how the two are planned, started and read. Must not know torch, what is kept of a step, nor the words
-(`parity_text`). The runs are ordinary ones, in a directory that is removed at the end.
+Knows how the two are planned, started and read; `plan/parity.py` knows what makes them comparable. The runs are
+ordinary ones, in a directory that is removed at the end. Must not know torch, the files of a step, nor the words
+(`parity_text`).
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import KeptStep, Side, StepDifferences, compare_step, kept_steps
 from ppctl.cli import ckpt_text, parity_text
 from ppctl.cli.console import UNFOLDED, byte_progress, note, overwrite, width
-from ppctl.cli.plan import plan_of, planned
+from ppctl.cli.local_run import accepted, adapt_to_machine, with_paths
 from ppctl.cli.runs import add_runs_directory
-from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
+from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
+from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.host.processes import unwinding_on_term
 from ppctl.launch.environment import detect
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
+from ppctl.launch.planning import plan_of, planned, refuse
 from ppctl.launch.run_directory import Launch, new_run, with_value
-from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import LocalJob
+from ppctl.launch.watch import LocalJob, supervise
 from ppctl.plan import Plan
 from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
-from ppctl.private_files import own_directory, shared_memory
-from ppctl.processes import unwinding_on_term
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
-from ppctl.runs import find_run
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.finding import find_run
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 
 DIFFERENT = 1
 _STEPS = 3
@@ -61,7 +62,7 @@ class _Side(NamedTuple):
     """Whether its directory is there when the result is read."""
 
     def step(self, step: int) -> Side:
-        """What it has kept of a step."""
+        """The gradients and messages that it has kept of a step."""
         kept = KeptStep(self.run.gradients, step)
         return Side(kept, self.plan.sizes, self.config.parallel.sequence_parallel, len(self.plan.stages) - 1)
 
@@ -114,12 +115,12 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         run = find_run(args.runs[0], args.dir)
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
-        refuse(args.problems)
+        refuse(args.line.problems)
         # Without what the run kept, of whose steps there may be fewer now.
-        base = _over(_over(base, kept_as(args.steps)), args.overrides)
+        base = _over(_over(base, kept_as(args.steps)), args.line)
     else:
-        composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
-        base, _ = accepted(composed, plan, problems)
+        base, plan, problems = planned(args.line, for_training=True)
+        accepted(base, plan, problems)
     cut = _over(base, kept_as(args.steps))
     ready = _ready(cut, args)
     if ready[1].sizes.world == 1:
@@ -128,8 +129,8 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
     return _ready(_over(cut, in_one_process(ready[1])), args), ready
 
 
-def _over(base: Composed, overrides: Sequence[str]) -> Composed:
-    """A config with overrides: those of one call are one person's, and may not contradict each other."""
+def _over(base: Composed, overrides: Sequence[str] | Arguments) -> Composed:
+    """A config with overrides. Raises ConfigError with all problems."""
     try:
         return override(base.config, base.provenance, overrides, for_training=True)
     except RefusedError as error:
@@ -142,7 +143,7 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
     refuse(problems)
     assert plan is not None  # there were no problems
     command = pasted("parity", *args.runs)
-    config, _ = adapt_to_machine(composed.config, plan, args.overrides, detect(os.environ), command)
+    config, _ = adapt_to_machine(composed.config, plan, args.line.overrides, detect(os.environ), command)
     return with_paths(config), plan
 
 
@@ -157,7 +158,7 @@ def _directory(kept: str | None) -> Iterator[Path]:
 
 
 class _StepLines:
-    """What rank 0 prints, of which steps alone are shown: above them stands whose they are."""
+    """A stream for the output of rank 0 that shows only the lines of steps."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -201,7 +202,8 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
 
 
 def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
-    if len(args.runs) > 2 or args.overrides or args.problems:
+    line = args.line
+    if len(args.runs) > 2 or line.overrides or line.problems or line.rest:
         message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
         raise ConfigError(Problem("PP-E644", message, f"ppctl parity {pasted(*args.runs[:2])}", "command line"))
     runs = [find_run(name, args.dir) for name in args.runs]
@@ -211,8 +213,8 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
         message = f"runs {runs[0].id} and {runs[1].id} have no step in common"
         raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {pasted(runs[1].id)}", str(runs[1].path)))
     report["keys"] = other_keys(first.config, second.config)
-    report["checkpoints"] = found = _checkpoints(first, second)
-    report["same"] = report["same"] and (found is None or found["same"])
+    report["checkpoints"] = checkpoints = _checkpoints(first, second)
+    report["same"] = report["same"] and (checkpoints is None or checkpoints["same"])
     return report
 
 
@@ -231,7 +233,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
             row[figure] = values
             row["same"] &= _close(values, allowed)
         if step in kept:
-            found = compare_step(
+            differences = compare_step(
                 first.step(step),
                 second.step(step),
                 tolerance=allowed,
@@ -240,8 +242,8 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
                 uses=uses_of_shared(second.plan, second.config),
                 progress=_progress(step),
             )
-            row["gradients"] = _gradients(found)
-            row["same"] &= found.same
+            row["gradients"] = _gradients(differences)
+            row["same"] &= differences.same
         rows.append(row)
     return {
         "runs": [str(side.run.path) if side.stays else None for side in sides],
@@ -260,22 +262,22 @@ def _close(values: Sequence[float | None], allowed: float) -> bool:
     return one == other or abs(one - other) <= allowed * abs(one)
 
 
-def _gradients(found: StepDifferences) -> dict[str, Any]:
+def _gradients(differences: StepDifferences) -> dict[str, Any]:
     return {
-        "equal": found.equal,
-        "largest": found.largest,
-        "missing": found.missing,
-        "unlike": found.unlike,
-        "action": None if found.action is None else _finite(found.action._asdict()),
-        "different": [_finite(each._asdict()) for each in found.parameters],
+        "equal": differences.equal,
+        "largest": differences.largest,
+        "missing": differences.missing,
+        "unlike": differences.unlike,
+        "action": None if differences.action is None else _finite(differences.action._asdict()),
+        "different": [_finite(each._asdict()) for each in differences.parameters],
     }
 
 
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     """With null for numbers that JSON has not."""
-    shown = {**found, "relative": found["relative"] if math.isfinite(found["relative"]) else None}
-    if "values" in found:
-        shown["values"] = [value if math.isfinite(value) else None for value in found["values"]]
+    shown = {**fields, "relative": fields["relative"] if math.isfinite(fields["relative"]) else None}
+    if "values" in fields:
+        shown["values"] = [value if math.isfinite(value) else None for value in fields["values"]]
     return shown
 
 
@@ -297,11 +299,11 @@ def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
     manifests = [read_manifest(path) for path in paths]
     before, after = map(ArrayReader, paths, manifests)
     with byte_progress(f"comparing step {step}", bytes_to_compare(*manifests)) as progress:
-        found = compare(before, after, progress)
+        compared = compare(before, after, progress)
     allowed = tolerance(first.plan, second.plan, second.config, first=False)
-    within = all(each.relative <= allowed for each in found.different)
+    within = all(each.relative <= allowed for each in compared.different)
     return {
         "step": step,
-        **ckpt_text.comparison(paths, found),
-        "same": not (found.missing or found.new) and (within if allowed else found.same),
+        **ckpt_text.comparison(paths, compared),
+        "same": not (compared.missing or compared.new) and (within if allowed else compared.same),
     }

@@ -1,4 +1,4 @@
-"""What `ppctl parity` says: two jobs' steps side by side, and where they first differ.
+"""The text of `ppctl parity`: two jobs' steps side by side, and where they first differ.
 
 Knows the report of a comparison. Must not know how it was made.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppctl.cli import ckpt_text
-from ppctl.cli.table import aligned, folded, prose
+from ppctl.cli.console import aligned, folded, prose
 from ppctl.plan import Plan
 
 NAMES = {"one-process": "one process", "cut": "the cut"}
@@ -36,8 +36,8 @@ def text(report: Mapping[str, Any], columns: int) -> str:
         lines += _differences(step)
     lines += [f"{name} did not finish: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
     if report.get("checkpoints"):
-        found = report["checkpoints"]
-        lines += [f"checkpoints of step {found['step']}:", *ckpt_text.differences(found, _SHOWN), ""]
+        checkpoints = report["checkpoints"]
+        lines += [f"checkpoints of step {checkpoints['step']}:", *ckpt_text.differences(checkpoints, _SHOWN), ""]
     table = aligned(folded(rows, columns, ", "), 4)
     return "\n\n".join([prose(_head(report), columns), table, prose([*lines, _verdict(report)], columns)])
 
@@ -72,39 +72,39 @@ def _apart(values: Sequence[float | None]) -> str:
 
 def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
     losses = ["" if loss is None else f"{loss:.7f}" for loss in step["loss"]]
-    found = step.get("gradients")
-    kept = "not kept" if found is None else f"{found['equal']} equal"
-    if found is not None:
+    gradients = step.get("gradients")
+    kept = "not kept" if gradients is None else f"{gradients['equal']} equal"
+    if gradients is not None:
         if step["tolerance"]:
-            kept = f"{found['equal']} within, apart at most {found['largest']:.1e}"
-        if found["different"]:
-            kept += f", {len(found['different'])} differ"
+            kept = f"{gradients['equal']} within, apart at most {gradients['largest']:.1e}"
+        if gradients["different"]:
+            kept += f", {len(gradients['different'])} differ"
     return (str(step["step"]), *losses, _apart(step["loss"]), _apart(step["grad_norm"]), kept)
 
 
 def _differences(step: Mapping[str, Any]) -> list[str]:
     """The first action and the first parameters of a step that differ."""
-    found, lines = step.get("gradients"), []
-    if found is None:
+    gradients, lines = step.get("gradients"), []
+    if gradients is None:
         return []
-    if found["action"] is not None:
-        each = found["action"]
+    if gradients["action"] is not None:
+        each = gradients["action"]
         how = "in bits alone" if each["relative"] == 0 else f"by {_share(each['relative'])} of its norm"
         lines.append(f"  first action: {each['action']}, stage {each['stage']} ({_ranks(each['ranks'])}), {how}")
-    for each in found["different"][:_SHOWN]:
+    for each in gradients["different"][:_SHOWN]:
         a, b = each["values"]
         lines.append(
             f"  gradient of {each['name']}, stage {each['stage']} ({_ranks(each['ranks'])} of {each['of']}): apart by "
             f"{_share(each['relative'])} of its largest value; at {list(each['at'])} "
             f"{_number(a)} in A, {_number(b)} in B"
         )
-    if len(found["different"]) > _SHOWN:
-        lines.append(f"  and {len(found['different']) - _SHOWN} more gradients")
+    if len(gradients["different"]) > _SHOWN:
+        lines.append(f"  and {len(gradients['different']) - _SHOWN} more gradients")
     lines += [
         f"  {run}: {name} and {owner} are the same parameter, but their gradients differ"
-        for run, name, owner in found["unlike"]
+        for run, name, owner in gradients["unlike"]
     ]
-    lines += [f"  only in one of the two: {name}" for name in found["missing"][:_SHOWN]]
+    lines += [f"  only in one of the two: {name}" for name in gradients["missing"][:_SHOWN]]
     return [f"step {step['step']}:", *lines, ""] if lines else []
 
 
@@ -135,14 +135,15 @@ def _verdict(report: Mapping[str, Any]) -> str:
     if wrong is None:
         return f"different: checkpoints of step {report['checkpoints']['step']}"
     first = f"step {wrong['step']}: loss {_apart(wrong['loss'])}"
-    found = wrong.get("gradients")
-    if found and found["action"]:
-        first += f"; {found['action']['action']} on stage {found['action']['stage']} is the first action that differs"
-    if found and found["different"]:
-        each = found["different"][0]
+    gradients = wrong.get("gradients")
+    if gradients and (action := gradients["action"]):
+        first += f"; {action['action']} on stage {action['stage']} is the first action that differs"
+    if gradients and gradients["different"]:
+        each = gradients["different"][0]
         first += f"; gradient of {each['name']} differs, first in stage {each['stage']} ({_ranks(each['ranks'])})"
-    elif found and found["unlike"]:
-        first += f"; {found['unlike'][0][1]} and {found['unlike'][0][2]} are one parameter, and their gradients differ"
+    elif gradients and gradients["unlike"]:
+        _, name, owner = gradients["unlike"][0]
+        first += f"; {name} and {owner} are one parameter, and their gradients differ"
     later = [step["step"] for step in steps if step["loss"][0] != step["loss"][1]]
     if later and not report["axes"]:
         first += f"; losses differ from step {later[0]} on"

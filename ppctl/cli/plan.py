@@ -1,7 +1,6 @@
 """`ppctl plan`: check a config and show what train would do. Imports no torch, and rich on a terminal only.
 
-`planned` is how every command that takes overrides gets from them to a config and its plan. Knows what a plan looks
-like as JSON (as text: `plan_text`). Must not know how it is derived (`ppctl.plan`).
+Knows what a plan looks like as JSON (as text: `plan_text`). Must not know how it is made (`launch/planning`).
 """
 
 from __future__ import annotations
@@ -10,26 +9,20 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 from ppctl.cli import plan_text
 from ppctl.cli.console import console, is_live, note, print_problems, width
-from ppctl.cli.table import prose
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
-from ppctl.config.compose import Composed, RefusedError, compose
+from ppctl.config.compose import Composed
 from ppctl.errors import ConfigError, Problem, visible
-from ppctl.plan import Plan, plan_checked
+from ppctl.launch.planning import only_memory, planned, refusal
+from ppctl.plan import Plan
 from ppctl.plan.plan import LIMIT_KEYS
 from ppctl.plan.plan_picture import picture
 from ppctl.schedule.simulate import to_slots
-
-CONFIG, MEMORY = 2, 4
-OVER_MEMORY = "PP-E801"
-_PATIENCE_S = 1.0
 
 _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_mtp", "params_active", "params_hf")
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
@@ -62,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    composed, plan, problems = planned(args.overrides, args.problems)
-    if not args.overrides and not args.problems:
+    composed, plan, problems = planned(args.line)
+    if not args.line.overrides and not problems:
         note(f"note: {_NOTHING}")
-    for line in [*composed.notes, *_on_weights(composed)] if composed else ():
+    for line in (*composed.notes, *_on_weights(composed)):
         note(f"note: {line}")
     if args.dump_schedule is not None:
         problems += _dump(plan, problems, Path(args.dump_schedule))
@@ -76,91 +69,20 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _show(composed, plan, problems)
     print_problems(problems)
-    return exit_code(problems, force=args.force)
+    return 0 if not problems or (args.force and only_memory(problems)) else refusal(problems).exit_code
 
 
 def _on_weights(composed: Composed) -> list[str]:
-    """What is wrong with the weights of `model.from`, which a plan does not need."""
+    """Notes on the weights of `model.from`, which a plan does not need."""
     source = composed.config.model.from_
     if source is None:
         return []
-    from ppctl.launch.weights import find_weights, unread_weights  # as in `_read_model`
+    from ppctl.launch.weights import find_weights, unread_weights  # imports ppctl.families, rarely needed
 
     try:
         return unread_weights(find_weights(source))
     except ConfigError:
         return []  # it is among the problems
-
-
-def planned(
-    overrides: Sequence[str], problems: Sequence[Problem] = (), *, for_training: bool = False
-) -> tuple[Composed | None, Plan | None, list[Problem]]:
-    """Compose, check and plan, as far as possible: (config with its history, plan, all problems, each once).
-
-    `problems` are those of the command line.
-    """
-    composed: Composed | None = None
-    found = list(problems)
-    try:
-        composed = compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens)
-    except RefusedError as error:
-        found += error.problems
-        composed = error.composed
-        if any(problem.code == "PP-E104" for problem in found) or (composed is not None and _is_unread(composed)):
-            return composed, None, found  # without the recipe or the directory, the plan would be of something else
-    except ConfigError as error:
-        return None, None, [*found, *error.problems]
-    return composed, *plan_of(composed, found)
-
-
-def _is_unread(composed: Composed) -> bool:
-    """Whether `model.from` names a model of which nothing could be taken."""
-    given = composed.config.model.from_ is not None
-    return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
-
-
-def plan_of(
-    composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
-) -> tuple[Plan | None, list[Problem]]:
-    """The plan of a composed config, and all problems: those that were known before, and the plan's.
-
-    `before` is the plan of the run's last start, whose schedule is kept where one was searched for.
-    """
-    try:
-        with _patience_asked():
-            plan = plan_checked(composed.config, composed.provenance, problems, before=before)
-    except ConfigError as error:
-        return None, list(dict.fromkeys(error.problems))
-    return plan, list(dict.fromkeys(plan.problems))
-
-
-@contextmanager
-def _patience_asked() -> Iterator[None]:
-    """Tell a person after a second that the plan takes longer."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    waiting = Timer(_PATIENCE_S, note, ("note: still planning; searching for a layout or a schedule takes seconds",))
-    waiting.daemon = True
-    waiting.start()
-    try:
-        yield
-    finally:
-        waiting.cancel()
-
-
-def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
-    """The values that `model.from` sets."""
-    from ppctl.launch.weights import values_of  # imports ppctl.families: a tenth of a plan's time, rarely needed
-
-    return values_of(source, implementation, overrides, lora)
-
-
-def _count_tokens(tokenizer: str) -> int:
-    """The rows that an embedding needs for `data.tokenizer`."""
-    from ppctl.data.load import load_tokenizer  # numpy
-
-    return load_tokenizer(tokenizer).vocab_size
 
 
 def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:
@@ -177,9 +99,9 @@ def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Pr
     return []
 
 
-def _draw(composed: Composed | None, plan: Plan | None, path: Path, dumped: str | None) -> list[Problem]:
+def _draw(composed: Composed, plan: Plan | None, path: Path, dumped: str | None) -> list[Problem]:
     """Draw the step if there is a plan whose schedule can run. Returns the problem of drawing it, if any."""
-    if plan is None or composed is None or any(problem.code.startswith("PP-E3") for problem in plan.problems):
+    if plan is None or any(problem.code.startswith("PP-E3") for problem in plan.problems):
         return []
     if dumped is not None and path.resolve() == Path(dumped).resolve():
         message = f"--timeline and --dump-schedule both write {path}: the picture would replace the schedule"
@@ -191,30 +113,15 @@ def _draw(composed: Composed | None, plan: Plan | None, path: Path, dumped: str 
     return []
 
 
-def exit_code(problems: Sequence[Problem], *, force: bool = False) -> int:
-    """0; 2; or 4 if the memory is the only problem, which `force` ignores."""
-    memory = {problem.code for problem in problems} == {OVER_MEMORY}
-    if not problems or (memory and force):
-        return 0
-    return MEMORY if memory else CONFIG
-
-
-def summary(plan: Plan) -> str:
-    """The first screen of a training run: the letters, the layers of each pp_rank, and the equations."""
-    columns = width()
-    facts = prose([*plan_text.equations(plan), plan_text.schedule_line(plan)], columns)
-    return "\n".join([prose([plan_text.legend(plan)], columns), "", plan_text.drawing(plan), "", facts])
-
-
 def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
     report = EMPTY if plan is None else plan.report()
     return json.dumps(report | {"problems": [problem.to_json() for problem in problems]}, indent=2)
 
 
-def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> None:
+def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> None:
     columns = width()
     blocks: list[tuple[str, str]] = []
-    if plan is not None and composed is not None:
+    if plan is not None:
         blocks += [(text, "") for text in plan_text.blocks(plan, composed.config, columns)]
     if problems:
         listed = plan_text.problem_lines(problems, planned=plan is not None)

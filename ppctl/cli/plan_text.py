@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
-from ppctl.cli.table import aligned, folded, prose
+from ppctl.cli.console import aligned, folded, prose
+from ppctl.cli.pipeline_drawing import Chunk, Row, rows_of, with_header
 from ppctl.config.batch_sizes import BatchSizes, last_steps
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
@@ -60,7 +60,7 @@ def equations(plan: Plan) -> list[str]:
 
 
 def legend(plan: Plan) -> str:
-    """What the letters mean."""
+    """The meaning of the letters."""
     mtp = ", m multi-token prediction" if plan.params_mtp else ""
     processes = plan.sizes.world // plan.sizes.pp
     owner = "a process" if processes == 1 else f"a pipeline rank of {processes} processes"
@@ -121,14 +121,14 @@ def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
 
 
 def traffic(plan: Plan) -> str:
-    """What a rank sends in a step, by axis and kind: of the pp_ranks the least and the most."""
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    """The messages and bytes that a rank sends in a step, by axis and kind: the least and the most of any pp_rank."""
+    by_kind: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for rank in plan.traffic:
         for each in rank:
-            found.setdefault((each.axis, each.kind), []).append((each.number, each.bytes))
-    unit = unit_for(max(size for sent in found.values() for _, size in sent))
+            by_kind.setdefault((each.axis, each.kind), []).append((each.number, each.bytes))
+    unit = unit_for(max(size for sent in by_kind.values() for _, size in sent))
     rows = [["axis", "kind", "number", unit.name, "pp_ranks"]]
-    for (axis, kind), sent in sorted(found.items()):
+    for (axis, kind), sent in sorted(by_kind.items()):
         numbers, sizes = ([min(column), max(column)] for column in zip(*sent, strict=True))
         many = "all" if len(sent) == len(plan.traffic) else f"{len(sent)} of {len(plan.traffic)}"
         rows.append([axis, kind, spread([f"{n:,}" for n in numbers]), spread([unit.of(n) for n in sizes]), many])
@@ -161,7 +161,7 @@ def memory_line(plan: Plan) -> str:
 
 
 def limit_line(plan: Plan) -> list[str]:
-    """What a rank may hold, and how much of it the highest peak takes; nothing where no limit is known."""
+    """The memory that a rank may hold, and the share of the highest peak; nothing where no limit is known."""
     limit = plan.limit
     if limit is None or limit.available_bytes <= 0:
         return []

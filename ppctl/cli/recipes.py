@@ -14,8 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ppctl.cli.console import width
-from ppctl.cli.table import aligned, folded
+from ppctl.cli.console import aligned, folded, width
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
 from ppctl.errors import ConfigError, Problem, pasted
@@ -75,11 +74,11 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
 
 def find(name: str) -> Recipe:
     """The recipe of that name. Raises ConfigError with the nearest names."""
-    found = recipes()
-    if name in found:
-        return found[name]
-    close = nearest(name, found)
-    message = f"there is no recipe {name}{did_you_mean(name, found)}"
+    known = recipes()
+    if name in known:
+        return known[name]
+    close = nearest(name, known)
+    message = f"there is no recipe {name}{did_you_mean(name, known)}"
     remedy = f"ppctl recipes show {pasted(close[0])}" if close else "ppctl recipes"
     raise ConfigError(Problem("PP-E104", message, remedy, "command line"))
 

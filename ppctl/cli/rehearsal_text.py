@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
-from ppctl.cli.table import aligned, prose
+from ppctl.cli.console import aligned, prose
 from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import STEP, Rehearsed, StageMemory
 
 LAUNCH_SECONDS = 5e-6
-"""What a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us (facts of many profiles); the
+"""Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. The
 lower end, since this is a bound."""
 
 _MIB = Unit("MiB", MIB)
@@ -144,15 +144,15 @@ def _kept(rehearsal: Rehearsal) -> _Part:
 
 
 def _waits(rehearsal: Rehearsal) -> _Part:
-    found = _by_rank(
+    by_place = _by_rank(
         ((f"{wait.file}:{wait.line}", wait.during), each.rank, wait.count, 0)
         for each in rehearsal.ranks
         for wait in each.host_waits
     )
-    if not found:
+    if not by_place:
         return ["The host never waits for the device"], ""
     rows = []
-    for (place, during), sums in sorted(found.items(), key=lambda item: (item[0][1] == STEP, item[0])):
+    for (place, during), sums in sorted(by_place.items(), key=lambda item: (item[0][1] == STEP, item[0])):
         counts = sorted(count for count, _ in sums.values())
         rows.append([place, _times(counts, during, rehearsal.microbatches[1]), _ranks(rehearsal, sums)])
     return ["Where the host waits for the device"], aligned(rows)
@@ -180,28 +180,28 @@ def _launching(rehearsal: Rehearsal) -> _Part:
 
 
 def _messages(rehearsal: Rehearsal) -> _Part:
-    found = _by_rank(
+    by_kind = _by_rank(
         ((part.kind, part.group), each.rank, part.count, part.bytes)
         for each in rehearsal.ranks
         for part in each.traffic
     )
-    unit = unit_for(max((size for sums in found.values() for _, size in sums.values()), default=0))
+    unit = unit_for(max((size for sums in by_kind.values() for _, size in sums.values()), default=0))
     rows = [["what", "over", "count", unit.name, "ranks"]]
-    for (what, group), sums in sorted(found.items()):
+    for (what, group), sums in sorted(by_kind.items()):
         counts, sizes = (sorted(column) for column in zip(*sums.values(), strict=True))
         size = " to ".join(dict.fromkeys(map(unit.of, (sizes[0], sizes[-1]))))
         rows.append([what, group, _range(counts), size, _ranks(rehearsal, sums)])
-    return (["Messages and collectives of one rank in a step"] if found else []), aligned(rows, right=4)
+    return (["Messages and collectives of one rank in a step"] if by_kind else []), aligned(rows, right=4)
 
 
 def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int, tuple[int, int]]]:
     """Counts and bytes of the same key, added up for each rank. A part is its key, rank, count and bytes."""
-    found: dict[_Key, dict[int, tuple[int, int]]] = {}
+    by_key: dict[_Key, dict[int, tuple[int, int]]] = {}
     for key, rank, count, size in parts:
-        sums = found.setdefault(key, {})
+        sums = by_key.setdefault(key, {})
         counts, sizes = sums.get(rank, (0, 0))
         sums[rank] = counts + count, sizes + size
-    return found
+    return by_key
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -15,25 +15,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 
 from ppctl.cli.console import console, note, print_problems, width
-from ppctl.cli.plan import MEMORY, OVER_MEMORY, planned
 from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
+from ppctl.config.argv import Arguments
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem, TrainingError
+from ppctl.host.private_files import own_directory
+from ppctl.host.processes import python, unwinding_on_term
 from ppctl.launch.described import absent_for
+from ppctl.launch.machine import with_overrides
+from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.private_files import own_directory
-from ppctl.processes import python, unwinding_on_term
-from ppctl.rehearsal_record import Rehearsed
-from ppctl.rundir import RunDir
+from ppctl.records.rehearsal_record import Rehearsed
+from ppctl.runs.rundir import RunDir
 
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
@@ -52,16 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Exit code 0; 1 if a rank fails; 2 for the config; 4 if the memory does not fit."""
-    composed, plan, planning = _planned_for_gpus(args.overrides, args.problems)
-    problems = [problem for problem in planning if problem.code != OVER_MEMORY]
-    if composed is not None:
-        problems += _not_rehearsed(composed.config)
+    composed, plan, planning = _planned_for_gpus(args.line)
+    problems = without_memory(planning)
+    problems += _not_rehearsed(composed.config)
     if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
         message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
         problems.append(Problem("PP-E128", message, "--rank 0", "command line"))
     if args.timeline is not None:  # a rehearsal takes a minute: what is wrong with the file is known before
         problems += unwritable(Path(args.timeline))
-    if composed is None or plan is None or problems:
+    if plan is None or problems:
         raise ConfigError(problems)
     for line in composed.notes:
         note(f"note: {line}")
@@ -75,24 +77,20 @@ def run(args: argparse.Namespace) -> int:
     print_problems(problems)
     if args.timeline is not None:
         write_timeline(rehearsal.picture(), Path(args.timeline))
-    return MEMORY if problems else 0
+    return MemoryPlanError.exit_code if problems else 0
 
 
-def _planned_for_gpus(
-    overrides: Sequence[str], problems: Sequence[Problem]
-) -> tuple[Composed | None, Plan | None, list[Problem]]:
-    """The plan as it is on GPUs, which is what is rehearsed, whatever this machine has."""
-    composed, plan, found = planned(overrides, problems, for_training=True)
-    if composed is None or composed.config.launch.device == "cuda":
-        return composed, plan, found
+def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Problem]]:
+    """The plan as it is on GPUs, whatever this machine has: ranks are rehearsed as they run there."""
+    composed, plan, problems = planned(line, for_training=True)
+    if composed.config.launch.device == "cuda":
+        return composed, plan, problems
     note(f"note: rehearsed as on GPUs ({_GPU})")
-    return planned(
-        [*(each for each in overrides if not each.startswith("launch.device=")), _GPU], problems, for_training=True
-    )
+    return planned(replace(line, overrides=with_overrides(line.overrides, _GPU)), for_training=True)
 
 
 def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
-    """What cannot be rehearsed."""
+    """Problems of a config that cannot be rehearsed."""
     parallel = config.parallel
     if find_spec("torch") is None:
         message = "torch is not installed here, and a rehearsal runs the model's own code"
@@ -144,7 +142,7 @@ class _Ranks:
         """Held where a process starts, so that none starts behind the end."""
 
     def measure_all(self, ranks: Sequence[int]) -> list[Rehearsed]:
-        """What was measured of each rank, in order. A rank that fails, or a signal, ends all processes."""
+        """The measurements of each rank, in order. A rank that fails, or a signal, ends all processes."""
         with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 1)) as pool:
             try:
                 return list(pool.map(self.measure, ranks))
@@ -205,7 +203,7 @@ def _live() -> Iterator[_Shown]:
 
 
 def _failure(rank: int, out: str, error: str) -> PpctlError:
-    """What a rank found wrong with the config; else the end of what it wrote (PP-E780)."""
+    """The problems of the config that a rank has reported; else the end of its output (PP-E780)."""
     with suppress(ValueError, KeyError, IndexError):
         return ConfigError([Problem(**problem) for problem in json.loads(out.splitlines()[-1])["problems"]])
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in error.splitlines() if line.strip()]

@@ -7,31 +7,33 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint_folder import AUTO, step_of
-from ppctl.cli import train
+from ppctl.cli import local_run
 from ppctl.cli.console import note
-from ppctl.cli.longer import jump_problem, jumps, longer, same_rates, sets_rate, told_rates
-from ppctl.cli.plan import plan_of
+from ppctl.cli.longer import jump_problem, jumps, longer, rates_text, same_rates, sets_rate
 from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program, short_path
-from ppctl.config.checks import WATCHED, beyond_limits, within_limits
+from ppctl.config.argv import PLACE
+from ppctl.config.checks import within_limits
 from ppctl.config.compose import Composed, RefusedError, override
-from ppctl.config.keys import keys_with, value_of
-from ppctl.config.mapping import to_mapping
+from ppctl.config.keys import keys_with
+from ppctl.config.mapping import to_values
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.quantities import steps_of
+from ppctl.config.run_rules import WATCHED
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.launch.environment import Started
+from ppctl.launch.planning import plan_of, refuse
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
-from ppctl.runs import find_checkpoint
+from ppctl.runs.checkpoint_folder import AUTO, step_of
+from ppctl.runs.finding import find_checkpoint
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 
 _SEARCHED_BY = ("pipeline.pp_schedule", "pipeline.pp_schedule_csv", "pipeline.schedule_memory", "launch.device_memory")
 """While these stay, a schedule that was searched for stays what was found: prices may have changed since."""
@@ -48,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Go on. Exit codes as for train; 3 without a checkpoint."""
-    with train.start_of(args) as started:
-        found = named_run(args)
-        with hold(found, strictly=not started.is_rank):
-            launch, checkpoint = prepare(args, found, started)
-            return train.run_to_end(go_on(found, launch, checkpoint), launch, started, args.json)
+    with local_run.start_of(args) as started:
+        run_dir = named_run(args)
+        with hold(run_dir, strictly=not started.is_rank):
+            launch, checkpoint = prepare(args, run_dir, started)
+            return local_run.run_to_end(go_on(run_dir, launch, checkpoint), launch, started, args.json)
 
 
 def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:
@@ -60,10 +62,10 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     began = time.perf_counter()
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
-    changes = differences(_values(before), _values(composed.config))
+    changes = differences(to_values(before), to_values(composed.config))
     same = not problems and same_rates(before, composed.config)
     computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
-    sound = within_limits(before, list(beyond_limits(before)))  # somebody may have altered the file
+    sound = within_limits(before)  # somebody may have altered the file
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     if other := [] if args.allow else forbidden(computed, sound, args):
@@ -72,7 +74,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
             done = step_of(find_checkpoint(str(source), args.dir))
             if not problems and jumps(before, composed.config, done):
                 other.append(jump_problem(before, composed.config, done, _typed(args), "--allow"))
-    train.refuse([*problems, *displaced(changes), *other])
+    refuse([*problems, *displaced(changes), *other])
     assert plan is not None  # there were no problems
     checkpoint = find_checkpoint(str(source), args.dir)
     _refuse_finished(run, before, composed, checkpoint)
@@ -85,10 +87,10 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
     if not same:
-        note(f"  learning rate: {told_rates(before, composed.config, done)}")
+        note(f"  learning rate: {rates_text(before, composed.config, done)}")
     command = pasted("resume", str(run.path))
-    config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started, command)
-    typed = pasted("resume", str(run.path), *args.overrides, *["--allow"] * args.allow)
+    config, data = local_run.adapt_to_machine(composed.config, plan, args.line.overrides, started, command)
+    typed = pasted("resume", str(run.path), *args.line.overrides, *["--allow"] * args.allow)
     return Launch(config, plan, f"{program()} {typed}", data, time.perf_counter() - began), checkpoint
 
 
@@ -96,25 +98,14 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
     """The config with the overrides applied, its plan if it has one, and all problems of both."""
     plan = run.read_plan()
     # Values from the run's own command line are weaker than those from this one.
-    sources = {key: f"run {run.id}" if source == "command line" else source for key, source in plan.provenance.items()}
-    found: list[Problem] = list(args.problems)
+    sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}
+    problems: Sequence[Problem] = ()
     try:
-        composed = override(before, sources, args.overrides, for_training=True)
+        composed = override(before, sources, args.line, for_training=True)
     except RefusedError as error:
-        composed = error.composed
-        found += error.problems
-    same_search = all(value_of(before, key) == value_of(composed.config, key) for key in _SEARCHED_BY)
-    return composed, *plan_of(composed, found, before=plan if same_search else None)
-
-
-def _values(config: Any) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for section, value in to_mapping(config).items():
-        if isinstance(value, dict):
-            flat |= {f"{section}.{name}": inner for name, inner in value.items()}
-        else:
-            flat[section] = value
-    return flat
+        composed, problems = error.composed, error.problems
+    same_search = all(before[key] == composed.config[key] for key in _SEARCHED_BY)
+    return composed, *plan_of(composed, problems, before=plan if same_search else None)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -156,7 +147,7 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
 
 def _typed(args: argparse.Namespace) -> list[str]:
     """The words that stood behind `ppctl resume`, but for its switches."""
-    return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.overrides]
+    return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.line.overrides]
 
 
 def effect_of_microbatches(config: RunConfig) -> str | None:

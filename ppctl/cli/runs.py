@@ -14,14 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppctl import checkpoint_folder
-from ppctl.cli.console import UNFOLDED, width
-from ppctl.cli.table import aligned, fits, folded
+from ppctl.cli.console import UNFOLDED, aligned, fits, folded, width
 from ppctl.errors import ConfigError, PpctlError, Problem, pasted
-from ppctl.processes import is_gone
-from ppctl.run_starts import QUIET, holder, is_held, quiet_for
-from ppctl.rundir import RunDir, warn
-from ppctl.runs import find_run, list_runs
+from ppctl.host.processes import is_gone
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.finding import find_run, list_runs
+from ppctl.runs.run_starts import QUIET, holder, is_held, quiet_for
+from ppctl.runs.rundir import RunDir, warn
 
 RUNS = Path("runs")
 """The directory of all runs, where no other is named."""
@@ -86,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
     if args.run is not None:
         message = f"{args.run}: `ppctl runs list` does not take a run"
         raise ConfigError(Problem("PP-E105", message, f"ppctl runs show {pasted(args.run)}"))
-    found = [facts(each) for each in list_runs(args.dir)]
+    listed = [facts(each) for each in list_runs(args.dir)]
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(listed, indent=1))
     else:
-        print(table(found) if found else f"no runs under {args.dir}")
+        print(table(listed) if listed else f"no runs under {args.dir}")
     return 0
 
 
@@ -106,11 +105,9 @@ def _shown(one: dict[str, Any]) -> str:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ppctl.cli import compare_runs  # imports ppctl.config, which lists of runs do not need
-
     first, second = (find_run(name, args.dir) for name in args.compare)
-    found = compare_runs.comparison((first, second))
-    print(json.dumps(found, indent=1) if args.json else compare_runs.text(found, width(UNFOLDED)))
+    compared = comparison((first, second))
+    print(json.dumps(compared, indent=1) if args.json else _comparison_text(compared, width(UNFOLDED)))
     return 0
 
 
@@ -147,8 +144,8 @@ def readable(read: Callable[[], T]) -> T | None:
 
 def checkpoint_of(run: RunDir) -> Path | None:
     """The checkpoint that a start would go on from; None also if the directory cannot be read."""
-    found = readable(lambda: checkpoint_folder.find(run.checkpoints))
-    return None if found is None else found.path
+    newest = readable(lambda: checkpoint_folder.find(run.checkpoints))
+    return None if newest is None else newest.path
 
 
 def _state(run: RunDir, status: dict[str, Any]) -> str:
@@ -168,17 +165,93 @@ def _why_lost(run: RunDir, state: str) -> str | None:
     return f"its process ({last['pid']} on {last['machine']}) and its ranks no longer exist"
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(runs: list[dict[str, Any]]) -> str:
     """The runs as a table; on a narrow terminal the time of day without seconds, or without its year."""
     columns = width(UNFOLDED)
-    tables = [_table(found, form) for form in _TIMES]
+    tables = [_table(runs, form) for form in _TIMES]
     return next((each for each in tables if fits(each, columns)), tables[-1])
 
 
-def _table(found: list[dict[str, Any]], time_form: str) -> str:
+def _table(runs: list[dict[str, Any]], time_form: str) -> str:
     rows = [("id", "name", "state", "step", "loss", "when")]
-    for one in found:
+    for one in runs:
         loss = "" if one["loss"] is None else f"{one['loss']:.4f}"
         when = time.strftime(time_form, time.localtime(one["time"])) if one["time"] else ""
         rows.append((one["id"], one["name"], one["state"], str(one["step"]), loss, when))
     return aligned(rows)
+
+
+# --compare: the keys in which two runs differ, and their losses and speeds side by side
+
+
+_ROWS = 12
+"""The most steps that the table shows."""
+
+
+def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
+    """The differences of two runs: `keys` (key -> both values), and `steps` that both have done.
+
+    `tokens_per_s` is each run's median. Raises ConfigError (PP-E611) where a config cannot be read.
+    """
+    from statistics import median  # fractions and decimals
+
+    from ppctl.config.keys import text_keys  # ppctl.config, which lists of runs do not need
+
+    configs = [run.read_config() for run in runs]
+    values = {name: [config[name] for config in configs] for name in text_keys()}
+    metrics = [{record["step"]: record for record in run.metrics()} for run in runs]
+    both = sorted(metrics[0].keys() & metrics[1].keys())
+    shown = ("loss", "tokens_per_s")
+    speeds = [[r["tokens_per_s"] for r in records.values() if r.get("tokens_per_s")] for records in metrics]
+    return {
+        "runs": [str(run.path) for run in runs],
+        "ids": [run.id for run in runs],
+        "done": [max(records, default=0) for records in metrics],
+        "keys": {name: pair for name, pair in values.items() if pair[0] != pair[1]},
+        "tokens_per_s": [median(speed) if speed else None for speed in speeds],
+        "steps": [{"step": n, **{key: [of[n].get(key) for of in metrics] for key in shown}} for n in both],
+    }
+
+
+def _comparison_text(compared: dict[str, Any], columns: int) -> str:
+    """The comparison in tables, of so many columns: keys, then a dozen steps from the first common one to the last."""
+    named = aligned(zip("AB", compared["ids"], strict=True))
+    lines = [named, "", _keys(compared["keys"], columns) if compared["keys"] else "no key differs", ""]
+    steps = compared["steps"]
+    if steps:
+        last = len(steps) - 1
+        chosen = sorted({round(n * last / (_ROWS - 1)) for n in range(_ROWS)}) if last >= _ROWS else range(last + 1)
+        heads = ("step", "loss A", "loss B", "difference", "tokens/s A", "tokens/s B")
+        lines.append(aligned([heads, *(_row(steps[n]) for n in chosen)], 6))
+    else:
+        lines.append("no step was done by both")
+    speeds = [f"{name} {'-' if speed is None else f'{speed:,.0f}'}" for name, speed in _speeds(compared)]
+    return "\n".join([*lines, "", f"tokens/s, median: {', '.join(speeds)}{_faster(compared)}"])
+
+
+def _keys(keys: dict[str, Any], columns: int) -> str:
+    """The keys that differ, with both values; values that are too long for the table, as paths are, stand below it."""
+    from ppctl.config.keys import value_text
+
+    room = (columns - max(map(len, keys)) - 4) // 2
+    rows = [(name, *map(value_text, pair)) for name, pair in keys.items()]
+    short = [row for row in rows if max(map(len, row[1:])) <= room]
+    below = [f"{name}\n  A  {a}\n  B  {b}" for name, a, b in rows if max(len(a), len(b)) > room]
+    return "\n".join([aligned([("key", *"AB"), *short]) if short else "key", *below])
+
+
+def _row(step: dict[str, Any]) -> tuple[str, ...]:
+    first, second = step["loss"]
+    apart = "" if None in (first, second) else f"{second - first:+.2e}" if second != first else "equal"
+    losses = ["" if loss is None else f"{loss:.6f}" for loss in (first, second)]
+    speeds = ["" if speed is None else f"{speed:,.0f}" for speed in step["tokens_per_s"]]
+    return (str(step["step"]), *losses, apart, *speeds)
+
+
+def _speeds(compared: dict[str, Any]) -> list[tuple[str, float | None]]:
+    return list(zip("AB", compared["tokens_per_s"], strict=True))
+
+
+def _faster(compared: dict[str, Any]) -> str:
+    first, second = compared["tokens_per_s"]
+    return f" ({second / first - 1:+.1%})" if first and second else ""

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppctl.cli.console import width
+from ppctl.cli.console import aligned, folded, prose, width
 from ppctl.cli.simulate_checks import SCHEDULES, TIMES, in_file, memory, schedule_of_file, wrong
-from ppctl.cli.simulate_compare import print_comparison
-from ppctl.cli.table import prose
-from ppctl.cli.timeline import add_timeline_argument, write_timeline
+from ppctl.cli.timeline import add_timeline_argument, write_timeline, write_timelines
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Placement, Schedule
+from ppctl.schedule.compare import PolicyFigures, compare
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import AUTO, make_schedule, schedule_policy
-from ppctl.schedule.search import Found, find_best
+from ppctl.schedule.search import FoundSchedule, find_best
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
@@ -70,15 +70,15 @@ def run(args: argparse.Namespace) -> int:
         prices = partial(costs, args)
         print_comparison(args.pp, args.microbatches, args.vpp, prices, args.timeline, args.json)
         return 0
-    found = _searched(args) if args.schedule == AUTO else None
-    schedule = given or (_named(args) if found is None else found.schedule)
+    searched = _searched(args) if args.schedule == AUTO else None
+    schedule = given or (_named(args) if searched is None else searched.schedule)
     stages = schedule.placement.num_stages
     trace = simulate(schedule, costs(args, stages, stages // args.pp))
     if args.timeline is not None:
         write_timeline(_picture(args, schedule, trace), Path(args.timeline))
     figures = figured(schedule, trace)
-    if found is not None:
-        figures["search"] = _search_figures(args, found)
+    if searched is not None:
+        figures["search"] = _search_figures(args, searched)
     print(json.dumps(figures, indent=2) if args.json else _text(figures, schedule, trace))
     return 0
 
@@ -89,7 +89,7 @@ def _named(args: argparse.Namespace) -> Schedule:
     return make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
 
 
-def _searched(args: argparse.Namespace) -> Found:
+def _searched(args: argparse.Namespace) -> FoundSchedule:
     """The best schedule of `--vpp` chunks per rank; without it, of one chunk, or of two on a V."""
     places = placements(args.pp, args.vpp) if args.vpp else [*placements(args.pp, 1), placements(args.pp, 2)[-1]]
     tasks = []
@@ -105,16 +105,16 @@ def _searched(args: argparse.Namespace) -> Found:
         raise ScheduleError([replace(error.problems[0], remedy=f"--memory {least:g}", place="--memory")]) from error
 
 
-def _search_figures(args: argparse.Namespace, found: Found) -> dict[str, Any]:
-    """What was searched: the memory, the bound, and the best named schedule of the same placement and memory."""
-    named = found.best_named
+def _search_figures(args: argparse.Namespace, searched: FoundSchedule) -> dict[str, Any]:
+    """The figures of a search: the memory, the bound, and the best named schedule of the same placement and memory."""
+    named = searched.best_named
     return {
         "memory": memory(args),
-        "placement": found.schedule.placement.kind,
-        "lower_bound_ms": found.bound / _MS,
+        "placement": searched.schedule.placement.kind,
+        "lower_bound_ms": searched.bound / _MS,
         "best_named": None if named is None else named.schedule.name,
         "best_named_ms": None if named is None else named.seconds / _MS,
-        "orders": found.tried,
+        "orders": searched.tried,
     }
 
 
@@ -184,3 +184,77 @@ def _search_lines(search: dict[str, Any]) -> list[str]:
 
 def _counts(values: list[int]) -> str:
     return " ".join(map(str, values)) if len(values) <= MOST_ROWS else f"{max(values)} at most, {min(values)} at least"
+
+
+# --compare: all schedules that fit, in one table or one picture
+
+
+_LEGEND = (
+    ("step", "of 1F1B's"),
+    ("bubble", "idle share of pp x step time"),
+    ("rate", "the papers' count: idle share of the longest span of a rank, without filling and draining"),
+    ("activations", "at most on any rank, whole until the weight gradient; 1 is what 1F1B's first rank holds"),
+    ("messages", "that all ranks send in a step"),
+)
+
+
+def print_comparison(
+    pp: int,
+    num_microbatches: int,
+    vpp: int | None,
+    costs: Callable[[int, int], Costs],
+    timeline: str | None,
+    as_json: bool,
+) -> None:
+    """Compare, draw into the file `timeline` where one is named, and print. Raises ScheduleError, ConfigError."""
+    compared, left_out = compare(pp, num_microbatches, vpp, costs)
+    if timeline is not None:
+        write_timelines([_compared_picture(each) for each in compared], Path(timeline))
+    if as_json:
+        rows = [_fields(each) for each in compared]
+        print(
+            json.dumps({"pp": pp, "microbatches": num_microbatches, "schedules": rows, "left_out": left_out}, indent=2)
+        )
+        return
+    print(f"pp {pp}, {num_microbatches} microbatches\n\n{_table(compared)}\n\n{aligned(folded(_LEGEND, width(), ' '))}")
+    if left_out:
+        print(prose((f"without {name}: {reason}" for name, reason in left_out.items()), width()))
+
+
+def _fields(each: PolicyFigures) -> dict[str, Any]:
+    return {
+        "schedule": each.policy.name,
+        "vpp": each.vpp,
+        "placement": each.policy.placement,
+        "step_time_ms": 1e3 * step_time(each.trace),
+        "step_of_1f1b": each.step,
+        "bubble_fraction": each.bubble_fraction,
+        "bubble_rate": each.bubble_rate,
+        "activations_of_1f1b": each.activations,
+        "messages": each.messages,
+    }
+
+
+def _table(compared: Sequence[PolicyFigures]) -> str:
+    head = ("schedule", "chunks", "step", "bubble", "rate", "activations", "messages")
+    rows = [
+        (
+            each.policy.name,
+            f"{each.vpp}{' in a V' * (each.policy.placement == 'v')}",
+            f"{each.step:.3f}",
+            f"{each.bubble_fraction:.4f}",
+            f"{each.bubble_rate:.4f}",
+            f"{each.activations:.2f}",
+            str(each.messages),
+        )
+        for each in compared
+    ]
+    return aligned([head, *rows], right=len(head))
+
+
+def _compared_picture(each: PolicyFigures) -> Picture:
+    place = Placement(each.policy.placement, each.trace.pp, each.trace.pp * each.vpp)
+    notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
+    figures = f"step {each.step:.2f} of 1F1B's, bubble {each.bubble_fraction:.0%}, activations {each.activations:.2f}"
+    chunks = f", {each.vpp} chunks per rank" * (each.vpp > 1) + ", in a V" * (each.policy.placement == "v")
+    return Picture(each.policy.name + chunks, figures, each.trace, notes)

@@ -1,4 +1,4 @@
-"""What `ppctl simulate` cannot simulate, and the schedule that a file holds, proved to run.
+"""Problems of the arguments of `ppctl simulate`, and the schedule in a file, proved to run.
 
 Knows the command's arguments. Must not know how a schedule is run or what is printed of it.
 """
@@ -29,7 +29,7 @@ MOST_MS = 1e12
 MOST_ACTIONS = 5_000_000
 """More actions would take minutes and gigabytes: some size is a mistake."""
 MOST_SEARCHED = 150_000
-"""As many that a search tries again and again: about 20 s."""
+"""The most actions of a schedule that a search makes again and again: about 20 s."""
 
 _FEW_RANKS, _MANY_CHUNKS = 32, 8
 """Up to here it is the microbatches that are too many; from there on the chunks."""
@@ -61,8 +61,8 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
         remedy = " ".join(["--schedule 1f1b", *sizes])
         raise ConfigError([Problem(CODE, message, remedy, _PLACE), *problems]) from None
     except ScheduleError as error:
-        found = [replace(each, place=f"{args.schedule}, {each.place}".rstrip(", ")) for each in error.problems]
-        raise ConfigError([*found, *problems]) from None
+        located = [replace(each, place=f"{args.schedule}, {each.place}".rstrip(", ")) for each in error.problems]
+        raise ConfigError([*located, *problems]) from None
     place = schedule.placement
     there = {"pp": place.pp, "vpp": place.num_stages // place.pp, "microbatches": schedule.num_microbatches}
     for name, size in there.items():
@@ -77,7 +77,7 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
 
 
 def wrong(args: argparse.Namespace) -> Iterator[Problem]:
-    """What keeps a schedule with a name, or all of them, from being simulated."""
+    """Problems that keep a schedule with a name, or all of them, from being simulated."""
     sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
     if missing := [name for name, size in sizes.items() if size is None]:
         message = f"{' and '.join(missing)}: required unless --schedule is a FILE.csv"
@@ -104,7 +104,7 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
-    """More actions than a simulation holds."""
+    """The problem of more actions than a simulation holds."""
     of_one = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1)
     actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
@@ -118,7 +118,7 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
 
 
 def _unknown(args: argparse.Namespace) -> Problem:
-    """A schedule that is none of the names."""
+    """The problem of a schedule that is none of the names."""
     from ppctl.config.keys import nearest
 
     close = nearest(args.schedule, (*SCHEDULES, AUTO))
@@ -127,7 +127,7 @@ def _unknown(args: argparse.Namespace) -> Problem:
 
 
 def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
-    """Chunks and microbatches that the policy has no lists for."""
+    """Problems of chunks and microbatches that the policy has no lists for."""
     if args.vpp is not None and not policy.runs(args.vpp):
         message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
         other = policy.for_more_chunks or fitting_policy(args.vpp)
@@ -142,7 +142,7 @@ def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Proble
 
 
 def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
-    """What no search can be made for."""
+    """Problems of arguments for which no search can be made."""
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {AUTO} determines the warm-up itself"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)
@@ -155,7 +155,7 @@ def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
-    """Times that are none."""
+    """Problems of times that are negative or too long."""
     for name, what in TIMES.items():
         value = getattr(args, name)
         if not 0 <= value <= MOST_MS:
@@ -163,7 +163,7 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:
-    """Options that change how a schedule is made."""
+    """Problems of options that change how a schedule is made, beside a file that has one."""
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {args.schedule} already determines how many forwards come first"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)

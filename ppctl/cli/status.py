@@ -11,15 +11,14 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ppctl.cli.console import UNFOLDED, width
+from ppctl.cli.console import UNFOLDED, aligned, folded, prose, width
 from ppctl.cli.jobs import RunJob, combined_state, job_of
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
-from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import PpctlError, pasted
-from ppctl.hang.waits import published_states, root, waits
-from ppctl.rundir import RunDir
-from ppctl.step_lines import clock_text, mean_step_time
+from ppctl.hang.verdict import published_states, root, waits
+from ppctl.records.step_lines import clock_text, mean_step_time
+from ppctl.runs.rundir import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,21 +91,21 @@ def _next(run: RunDir, report: dict[str, Any]) -> str | None:
 
 def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
     """The edge whose best message before the first step took longest, and how many edges there are."""
-    found = [one for one in edges.get("contacts", ()) if not one["name"].startswith("group")]
-    if not found:
+    contacts = [one for one in edges.get("contacts", ()) if not one["name"].startswith("group")]
+    if not contacts:
         return None
-    slowest = max(found, key=lambda one: one["best_s"])
+    slowest = max(contacts, key=lambda one: one["best_s"])
     hosts = [edges["hosts"][rank] for rank in slowest["ranks"]]
-    return {"ranks": slowest["ranks"], "hosts": hosts, "seconds": slowest["best_s"], "edges": len(found)}
+    return {"ranks": slowest["ranks"], "hosts": hosts, "seconds": slowest["best_s"], "edges": len(contacts)}
 
 
 def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
     """Add to each rank's row its last and current action, the rank that it waits for, and whether all wait for it."""
     if (plan := readable(run.read_plan)) is None:
         return
-    found = waits(plan, published_states(run.heartbeats(), time.time(), _SILENT))
-    culprit = root(found) if any(wait.on is not None for wait in found) else None
-    of_rank = {wait.state.rank: wait for wait in found}
+    waiting = waits(plan, published_states(run.heartbeats(), time.time(), _SILENT))
+    culprit = root(waiting) if any(wait.on is not None for wait in waiting) else None
+    of_rank = {wait.state.rank: wait for wait in waiting}
     for row, wait in ((row, of_rank[row["rank"]]) for row in rows if row["rank"] in of_rank):
         row["done"] = None if wait.done is None else str(wait.done)
         row["current"] = None if wait.current is None else str(wait.current)

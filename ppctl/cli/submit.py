@@ -18,19 +18,19 @@ from typing import Any
 
 from ppctl.cli.console import note
 from ppctl.cli.jobs import hand_over, job_of
-from ppctl.cli.plan import planned
+from ppctl.cli.local_run import accepted, command_line, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
-from ppctl.cli.train import accepted, command_line, refuse, with_gpu_environment, with_paths
 from ppctl.config.schema import RunConfig
-from ppctl.devices import machines
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.host.devices import machines
 from ppctl.launch import slurm
 from ppctl.launch.enter import LIVE, package_digest
 from ppctl.launch.environment import Started
+from ppctl.launch.planning import planned, refuse
 from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, render
-from ppctl.rundir import RunDir, printable
-from ppctl.runs import find_run
+from ppctl.runs.finding import find_run
+from ppctl.runs.rundir import RunDir, printable
 
 _WATCHED = 3.0
 """Seconds after the submission within which SLURM shows a reason why a job can never start."""
@@ -72,15 +72,15 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
     from ppctl.data.load import examine
 
     began = time.perf_counter()
-    composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
+    composed, plan, problems = planned(args.line, for_training=True)
     untrained = [problem for problem in problems if problem.code == "PP-E118"]
     if args.dry_run:
         problems = [problem for problem in problems if problem not in untrained]
     nodes, ranks_per_node = 0, 0
-    if composed is not None and plan is not None:
+    if plan is not None:
         nodes, ranks_per_node, more = nodes_of(composed.config, plan.sizes.world)
         problems += more
-    composed, plan = accepted(composed, plan, problems)
+    plan = accepted(composed, plan, problems)
     config, problems = with_gpu_environment(with_value(composed.config, "launch", target="slurm"), plan)
     refuse(problems)
     data: Mapping[str, Any] = {}

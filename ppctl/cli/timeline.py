@@ -13,20 +13,20 @@ from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import write_atomically
+from ppctl.host.files import write_atomically
 from ppctl.schedule.picture import Picture
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import step_time
 
 FORMS = {
-    ".html": ("ppctl.schedule.page", "timeline_html"),
+    ".html": ("ppctl.schedule.drawings", "timeline_html"),
     ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
-    ".svg": ("ppctl.schedule.svg", "picture_svg"),
+    ".svg": ("ppctl.schedule.drawings", "picture_svg"),
 }
 """A file's ending -> the function that draws a picture; its module is imported only when it is needed."""
-FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.svg", "pictures_svg")}
-"""The same of several pictures in one file."""
+FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.drawings", "pictures_svg")}
+"""A file's ending -> the function that draws several pictures into one file."""
 
 
 def add_timeline_argument(parser: argparse.ArgumentParser, *other_names: str) -> None:

@@ -1,33 +1,36 @@
 """`ppctl trace [RUN]`: a step as it was measured (`log.trace`) and its picture; `ppctl trace A B`: two runs' steps.
 
-Knows a run's traced steps and its plan. Must not know the words (`trace_text`) nor torch.
+Knows a run's traced steps, its plan, ledgers and the simulator. Must not know torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ppctl.cli import trace_text
-from ppctl.cli.console import UNFOLDED, note, width
+from ppctl.cli.console import UNFOLDED, aligned, in_blocks, note, prose, width
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import add_run_arguments, named_run, program, short_path
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
-from ppctl.cli.trace_text import SeenStep
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.quantities import steps_of
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import read_json
-from ppctl.json_reader import read
+from ppctl.host.files import read_json
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
-from ppctl.rundir import RunDir
-from ppctl.runs import find_run
+from ppctl.records.json_reader import read
+from ppctl.runs.finding import find_run
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import TIMED
-from ppctl.schedule.measured_step import MeasuredStep, ledgers
+from ppctl.schedule.measured_step import MeasuredStep, TimeLedger, ledgers
+from ppctl.schedule.simulate import critical_path, seconds_by_kind
+from ppctl.schedule.trace import Trace, bubble_fraction, step_time
+from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
 from ppctl.topology import RankGrid
 
 _MOST_OF_A_STEP = 2**27
@@ -58,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
                 Problem("PP-E129", message, f"ppctl trace {pasted(args.run)} --timeline step.html", "command line")
             )
         other = _seen(find_run(args.other, args.dir), args)
-        found = trace_text.both(shown, other)
-        print(json.dumps(found) if args.json else trace_text.compared(found))
+        compared = both(shown, other)
+        print(json.dumps(compared) if args.json else compared_text(compared))
         return 0
-    print(json.dumps(trace_text.report(shown)) if args.json else trace_text.text(shown, width(UNFOLDED)))
+    print(json.dumps(report(shown)) if args.json else text(shown, width(UNFOLDED)))
     if args.timeline is not None:
         plan = shown.plan
         config = run_dir.read_config()
@@ -88,28 +91,28 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
     """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) where the run has none,
     or not this one, or a damaged one."""
-    found = run.measured_steps()
-    if not found:
+    files = run.measured_steps()
+    if not files:
         raise ConfigError(_none_traced(run))
-    step = max(found) if asked is None else asked
-    if step not in found:
-        there = ", ".join(map(str, found))
+    step = max(files) if asked is None else asked
+    if step not in files:
+        there = ", ".join(map(str, files))
         raise ConfigError(
             Problem(
-                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(found)}", str(run.path)
+                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(files)}", str(run.path)
             )
         )
     try:
-        record = read_json(found[step], dict[str, Any], _MOST_OF_A_STEP)
+        record = read_json(files[step], dict[str, Any], _MOST_OF_A_STEP)
         measured = MeasuredStep.from_json(record)
         plan = run.plan_of(read(str, record.get("plan"))).at_step(step - 1)
         _check(measured, step, plan)
     except (OSError, ValueError, LookupError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         message = f"the file of step {step} cannot be used: {type(error).__name__}: {why}"
-        others = [number for number in found if number != step]
-        remedy = f"--step {max(others)}" if others else f"rm -r {pasted(found[step])}"
-        raise ConfigError(Problem("PP-E643", message, remedy, str(found[step]))) from None
+        others = [number for number in files if number != step]
+        remedy = f"--step {max(others)}" if others else f"rm -r {pasted(files[step])}"
+        raise ConfigError(Problem("PP-E643", message, remedy, str(files[step]))) from None
     return measured, plan
 
 
@@ -148,3 +151,187 @@ def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
             )
         )
     return RankGrid(plan.sizes).group_of("pp", rank)
+
+
+# The text: where each rank's time went, and what decides the length of a step
+
+
+class SeenStep(NamedTuple):
+    """One pipeline's step of a run."""
+
+    run: str
+    step: int
+    plan: Plan
+    pipeline: tuple[int, ...]
+    trace: Trace
+    ledgers: list[TimeLedger]
+
+    @property
+    def named_ranks(self) -> str:
+        """The pipeline's ranks, which stand apart where others share its stages: `ranks 0, 2`."""
+        first, *rest = self.pipeline
+        if not rest:
+            return f"rank {first}"
+        evenly = self.pipeline == tuple(range(first, first + len(self.pipeline)))
+        return f"ranks {first} to {rest[-1]}" if evenly else f"ranks {', '.join(map(str, self.pipeline))}"
+
+    @property
+    def seconds(self) -> float:
+        """From the first rank's begin to the last one's end."""
+        return self.ledgers[0].total
+
+
+def report(seen: SeenStep) -> dict[str, Any]:
+    """The step as values, seconds."""
+    path = critical_path(seen.plan.schedule, seen.trace)
+    simulated, changes = stage_changes(seen.plan.schedule, measured_costs(seen.trace, seen.plan.schedule))
+    return {
+        "step": seen.step,
+        "step_time_s": seen.seconds,
+        "bubble_fraction": bubble_fraction(seen.trace),
+        "ranks": [
+            {"rank": rank, "pp_rank": pp_rank, "seconds": seen.ledgers[pp_rank].rows()}
+            for pp_rank, rank in enumerate(seen.pipeline)
+        ],
+        "critical_path": {
+            "actions": [str(span.action) for span in path],
+            "messages": sum(a.pp_rank != b.pp_rank for a, b in pairwise(path)),
+            "seconds": seconds_by_kind(path),
+        },
+        "simulated_s": simulated,
+        "stages": [change._asdict() for change in changes],
+    }
+
+
+def text(seen: SeenStep, columns: int) -> str:
+    """The ledger, the critical path, and the stages with what each would change, in at most so many columns."""
+    figures, pipeline_s = report(seen), step_time(seen.trace)
+    path = figures["critical_path"]
+    kinds = ", ".join(
+        f"{'between them' if kind == 'messages' else kind} {_ms(seconds)}"
+        for kind, seconds in path["seconds"].items()
+        if seconds
+    )
+    head = [
+        f"step {seen.step} of run {seen.run}: {seen.seconds:.4f} s, from the first action to the last one "
+        f"{pipeline_s:.4f} s",
+        f"bubble {bubble_fraction(seen.trace):.1%} measured, {seen.plan.bubble_fraction:.1%} planned",
+    ]
+    if (others := seen.plan.sizes.world // len(seen.pipeline) - 1) > 0:
+        more = "another pipeline has" if others == 1 else f"{others} other pipelines have"
+        head.append(f"the pipeline of {seen.named_ranks}; {more} the same stages: --pipeline RANK shows it")
+    said = [
+        f"critical path: {len(path['actions'])} actions, {path['messages']} messages between ranks: {kinds}",
+        f"simulated from what was measured: {_ms(figures['simulated_s'])} of {_ms(pipeline_s)}",
+    ]
+    ledger = in_blocks(_ledger_table(seen.ledgers, seen.pipeline), columns)
+    stages = aligned(_stage_table([StageChange(**stage) for stage in figures["stages"]]))
+    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), stages])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
+    """The times of each stage, and the change of the step if it were faster or slower."""
+    rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
+    for stage, forward, backward, faster, slower in changes:
+        rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
+    return rows
+
+
+def _change(seconds: float) -> str:
+    return f"{1e3 * seconds:+.2f} ms"
+
+
+def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:
+    """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
+    shown = [_by_rank(ledger, pipeline) for ledger in ledgers]
+    names = list(dict.fromkeys(name for rows in shown for name in rows))
+    waits = [name for name in (f"waiting for rank {rank}" for rank in pipeline) if name in names]
+    ordered = [
+        "compute",
+        "gradients",
+        *waits,
+        *(name for name in names if name not in ("compute", "gradients", *waits)),
+    ]
+    table = [["ms", *(f"rank {rank}" for rank in pipeline)]]
+    for name in ordered:
+        seconds = [rows.get(name, 0.0) for rows in shown]
+        if any(seconds):
+            table.append(
+                [
+                    name,
+                    *(
+                        f"{1e3 * each:.1f} {each / ledger.total:4.0%}"
+                        for each, ledger in zip(seconds, ledgers, strict=True)
+                    ),
+                ]
+            )
+    return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in ledgers)]]
+
+
+def _by_rank(ledger: TimeLedger, pipeline: tuple[int, ...]) -> dict[str, float]:
+    """A ledger's rows; who was waited for is named as the columns are."""
+    renamed = {f"waiting for pp_rank {pp_rank}": f"waiting for rank {rank}" for pp_rank, rank in enumerate(pipeline)}
+    return {renamed.get(name, name): seconds for name, seconds in ledger.rows().items()}
+
+
+# Two runs
+
+
+def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
+    """Two steps side by side: means over the ranks of a pipeline, and over the microbatches of a stage. Seconds."""
+    sides = (first, second)
+    rows = [_means(seen.ledgers) for seen in sides]
+    names = dict.fromkeys([*rows[0], *rows[1]])
+    changes = [report(seen)["stages"] for seen in sides]
+    alike = len(changes[0]) == len(changes[1])
+    return {
+        "runs": [seen.run for seen in sides],
+        "steps": [seen.step for seen in sides],
+        "step_time_s": [seen.seconds for seen in sides],
+        "bubble_fraction": [bubble_fraction(seen.trace) for seen in sides],
+        "ledger": {name: [row.get(name, 0.0) for row in rows] for name in names},
+        "stages": [
+            {"stage": a["stage"], **{part: [a[part], b[part]] for part in ("forward", "backward")}}
+            for a, b in zip(*changes, strict=True)
+        ]
+        if alike
+        else None,
+    }
+
+
+def _means(ledgers: Sequence[TimeLedger]) -> dict[str, float]:
+    """The rows of a ledger, averaged over ranks; whom they wait for is left out."""
+    sums: dict[str, float] = {}
+    for ledger in ledgers:
+        for name, seconds in ledger.rows().items():
+            key = "waiting" if name.startswith("waiting") else name
+            sums[key] = sums.get(key, 0.0) + seconds / len(ledgers)
+    return sums
+
+
+def compared_text(both_steps: Mapping[str, Any]) -> str:
+    """Two steps in tables, whose columns are called A and B."""
+    sides = zip("AB", both_steps["runs"], both_steps["steps"], strict=True)
+    heads = list("AB")
+    rows = [["ms, mean of the ranks", *heads, "difference"]]
+    rows += [_pair(name, pair) for name, pair in both_steps["ledger"].items() if any(pair)]
+    rows.append(_pair("step", both_steps["step_time_s"]))
+    bubbles = both_steps["bubble_fraction"]
+    rows.append(["bubble", *(f"{each:.1%}" for each in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points"])
+    lines = [*(f"{name}  run {run}, step {step}" for name, run, step in sides), "", aligned(rows), ""]
+    if both_steps["stages"] is None:
+        return "\n".join([*lines, "the runs have different stages, which are not compared"])
+    table = [["ms, mean", *heads, "difference"]]
+    for stage in both_steps["stages"]:
+        table += [_pair(f"stage {stage['stage']} {part}", stage[part], 2) for part in ("forward", "backward")]
+    return "\n".join([*lines, aligned(table)])
+
+
+def _pair(name: str, pair: Sequence[float], digits: int = 1) -> list[str]:
+    first, second = pair
+    share = f" ({second / first - 1:+.0%})" if first else ""
+    return [name, *(f"{1e3 * each:.{digits}f}" for each in pair), f"{1e3 * (second - first):+.{digits}f}{share}"]

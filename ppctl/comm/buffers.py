@@ -70,10 +70,10 @@ def _sizes(shape: torch.Size | None) -> str:
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise ValueError(f"a message between stages holds floating point tensors; {dtype!r} is not such a dtype")
-    return found
+    return named
 
 
 class Shelf:

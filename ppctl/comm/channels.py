@@ -101,32 +101,13 @@ class Arrival:
 
 
 class Transport(Protocol):
-    """What an end needs of a backend object (torch's stubs leave these two methods out)."""
+    """The methods of a backend object that an end calls (torch's stubs leave the two out)."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
         """Start sending one tensor."""
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
         """Start receiving into one tensor."""
-
-
-class ChannelEnd(Protocol):
-    """A channel's end as the engine uses it."""
-
-    def reserve(self, capacity: int) -> None:
-        """Take this end's share of the channel's capacity."""
-
-    def post(self, shelf: Shelf) -> Arrival:
-        """Post the receive of the next message."""
-
-    def send(self, message: Message) -> None:
-        """Start sending contiguous tensors."""
-
-    def flush(self) -> None:
-        """Wait until every send is delivered."""
-
-    def check(self) -> None:
-        """Raise PeerLost if the connection was ended under its messages; asked when the device is through with them."""
 
 
 class DirectEnd:

@@ -12,13 +12,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import BufferPool
-from ppctl.comm.channel_ends import loop_channels, make_ends, meet_once
-from ppctl.comm.channels import ChannelEnd, DirectEnd
-from ppctl.comm.connections import Connections, connections_of, moves_on_device
-from ppctl.comm.message_batches import BatchedEnd, FusedBatch, LooseBatch, MessageBatch
+from ppctl.comm.channels import DirectEnd
+from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, meet_once, moves_on_device
+from ppctl.comm.message_batches import BatchedEnd, ChannelEnd, FusedBatch, LooseBatch, MessageBatch
 from ppctl.comm.modes import Modes
-from ppctl.devices import QUEUES, why_one_queue_blocks
 from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.host.devices import QUEUES, why_one_queue_blocks
 from ppctl.schedule.action import Channel
 
 _OWN_CHANNELS = Modes()

@@ -1,6 +1,7 @@
-"""The connections of one pipeline's messages: backends with names of their own, beside its process group.
+"""The connections of one pipeline's messages, and this rank's ends of the channels over them.
 
-Knows how torch makes a backend, and that both ends must derive one name. Must not know what is sent.
+Knows how torch makes a backend, that both ends must derive one name, and which channels there are. Must not know what
+is sent.
 
 A process group does not work here. `torch.distributed.new_group` either has every rank of the world take part, or
 (use_local_synchronization) names the group after its ranks and the number of groups that this process has made so far.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import Transport
+from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport
 from ppctl.comm.groups import limit_of
+from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 MAX_CTAS = 4
@@ -105,12 +107,12 @@ class Connections:
             self.close()
 
     def of_pair(self, kind: str, channel: Channel, part: str) -> Transport:
-        """What carries a channel's `part` (`body`, `header`) between its ends. NCCL connects on the first message."""
+        """The transport of a channel's `part` (`body`, `header`). NCCL connects on the first message."""
         ends = sorted(channel[:2])
         return self._get(kind, f"{channel.source}-{channel.target}-{channel.direction}/{part}", ends)
 
     def of_all(self, kind: str, what: str) -> Transport:
-        """What connects all ranks of the pipeline, for one purpose. All ranks ask for it together."""
+        """The transport between all ranks of the pipeline, for one purpose. All ranks ask for it together."""
         return self._get(kind, what, range(len(self.ranks)))
 
     def close(self) -> None:
@@ -132,14 +134,14 @@ class Connections:
         return cast(Transport, self._made[name])
 
 
-_WIRES: WeakKeyDictionary[ProcessGroup, Connections] = WeakKeyDictionary()
+_CONNECTIONS: WeakKeyDictionary[ProcessGroup, Connections] = WeakKeyDictionary()
 
 
 def connections_of(pp_group: ProcessGroup) -> Connections:
-    """The group's connections: of all communicators over it the same."""
-    if pp_group not in _WIRES:
-        _WIRES[pp_group] = Connections(pp_group)
-    return _WIRES[pp_group]
+    """The group's connections, which all communicators over it share."""
+    if pp_group not in _CONNECTIONS:
+        _CONNECTIONS[pp_group] = Connections(pp_group)
+    return _CONNECTIONS[pp_group]
 
 
 def device_backend(pp_group: ProcessGroup) -> str | None:
@@ -155,3 +157,97 @@ def moves_on_device(pp_group: ProcessGroup) -> bool:
 def _shared_store() -> Store:
     """The store of the rendezvous: a private name of torch's, as no public one gives it."""
     return dist.distributed_c10d._get_default_store()
+
+
+TAGS = {"F": 1, "B": 2}
+"""The tags of the channels between two ranks, on a backend with tags."""
+HEADER_TAGS = {"F": 3, "B": 4}
+"""The tags of the headers of messages of variable shape."""
+
+_CPU = torch.device("cpu")
+
+
+def loop_channels(size: int) -> tuple[Channel, ...]:
+    """The channels of a loop placement: activations to the next rank, gradients to the previous one, wrapping round."""
+    edges = [(rank, (rank + 1) % size) for rank in range(size)] if size > 1 else []
+    return tuple(sorted({Channel(a, b, "F") for a, b in edges} | {Channel(b, a, "B") for a, b in edges}))
+
+
+def make_ends(
+    pp_group: ProcessGroup,
+    device: torch.device,
+    channels: Iterable[Channel],
+    *,
+    variable: bool = False,
+    connect: bool = True,
+) -> dict[Channel, DirectEnd]:
+    """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
+
+    Tensors of a `device` that the group's backend does not move go through pinned host memory. `variable` ends learn
+    the shapes of their messages from headers. Without `connect` NCCL connects on each end's first message.
+    """
+    rank = pp_group.rank()
+    own = [channel for channel in sorted(channels) if rank in channel[:2]]
+    if device.type == "cuda" and moves_on_device(pp_group):
+        kind = device_backend(pp_group)
+        assert kind is not None  # or nothing would move on the device
+        return _pair_ends(connections_of(pp_group), kind, device, own, variable=variable, connect=connect)
+    connections = _host_connections(pp_group)
+    end_type = DirectEnd if device.type == "cpu" else PinnedEnd
+    ends: dict[Channel, DirectEnd] = {
+        c: end_type(c, connections[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own
+    }
+    if not variable:
+        return ends
+    headers = {c: DirectEnd(c, connections[c.direction], other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
+    return {c: VariableEnd(ends[c], headers[c], device, _CPU) for c in own}
+
+
+def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
+    """The transports of the host's messages by direction: on gloo, connections of their own for each.
+
+    A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
+    the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
+    may be waiting for (decision 9). So the two directions must not share a connection.
+    """
+    backend = cast(Transport, pp_group._get_backend(_CPU))
+    if pp_group.size() == 1 or pp_group._get_backend(_CPU).name() != "gloo":
+        return dict.fromkeys("FB", backend)
+    return {"F": backend, "B": connections_of(pp_group).of_all("gloo", "gradients")}
+
+
+def other_end(channel: Channel, rank: int) -> int:
+    """The rank that a channel connects `rank` with."""
+    return channel.target if channel.source == rank else channel.source
+
+
+def meet_once(pp_group: ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group meet once: NCCL wants that before messages between some of them are batched."""
+    dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
+    torch.cuda.synchronize(device)
+
+
+def _pair_ends(
+    connections: Connections, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
+) -> dict[Channel, DirectEnd]:
+    """A connection of its two ends for every channel (and for its headers, where shapes vary)."""
+
+    def end(channel: Channel, part: str) -> DirectEnd:
+        peer = sorted(channel[:2]).index(other_end(channel, connections.rank))
+        made = DirectEnd(channel, connections.of_pair(kind, channel, part), peer, 0)
+        if connect:
+            _connect(made, connections.rank, device)
+        return made
+
+    if not variable:
+        return {channel: end(channel, "body") for channel in own}
+    return {c: VariableEnd(end(c, "body"), end(c, "header"), device, device) for c in own}
+
+
+def _connect(end: DirectEnd, rank: int, device: torch.device) -> None:
+    """Send a first message, so that connecting is in no step."""
+    probe = (torch.zeros(1, device=device),)
+    for work in end.start_send(probe) if end.channel.source == rank else end.receive_into(probe):
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

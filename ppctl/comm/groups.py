@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ppctl import wire
-from ppctl.processes import boot
+from ppctl.host.processes import boot
+from ppctl.records import wire
 
 _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11
@@ -59,7 +59,7 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
 
 
 def _in_this_order(ranks: tuple[int, ...]) -> dict[str, Any]:
-    """What keeps `new_group` from sorting ranks: pipelines are listed in pp order, and an axis order may be unusual.
+    """The arguments that keep `new_group` from sorting ranks: pipelines are in pp order, and axis orders may differ.
 
     torch has a switch from 2.13 on, and sorts before; ranks that are in order already need none. Raises ValueError.
     """

@@ -6,7 +6,6 @@ Must not know which messages are neighbours in a schedule: the caller says when 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,22 +14,6 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.buffers import Message, Shelf
 from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, check_connection, wait_for
 from ppctl.schedule.action import Channel
-
-
-class MessageBatch(Protocol):
-    """Messages that are added one by one, until `settle` waits for all of them."""
-
-    def send(self, channel: Channel, message: Message) -> None:
-        """Add a message to send."""
-
-    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
-        """Add a message to receive into pooled buffers."""
-
-    def settle(self) -> None:
-        """Wait for everything that was added. Raises PeerLost."""
-
-    def check(self, channel: Channel) -> None:
-        """Raise PeerLost if what carries the channel was ended under its messages."""
 
 
 class LooseBatch:
@@ -110,8 +93,12 @@ class FusedBatch:
         self._channels.append(channel)
 
 
+MessageBatch = LooseBatch | FusedBatch
+"""Messages that are added one by one, until `settle` waits for all of them."""
+
+
 class BatchedEnd:
-    """A channel's end as the engine uses it, where messages travel in batches."""
+    """A channel's end where messages travel in batches."""
 
     __slots__ = ("_batch", "channel")
 
@@ -136,3 +123,7 @@ class BatchedEnd:
     def check(self) -> None:
         """Raise PeerLost if the channel's connection was ended."""
         self._batch.check(self.channel)
+
+
+ChannelEnd = DirectEnd | BatchedEnd
+"""A channel's end as the engine uses it."""

@@ -34,7 +34,7 @@ class Modes(NamedTuple):
     variable: bool = False
     """Shapes differ between microbatches and travel ahead of their tensors (variable_seq_lengths, mtp_standalone)."""
     dtype: torch.dtype | None = None
-    """Of what is received (pipeline_dtype); None where the config does not say."""
+    """The dtype of received tensors (pipeline_dtype); None where the config does not say."""
 
     @classmethod
     def of(cls, config: Any) -> Modes:
@@ -96,8 +96,8 @@ def torch_dtype(value: Any, field: str) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         return value
     name = str(value).removeprefix("torch.").lower()
-    found = _SHORT.get(name, getattr(torch, name, None))
-    if not isinstance(found, torch.dtype):
+    dtype = _SHORT.get(name, getattr(torch, name, None))
+    if not isinstance(dtype, torch.dtype):
         message = f"parallel.{field} is a floating point dtype or its name; {value!r} is neither"
         raise ConfigError(Problem("PP-E103", message, f"parallel.{field}=float32"))
-    return found
+    return dtype

@@ -1,7 +1,7 @@
-"""What people type, made into plain overrides: aliases, Megatron's flags, sweeps refused.
+"""The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
 
-Pure: knows names and text, never values or files; Hydra's grammar is `quoting`'s. `normalise` turns tokens into
-`KEY=VALUE` with full key names, and its result is a fixed point of itself.
+Pure: knows names, quotes and brackets, never values or files. `normalise` makes `KEY=VALUE` of each word, once, and the
+last word about a key counts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from ppctl.config.flags import (
     LISTS,
     MEGATRON,
     SWITCHES,
-    Foreign,
+    TranslatedFlag,
     flag_problem,
     flags_problem,
-    foreign,
     takes_several,
+    translated,
 )
-from ppctl.config.keys import as_typed, keys, names_of_keys, sections
-from ppctl.config.quoting import quote, sweep_values, unquoted
+from ppctl.config.keys import as_typed, keys, mapping_with, names_of_keys, sections
 from ppctl.errors import Problem, pasted
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -51,10 +50,12 @@ class Arguments:
     """A command line, sorted."""
 
     overrides: list[str] = field(default_factory=list)
-    """`KEY=VALUE` with full names and Hydra's quoting."""
+    """`KEY=VALUE` with full names and Hydra's quoting, one of each key."""
     rest: list[str] = field(default_factory=list)
-    """What is neither an override nor a Megatron flag: the command's own flags and positional arguments."""
+    """The command's own flags and positional arguments: words that are neither overrides nor Megatron's flags."""
     problems: list[Problem] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Key -> its provenance, for a key that an earlier word gave another value."""
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
@@ -62,28 +63,29 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
 
     `own` maps each flag of the command itself to whether it takes a value. Nothing is raised: problems are collected.
     """
-    sorter = _Sorter(list(tokens), own or {})
+    sorter = _Sorter(tokens, own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
-    sorter.merge_foreign_flags(command)
+    sorter.merge_translated_flags(command)
     if sorter.sweeps or sorter.multirun:
-        sorter.found.problems.append(sorter.sweep_problem(command))
-    return sorter.found
+        sorter.arguments.problems.append(sorter.sweep_problem(command))
+    sorter.arguments.overrides = [f"{key}={value}" for key, (value, _) in sorter.values.items()]
+    return sorter.arguments
 
 
 class _Sorter:
     """The state of one pass over a command line."""
 
-    def __init__(self, queue: list[str], own: Mapping[str, bool]) -> None:
-        self.queue = queue
-        self.tokens = tuple(queue)
+    def __init__(self, tokens: Sequence[str], own: Mapping[str, bool]) -> None:
+        self.queue = list(tokens)
+        self.tokens = tokens
         self.own = own
-        self.found = Arguments()
-        self.typed: dict[str, tuple[str, str, str]] = {}
-        """Key -> its quoted value, and how it was typed."""
+        self.arguments = Arguments()
+        self.values: dict[str, tuple[str, str]] = {}
+        """Key -> its quoted value, and the word as it was typed."""
         self.sweeps: list[tuple[str, list[str]]] = []
         """For each list of values: how it was typed, and the values."""
-        self.foreign: list[tuple[Foreign, Problem]] = []
+        self.translated: list[tuple[TranslatedFlag, Problem]] = []
         """Flags of Megatron's that are keys here, and the problem of each alone."""
         self.multirun = False
         self.line: list[str] = []
@@ -108,7 +110,7 @@ class _Sorter:
             if not equals:
                 words = self._words(None if takes_several(name) else 1)
                 value = "".join(words) if len(words) < 2 else f"[{','.join(words)}]"
-            self._foreign_flag(name, value)
+            self._untaken_flag(name, value)
         else:
             self._positional(token)
 
@@ -125,15 +127,15 @@ class _Sorter:
     def _own_flag(self, words: list[str], needs_value: bool) -> None:
         if needs_value and self.queue:
             words.append(self.queue.pop(0))
-        self.found.rest += words
+        self.arguments.rest += words
         self.line += map(pasted, words)
 
-    def _foreign_flag(self, flag: str, value: str) -> None:
+    def _untaken_flag(self, flag: str, value: str) -> None:
         batch = self._global_batch()
-        self.found.problems.append(flag_problem(flag, value, self.own, batch))
-        known = foreign(flag, value, batch)
+        self.arguments.problems.append(flag_problem(flag, value, self.own, batch))
+        known = translated(flag, value, batch)
         if known is not None:
-            self.foreign.append((known, self.found.problems[-1]))
+            self.translated.append((known, self.arguments.problems[-1]))
             self.line += map(pasted, shlex.split(known.override))
 
     def _global_batch(self) -> str:
@@ -144,32 +146,34 @@ class _Sorter:
         names = {name for name, key in {**ALIASES, **MEGATRON}.items() if key == _BATCH} | {_BATCH}
         return next((next(words, "") for word in words if word in names), "")
 
-    def merge_foreign_flags(self, command: str) -> None:
+    def merge_translated_flags(self, command: str) -> None:
         """Make one problem of several flags of Megatron's: a pasted command line is answered with a command line."""
-        if len(self.foreign) > 1:
-            single = [problem for _, problem in self.foreign]
-            flags = [known for known, _ in self.foreign]
-            given = {key: value for key, (value, _, _) in self.typed.items()}
+        if len(self.translated) > 1:
+            single = [problem for _, problem in self.translated]
+            flags = [known for known, _ in self.translated]
             words = [word for known in flags for word in shlex.split(known.override)]
+            given = {key: value for key, (value, _) in self.values.items()}
             given |= {key: value for key, _, value in (word.partition("=") for word in words)}
             merged = flags_problem(flags, " ".join(["ppctl", command, *self.line]), given)
-            self.found.problems = [merged, *(one for one in self.found.problems if one not in single)]
+            self.arguments.problems = [merged, *(one for one in self.arguments.problems if one not in single)]
 
     def _positional(self, token: str) -> None:
         match = _OVERRIDE.fullmatch(token)
         if match is None or (match[3] is None and not match[1]):
-            self.found.rest.append(token)
+            self.arguments.rest.append(token)
             self.line.append(pasted(token))
         elif match[1] == "~":
             message = f"{token}: nothing can be deleted from a closed config"
-            self.found.problems.append(Problem("PP-E121", message, _reset(match[2]), PLACE))
+            self.arguments.problems.append(Problem("PP-E121", message, _reset(match[2]), PLACE))
         elif match[3] is None:
-            self.found.problems.append(Problem("PP-E105", f"{token} has no value", _where_explained(match[2]), PLACE))
+            self.arguments.problems.append(
+                Problem("PP-E105", f"{token} has no value", _where_explained(match[2]), PLACE)
+            )
         else:
             self._add(match[2], full_name(match[2]), match[3], pasted(token))
 
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
-        """Add one override, unless it is a list of values or contradicts an earlier one."""
+        """Add one override, in place of an earlier one of its key, unless it is a list of values."""
         values = sweep_values(key, value)
         if values is not None:
             variable = f"value{len(self.sweeps) + 1}"
@@ -178,12 +182,10 @@ class _Sorter:
             return
         self.line.append(typed)
         quoted = quote(key, value)
-        before, first, again = self.typed.setdefault(key, (quoted, typed, value))
-        if before != quoted:
-            message = f"{key} has two values, {first} and {typed}; keep one of them"
-            self.found.problems.append(Problem("PP-E124", message, pasted(f"{key}={again}"), PLACE))
-        elif first is typed:
-            self.found.overrides.append(f"{key}={quoted}")
+        earlier = self.values.pop(key, None)  # so that the key has the last word's place, too
+        if earlier is not None and earlier[0] != quoted:
+            self.arguments.sources[key] = f"{PLACE}, replacing {earlier[1]}"
+        self.values[key] = quoted, typed
 
     def sweep_problem(self, command: str) -> Problem:
         """The shell loop that does what a sweep would."""
@@ -224,8 +226,103 @@ def retyped(overrides: Sequence[str]) -> str:
     words = []
     for override in overrides:
         key, _, value = override.partition("=")
-        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        plain = f"{key}={unquoted(value)}" if quoted else override
-        word = plain if normalise([plain]).overrides == [override] else override
-        words.append(f"+{word}" if key in ("recipe", "scale") else word)
+        plain = unquoted(value) if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+        same = quote(key, plain) == value and sweep_values(key, plain) is None
+        words.append(f"{'+' * (key in ('recipe', 'scale'))}{key}={plain if same else value}")
     return pasted(*words)
+
+
+# One value in Hydra's grammar
+
+_SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
+_RANGE = re.compile(r"range\(((?: *-?[0-9]{1,4} *,?){1,3})\)")
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def _is_verbatim(key: str) -> bool:
+    """Whether the value is taken letter by letter (layouts, paths, environment variables, any free value)."""
+    info = keys().get(key)
+    if info is None:
+        return mapping_with(key) is not None
+    return info.facts.verbatim or (info.is_container and not info.is_dtype)
+
+
+def quote(key: str, value: str) -> str:
+    """`value` as Hydra's grammar needs it: text is quoted, unless it is already, or null, or a list or mapping."""
+    text, info = value.strip(), keys().get(key)
+    is_text = "." in key and info is not None and info.is_text
+    if not (is_text or _is_verbatim(key)) or text in ("", "null") or _is_quoted(text):
+        return value
+    has_lists = info is not None and info.is_container and not info.facts.verbatim
+    if has_lists and (_is_literal(text) or text.lstrip("+-").isdigit()):
+        return value
+    body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
+    body += "\\" * (len(body) - len(body.rstrip("\\")))
+    return f"'{body}'"
+
+
+def unquoted(value: str) -> str:
+    """The inverse of `quote`, for quoted text."""
+    body = re.sub(r"(\\*)\\'", lambda match: match[1][::2] + "'", value[1:-1])
+    ends = len(body) - len(body.rstrip("\\"))
+    return body[: len(body) - ends // 2]
+
+
+def _is_quoted(text: str) -> bool:
+    return (
+        len(text) > 1
+        and text[0] == text[-1]
+        and text[0] in "'\""
+        and text[0] not in text[1:-1].replace("\\" + text[0], "")
+    )
+
+
+def _is_literal(text: str) -> bool:
+    """Whether the brackets around `text` are one list or mapping (and not, say, `[0]*3+[1]`)."""
+    if text[:1] + text[-1:] not in ("[]", "{}"):
+        return False
+    depth = 0
+    for column, letter in enumerate(text):
+        depth += _BRACKETS.get(letter, 0)
+        if depth == 0:
+            return column == len(text) - 1
+    return False
+
+
+def sweep_values(key: str, value: str) -> list[str] | None:
+    """The values of a sweep (`1,2,3`, `choice(a,b)`, `range(1,4)`), or None where `value` is one value."""
+    text = value.strip()
+    if _is_verbatim(key) or _is_quoted(text):
+        return None
+    numbers = _RANGE.fullmatch(text)
+    if numbers is not None:
+        return _range(numbers[1])
+    function = _SWEEP.fullmatch(text)
+    if function is not None:
+        return [item for item in _split(function[1]) if "=" not in item]
+    values = _split(text)
+    return values if len(values) > 1 else None
+
+
+def _range(text: str) -> list[str]:
+    """Hydra's `range(start, stop, step)` of whole numbers."""
+    bounds = [int(part) for part in text.split(",") if part.strip()]
+    if len(bounds) == 3 and bounds[2] == 0:
+        bounds.pop()
+    return list(map(str, range(*bounds)))
+
+
+def _split(text: str) -> list[str]:
+    """`text` cut at its outermost commas."""
+    parts, depth, quote_mark = [""], 0, ""
+    for letter in text:
+        if quote_mark:
+            quote_mark = "" if letter == quote_mark else quote_mark
+        elif letter in "'\"":
+            quote_mark = letter
+        depth += _BRACKETS.get(letter, 0)
+        if letter == "," and depth == 0 and not quote_mark:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

@@ -12,8 +12,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ppctl.config.batch_rampup import MOST_SIZES, Rampup, read_rampup
+from ppctl.config.keys import Finding
+from ppctl.config.pieces import MOST_SIZES, Rampup, read_rampup
 from ppctl.config.schema import RunConfig, TrainConfig
+
+STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
+"""The length of a run, and its other measures."""
 
 
 class Segment(NamedTuple):
@@ -110,8 +114,8 @@ def run_length(config: RunConfig) -> int | None:
     return max(1, steps if sizes.position(steps) == samples else steps - 1)
 
 
-def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys, what is wrong, remedy) of a batch that grows to something else than the global batch, or by too little."""
+def broken_rules(config: RunConfig) -> Iterator[Finding]:
+    """A batch that grows to something else than the global batch, or by too little; two lengths of a run."""
     train, key, full = config.train, "train.batch_rampup", "train.global_batch_size"
     if train.samples is not None and train.tokens is not None:
         message = "the length of the run is given in samples and in tokens"

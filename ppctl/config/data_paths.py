@@ -43,7 +43,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def _conversations(data: DataConfig) -> Iterator[Finding]:
-    """What only text or only conversations have, and what rows of several need."""
+    """Keys that apply to text alone or to conversations alone, and those that packed rows need."""
     if data.format == TEXT:
         for key, usual in (("pack", False), ("chat_template", None), ("too_long", REFUSE)):
             if getattr(data, key) != usual:
@@ -102,32 +102,32 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """One part of a blend; without a weight it weighs as much as it holds."""
 
     path: str
     weight: Fraction | None = None
 
 
-def read_sources(value: str | Sequence[Any] | None) -> tuple[Source, ...]:
+def read_sources(value: str | Sequence[Any] | None) -> tuple[DataSource, ...]:
     """The sources that a value of `data.path` names; none for None. Raises ValueError saying what is wrong."""
     if value is None:
         return ()
     if isinstance(value, str):
         text = value.strip()
         if not (text.startswith("[") and text.endswith("]")):
-            return (Source(value),)
+            return (DataSource(value),)
         value = _rows(text) if text.startswith("[{") else [w.strip().strip("'\"") for w in text[1:-1].split(",")]
     if not value or any(item in ("", None) for item in value):
         raise ValueError("a blend lists weights and paths, and one of them is empty")
     if any(isinstance(item, Mapping) for item in value):
         sources = tuple(map(_row, value))
     elif _number(value[0]) is None:
-        sources = tuple(Source(_path(item)) for item in value)
+        sources = tuple(DataSource(_path(item)) for item in value)
     elif len(value) % 2:
         raise ValueError(f"a blend is weight, path, weight, path; {_path(value[-1])} has no partner")
     else:
-        sources = tuple(Source(_path(path), _weight(w)) for w, path in zip(value[::2], value[1::2], strict=True))
+        sources = tuple(DataSource(_path(path), _weight(w)) for w, path in zip(value[::2], value[1::2], strict=True))
     weighted = [source for source in sources if source.weight is not None]
     if weighted:
         if len(weighted) < len(sources):
@@ -148,30 +148,30 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     if length <= LONGEST_CYCLE:
         return tuple(int(share * length) for share in shares)
     exact = [share * LONGEST_CYCLE for share in shares]
-    found = [math.floor(number) for number in exact]
-    by_rest = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
-    for i in by_rest[: LONGEST_CYCLE - sum(found)]:
-        found[i] += 1
-    if 0 in found:
+    counts = [math.floor(number) for number in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_rest[: LONGEST_CYCLE - sum(counts)]:
+        counts[i] += 1
+    if 0 in counts:
         least = float(min(weights))
         raise ValueError(f"a weight of {least:g} is less than one sample in {LONGEST_CYCLE}: leave that path out")
-    return tuple(found)
+    return tuple(counts)
 
 
 def _rows(text: str) -> list[Any]:
     from ppctl.config.yaml_file import read_yaml
 
     try:
-        found: list[Any] = read_yaml(text)[0]
+        rows: list[Any] = read_yaml(text)[0]
     except ValueError as error:
         raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {error}") from None
-    return found
+    return rows
 
 
-def _row(item: Any) -> Source:
+def _row(item: Any) -> DataSource:
     if not isinstance(item, Mapping) or not {"path"} <= set(item) <= {"path", "weight"}:
         raise ValueError(f"a row of a blend is {{path: ..., weight: ...}}, not {item}")
-    return Source(_path(item["path"]), None if item.get("weight") is None else _weight(item["weight"]))
+    return DataSource(_path(item["path"]), None if item.get("weight") is None else _weight(item["weight"]))
 
 
 def _path(item: Any) -> str:

@@ -1,231 +1,377 @@
-"""A configuration while it is composed: a tree of values, the source of each, and the problems found so far.
+"""A configuration while it is composed: values by dotted key, the source of each, and the problems so far.
 
-Knows how stronger values replace weaker ones, and the adjustments once all values are there: interpolations are
-resolved, a layout made for other sizes is set aside, two names of one value become equal.
-Reads a layout's file (`layout=@FILE`). Must not know Hydra.
+Knows how each layer replaces what is weaker (files, a model's directory, the command line, a miniature, a tokenizer),
+and the adjustments once all values are there: interpolations are resolved, a layout made for other sizes is set aside,
+two names of one value become equal. Must not know Hydra; how directories and tokenizers are read is handed in.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.batch_sizes import run_length
-from ppctl.config.checks import beyond_limits, within_limits
-from ppctl.config.keys import keys_with, sections, text_keys
-from ppctl.config.mapping import convert
-from ppctl.errors import Problem
-from ppctl.files import is_file, read_text
+from ppctl.config.argv import ALIASES, LAYOUT, PLACE, Arguments
+from ppctl.config.batch_sizes import LENGTHS, STEPS, run_length
+from ppctl.config.checks import within_limits
+from ppctl.config.keys import as_typed, keys, keys_with, mapping_with, sections, text_keys, value_text
+from ppctl.config.mapping import convert, converted_value, to_values
+from ppctl.config.model_rules import READ, without_effect
+from ppctl.config.resources import find_recipe, groups
+from ppctl.config.scale import KEEPS, SCALES
+from ppctl.config.schema import RunConfig
+from ppctl.config.unknown_words import no_such_key, no_such_option
+from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.host.files import is_file, read_text
 
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
 
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 
-STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
-"""The length of a run, and its other measures."""
-
 RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
 
 DEFAULT = "default"
 
-LONGEST_INTERPOLATED = 2**16
-"""Characters of what the interpolations of one key bring in from other ones that interpolate."""
-_NAMED, _NESTED = re.compile(r"([\w-]+)(?:\[\w+\])*\s*\}"), re.compile(r"\$\{[^}]*\$\{")
+_TOKENIZER = "data.tokenizer"
+_VOCABULARY, _DIVISOR, _TP = (
+    "model.vocab_size",
+    "model.make_vocab_size_divisible_by",
+    "parallel.tensor_model_parallel_size",
+)
+
+ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, Any]], Mapping[str, Any]]
+"""From model.from, model.implementation, model.hf_overrides and model.lora to values by key: of the model, and
+data.tokenizer. Raises PpctlError."""
+
+CountTokens = Callable[[str], int]
+"""From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Nested values by section, and their history."""
+    """Values by dotted key, and their history."""
 
-    tree: dict[str, Any]
+    values: dict[str, Any]
     provenance: dict[str, str]
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    typed: set[str] = field(default_factory=set)
+    """The keys of the command line."""
     covered: dict[str, Any] = field(default_factory=dict)
     """Key -> the value that the command line has replaced: remedies go back to it."""
 
+    @classmethod
+    def of(cls, config: RunConfig, provenance: Mapping[str, str], problems: list[Problem]) -> Draft:
+        """The values of `config`; those without a source are defaults."""
+        return cls(to_values(config), {**dict.fromkeys(text_keys(), DEFAULT), **provenance}, problems)
+
+    def source(self, key: str) -> str:
+        """Where the value of `key` came from."""
+        return self.provenance.get(key, DEFAULT)
+
     def place(self, key: str) -> str:
         """The source of the value of `key`, for a problem."""
-        return f"{key} ({self.provenance.get(key, DEFAULT)})"
+        return f"{key} ({self.source(key)})"
 
-    def get(self, key: str) -> Any:
-        """The value of a dotted key."""
-        value: Any = self.tree
-        for part in key.split("."):
-            value = value[part]
-        return value
-
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any, source: str) -> None:
         """Replace the value of a dotted key; a mapping is added to a mapping."""
-        *path, last = key.split(".")
-        branch = self.tree
-        for part in path:
-            if not isinstance(branch.get(part), dict):
-                branch[part] = {}
-            branch = branch[part]
-        old = branch.get(last)
-        branch[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(value, dict) and isinstance(self.values.get(key), dict):
+            value = {**self.values[key], **value}
+        self.values[key] = value
+        self.provenance[key] = source
 
     def sizes(self) -> dict[str, Any]:
         """The present sizes that a layout depends on."""
-        return {key: self.get(key) for key in keys_with("layout")}
+        return {key: self.values[key] for key in keys_with("layout")}
 
-    def resolve(self) -> None:
-        """Resolve `${...}`, one leaf at a time so that every failure is reported."""
-        leaves = [name for name, value in flat(self.tree, "") if "${" in str(value)]
-        if not leaves:
+    def config(self) -> RunConfig:
+        """The config so far, with usual values in place of wrong ones."""
+        return within_limits(convert(self.values, self.place)[0], self.covered)
+
+    def adjust(self) -> None:
+        """Make the values of keys fit each other, once all values are there."""
+        self._resolve()
+        self._read_layout_file()
+        self._find_schedule_file()
+        self._unite_micro_batch()
+        self._count_steps()
+
+    def _resolve(self) -> None:
+        """Resolve `${...}`; a value that cannot be resolved becomes its default."""
+        names = [name for name, value in self.values.items() if "${" in str(value) and name in text_keys()]
+        if not names:
             return
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
+        from ppctl.config.hydra_source import interpolated
 
-        texts = {path: text for name in leaves for path, text in _texts(self.get(name), name)}
-        for name in leaves:
-            own = [path for path in texts if path == name or path.startswith(f"{name}.")]
-            if sum(_length(path, texts, {}) for path in own) > LONGEST_INTERPOLATED:
-                self._unresolved(name, ValueError(f"it becomes longer than {LONGEST_INTERPOLATED} characters"))
-                continue
-            try:
-                OmegaConf.create({"value": self.get(name)})
-            except (OmegaConfBaseException, RecursionError) as error:
-                self._unresolved(name, error)
-        tree = OmegaConf.create(self.tree)
-        for name in leaves:
-            try:
-                value = OmegaConf.select(tree, name)
-                self.put(name, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-            except OmegaConfBaseException as error:
-                self._unresolved(name, error)
+        for name, value in interpolated(self.values, names).items():
+            self.values[name] = value
+            if isinstance(value, Exception):
+                message = f"{name}: {str(value).splitlines()[0]}"
+                self.problems.append(Problem("PP-E114", message, place=self.place(name)))
+                self.values[name] = text_keys()[name].default
 
-    def _unresolved(self, name: str, error: Exception) -> None:
-        message = f"{name}: {str(error).splitlines()[0]}"
-        self.problems.append(Problem("PP-E114", message, place=self.place(name)))
-        self.put(name, None)  # first, since a mapping would be added to the wrong one
-        self.put(name, text_keys()[name].default if name in text_keys() else None)
+    def _set_aside(self, key: str, shown: str, reason: str, derived: str) -> None:
+        self.notes.append(f"{shown} {self.values[key]} ({self.source(key)}) {reason}")
+        self.values[key] = None
+        self.provenance[key] = f"derived: {derived}{reason}"
 
-    def set_layout_aside(self, before: Mapping[str, Any], typed: set[str]) -> None:
-        """Drop a layout of a file where the command line changes the sizes that it was made for.
-
-        `before` are those sizes; `typed` the keys of the command line, which may set a layout itself.
-        """
-        layout = self.get(LAYOUT)
-        changed = [key for key in keys_with("layout") if self.get(key) != before[key]]
-        if LAYOUT in typed or layout in (None, "auto") or not changed:
+    def set_layout_aside(self, before: Mapping[str, Any]) -> None:
+        """Drop a layout of a file where the command line changes the sizes `before` that it was made for."""
+        changed = [key for key in keys_with("layout") if self.values[key] != before[key]]
+        if LAYOUT in self.typed or self.values[LAYOUT] in (None, "auto") or not changed:
             return
         short = {key: alias for alias, key in ALIASES.items()}
         names = " and ".join(short.get(key, key) for key in changed)
         reason = f"set aside because {names} {'was' if len(changed) == 1 else 'were'} changed on the command line"
-        source = self.provenance.get(LAYOUT, DEFAULT)
-        self.notes.append(f"layout {layout} ({source}) {reason}")
-        self.put(LAYOUT, None)
-        self.provenance[LAYOUT] = f"derived: layout {reason}"
+        self._set_aside(LAYOUT, "layout", reason, "layout ")
 
-    def set_rampup_aside(self, before: Any, typed: set[str]) -> None:
+    def set_rampup_aside(self, before: Any) -> None:
         """Drop a file's batch that grows where the command line changes the global batch that it grows to."""
-        rampup = self.get(RAMPUP)
-        if rampup is None or RAMPUP in typed or self.get(GLOBAL_BATCH) == before:
+        if RAMPUP in self.typed or self.values[RAMPUP] is None or self.values[GLOBAL_BATCH] == before:
             return
-        reason = "set aside because gbs was changed on the command line"
-        self.notes.append(f"batch_rampup {rampup} ({self.provenance.get(RAMPUP, DEFAULT)}) {reason}")
-        self.put(RAMPUP, None)
-        self.provenance[RAMPUP] = f"derived: {reason}"
+        self._set_aside(RAMPUP, "batch_rampup", "set aside because gbs was changed on the command line", "")
 
-    def read_layout_file(self) -> None:
+    def _read_layout_file(self) -> None:
         """`@file`: a layout string (or a YAML list of stages), relative to the working directory."""
-        value = self.get(LAYOUT)
+        value = self.values[LAYOUT]
         if not (isinstance(value, str) and value.startswith("@")):
             return
         from ppctl.config.yaml_file import read_yaml
 
         try:
             text = read_text(value[1:]).strip()
-            self.put(LAYOUT, read_yaml(text)[0] if text[:1] in ("[", "-") else text)
+            self.values[LAYOUT] = read_yaml(text)[0] if text[:1] in ("[", "-") else text
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             message = f"the layout file {value[1:]} cannot be read: {reason}; null is the even split"
             self.problems.append(Problem("PP-E123", message, "layout=null", self.place(LAYOUT)))
-            self.put(LAYOUT, None)
+            self.values[LAYOUT] = None
             return
         self.provenance[LAYOUT] += f" (file {value[1:]})"
 
-    def find_schedule_file(self) -> None:
+    def _find_schedule_file(self) -> None:
         """Keep the schedule file's absolute path: a run is resumed from anywhere."""
-        value = self.get(SCHEDULE_FILE)
+        value = self.values[SCHEDULE_FILE]
         if isinstance(value, str) and is_file(value):
-            self.put(SCHEDULE_FILE, str(Path(value).expanduser().resolve()))
+            self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
-    def count_steps(self) -> None:
-        """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
-
-        Where both are as strong both stay, and `batch_sizes` reports it.
-        """
-        train = self.tree["train"] if isinstance(self.tree["train"], dict) else {}
-        given = [key for key in LENGTHS if train.get(key.partition(".")[2]) is not None]
-        if not given:
-            return
-        strongest = max(_strength(self.provenance.get(key, DEFAULT)) for key in given)
-        own = _strength(self.provenance.get(STEPS, DEFAULT))
-        if own > strongest:
-            for key in given:
-                self.put(key, None)
-                self.provenance[key] = f"derived: {STEPS} is set"
-        elif own < strongest:
-            config, _ = convert(self.tree, self.place)
-            steps = run_length(within_limits(config, list(beyond_limits(config))))
-            self.put(STEPS, steps)
-            self.provenance[STEPS] = f"derived: {given[0]}"
-
-    def unite_micro_batch(self) -> None:
+    def _unite_micro_batch(self) -> None:
         """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: that of the stronger source.
 
         With equally strong sources both stay, and `checks.py` reports a difference.
         """
-        ranks = [_strength(self.provenance.get(key, DEFAULT)) for key in MICRO_BATCH]
-        if ranks[0] == ranks[1]:
+        ranks = [self._strength(key) for key in MICRO_BATCH]
+        if ranks[0] != ranks[1]:
+            stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
+            self.put(weaker, self.values[stronger], f"derived: {stronger}")
+
+    def _count_steps(self) -> None:
+        """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
+
+        Where both are as strong both stay, and `batch_sizes` reports it.
+        """
+        given = [key for key in LENGTHS if self.values[key] is not None]
+        if not given:
             return
-        stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
-        self.put(weaker, self.get(stronger))
-        self.provenance[weaker] = f"derived: {stronger}"
+        strongest, own = max(map(self._strength, given)), self._strength(STEPS)
+        if own > strongest:
+            for key in given:
+                self.put(key, None, f"derived: {STEPS} is set")
+        elif own < strongest:
+            self.put(STEPS, run_length(self.config()), f"derived: {given[0]}")
+
+    def _strength(self, key: str) -> int:
+        """Order of sources: derived and default, files, command line."""
+        source = self.source(key)
+        return 0 if source == DEFAULT or source.startswith("derived") else 2 if source.startswith(PLACE) else 1
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Dotted path -> text, of all texts in a value that interpolate."""
-    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inner:
-        yield from _texts(each, f"{path}.{key}")
-    if isinstance(value, str) and "${" in value:
-        yield path, value
+# The layers, weakest first
 
 
-def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
-    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there.
+def files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
+    """The draft that defaults, conf/ and the chosen groups make; what is wrong with files is added to `problems`."""
+    from ppctl.config.hydra_source import load
 
-    A text may name another one twice, and that one a third: some lines would take hours, and fill the memory.
-    """
-    if path not in known:
-        known[path] = 0
-        named = _NAMED.findall(texts[path])
-        brought = [other for word in named for other in texts if word in other.split(".")]
-        brought += [*texts] * len(_NESTED.findall(texts[path]))  # a name that is made of others may be any
-        own = len(texts[path]) * texts[path].count("${")  # where they are nested, reading takes the square of that
-        known[path] = own + sum(_length(other, texts, known) for other in brought)
-    return known[path]
+    draft = Draft.of(RunConfig(), {}, problems)
+    try:
+        for key, value, source in load(choices):
+            draft.put(key, value, source)
+    except ConfigError as error:
+        problems += error.problems
+    return draft
 
 
-def _strength(source: str) -> int:
-    """Order of sources: derived and default, files, command line."""
-    return 0 if source == DEFAULT or source.startswith("derived") else 2 if source.startswith(PLACE) else 1
+def split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """(group -> option, [(key, text)]); a choice of something that does not exist becomes a problem."""
+    options: dict[str, Sequence[str]] = {**groups(), "scale": list(SCALES)}
+    choices: dict[str, str] = {}
+    values: list[tuple[str, str]] = []
+    for override in arguments.overrides:
+        key, _, value = override.partition("=")
+        option = value.strip("'\"")
+        if key not in options or (key in sections() and value[:1] == "{"):
+            values.append((key, value))
+        elif option in options[key] or (key == "recipe" and find_recipe(option) is not None):
+            choices[key] = option
+        elif option not in ("", "null"):
+            arguments.problems.append(no_such_option(key, option, options[key]))
+    return choices, values
 
 
-def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted name -> value, down to the schema's leaves (below a section, everything is a leaf's name)."""
-    for name, value in tree.items():
-        full = f"{prefix}{name}"
-        if isinstance(value, Mapping) and full in sections():
-            yield from flat(value, f"{full}.")
-        elif not (value is None and full in sections()):
-            yield full, value
+def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arguments) -> None:
+    """Put the keys of the command line on top."""
+    from ppctl.config.hydra_source import parse
+
+    for key, text in values:
+        known = key if key in keys() else mapping_with(key)
+        if known is None:
+            draft.problems.append(no_such_key(key, text))
+            continue
+        if known == "model.transformers" and text not in ("", "null"):
+            message = f"{known} is what was found in the directory of model.from: leave it out"
+            draft.problems.append(Problem("PP-E103", message, place=PLACE))
+            continue
+        source = arguments.sources.get(key, PLACE)
+        if known in draft.typed and source == PLACE:
+            source = draft.provenance[known]  # of another entry of the same mapping
+        if known in text_keys():
+            draft.covered.setdefault(known, deepcopy(draft.values[known]))
+        try:
+            value = parse(f"{key}={text}").value()
+            draft.put(known, value if key == known else {key.rpartition(".")[2]: value}, source)
+        except ConfigError as error:
+            draft.problems += [with_remedy(replace(p, place=f"{known} ({PLACE})"), draft) for p in error.problems]
+            continue
+        draft.typed.add(known)
+
+
+def with_remedy(problem: Problem, draft: Draft) -> Problem:
+    """`problem`, with the value that stood before (or the default) as its remedy where it has none."""
+    key = problem.place.partition(" (")[0]
+    if problem.remedy or key not in text_keys():
+        return problem
+    before = draft.covered.get(key, text_keys()[key].default)
+    return replace(problem, remedy=f"ppctl explain {key}" if key == "published" else as_typed(key, before))
+
+
+def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
+    """Put the sizes of `model.from` over those of files."""
+    directory = draft.values["model.from"]
+    if not isinstance(directory, str) or not directory:
+        return
+    if scaled:
+        message = "a miniature has weights of its own: model.from and +scale exclude each other"
+        draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {directory}"))
+        return
+    try:
+        asked = (_asked(draft, f"model.{name}") for name in ("implementation", "hf_overrides", "lora"))
+        values = read_model(directory, *asked)
+    except PpctlError as error:
+        draft.problems += error.problems
+        for name in ("hf_overrides", "lora"):  # of a model of which nothing is known they are not wrong besides
+            draft.values[f"model.{name}"] = {}
+        return
+    if values.get("model.transformers") is not None:
+        now = {name: draft.values[name] for name in sorted(draft.typed)}
+        fitting = {name: values.get(name, text_keys()[name].default) for name in now if name in text_keys()}
+        draft.problems += without_effect(now, fitting, PLACE, READ)
+        put_back(draft, fitting, READ)
+    is_set = draft.source(_TOKENIZER) != DEFAULT
+    for name, value in values.items():
+        if name not in draft.typed and not (name == _TOKENIZER and is_set):
+            draft.put(name, value, f"model.from={directory}")
+    if for_training and not is_set and _TOKENIZER not in values:
+        message = (
+            f"{directory} has no tokenizer, and {_TOKENIZER} names none (a directory, or byte where bytes are meant): "
+            "bytes would be read as tokens of its vocabulary"
+        )
+        draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {directory}"))
+
+
+def _asked(draft: Draft, name: str) -> Any:
+    """The value that a key will have; its default in place of one of another type, which is refused afterwards."""
+    try:
+        return converted_value(name, draft.values[name])
+    except ValueError:
+        return text_keys()[name].default
+
+
+def put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:
+    """Plan the model that there is, not the sizes that were refused: its description has layers of its own."""
+    for name, value in fitting.items():
+        if name.startswith("model.") and name not in read:
+            draft.values[name] = value
+
+
+def scale_down(draft: Draft, scale: str, source: str) -> None:
+    """Replace what makes the run large, except values of the command line, and note the changes as a table."""
+    rows = []
+    try:
+        values = _miniature(draft, scale)
+    except ConfigError as error:  # layers that are none, such as a wrong model.moe_layer_freq
+        draft.problems += error.problems
+        return
+    for key, value in values.items():
+        before = draft.values[key]
+        if key in draft.covered:
+            draft.covered[key] = value  # a remedy goes back to the value without the command line
+        if key not in draft.typed and value != before:
+            draft.put(key, value, f"scale={scale}")
+            rows.append((key, *map(value_text, (before, value))))
+    draft.put("scale", scale, source)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]
+    draft.notes.append("\n".join([f"scale={scale} keeps {KEEPS[scale]}, and makes small:", *table]))
+
+
+def _miniature(draft: Draft, scale: str) -> dict[str, Any]:
+    """The values that make the run small. The model's are in proportion to those of files: values on the command line
+    are meant for the miniature."""
+    small = SCALES[scale]
+    full = replace(draft, values=dict(draft.values))
+    for key in small(draft.config(), draft.typed):
+        if key.startswith(("model.", "log.")) and key in draft.covered:
+            full.values[key] = draft.covered[key]
+    return small(full.config(), draft.typed)
+
+
+def vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
+    """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
+    source, rows, tokenizer = draft.source(_VOCABULARY), draft.values[_VOCABULARY], draft.values[_TOKENIZER]
+    if source.startswith("model.from"):
+        return  # its weights have these rows
+    reason = ""
+    if source == DEFAULT or source.startswith("scale="):
+        if draft.source(_TOKENIZER) != DEFAULT and isinstance(tokenizer, str):
+            try:
+                rows = count_tokens(tokenizer)
+                reason = f"{_TOKENIZER}={tokenizer} has {rows:,} tokens"
+            except PpctlError as error:
+                if for_training:
+                    draft.problems += error.problems
+                else:
+                    reasons = "; ".join(problem.message for problem in error.problems)
+                    draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
+        elif source == DEFAULT and not draft.values["model.from"] and draft.source("data.path") != DEFAULT:
+            without = f"data.path is set, and neither {_TOKENIZER} nor {_VOCABULARY}"
+            draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
+    multiple = _multiple(draft)
+    if multiple > 1 and isinstance(rows, int) and rows % multiple:
+        before = reason or f"{rows:,} ({source})"
+        divisor = f"make_vocab_size_divisible_by {draft.values[_DIVISOR]} x tp {draft.values[_TP]}"
+        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {divisor}"
+    if reason:
+        draft.put(_VOCABULARY, rows, f"derived: {reason}")
+
+
+def _multiple(draft: Draft) -> int:
+    """The number that the vocabulary becomes a multiple of; 1 where a factor is wrong, which `check` reports."""
+    divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
+    sound = all(
+        type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))
+    )
+    return divisor * tp if sound and divisor > 1 else 1

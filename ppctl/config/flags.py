@@ -68,68 +68,68 @@ def meant_by(name: str) -> str | None:
     return next((table[each] for each in (name, flag) for table in tables if each in table), None)
 
 
-class Foreign(NamedTuple):
+class TranslatedFlag(NamedTuple):
     """A flag of Megatron's that ppctl understands and does not take."""
 
     typed: str
     override: str = ""
-    """What means the same; empty where nothing does, or nothing is needed."""
+    """The override that means the same; empty where none does, or none is needed."""
     why: str = ""
     """Why it is left out, or how to say something like it."""
     code: str = "PP-E107"
     """PP-E108 of what this release does not have, PP-E109 of what means nothing here."""
 
 
-def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
-    """What `flag value` means, or None where ppctl does not know the flag. `batch` is the global batch size, if any."""
+def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
+    """The meaning of `flag value`; None of an unknown flag. `batch` is the global batch size, if any."""
     from ppctl.config import megatron_flags as table  # long, and few command lines need it
 
     typed = pasted(*filter(None, (flag, value)))
     if flag in FIXED:
-        return Foreign(typed, FIXED[flag])
+        return TranslatedFlag(typed, FIXED[flag])
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
-        return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
+        return TranslatedFlag(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:
         in_steps = _IN_SAMPLES[flag]
         in_tokens = in_steps.replace("_steps", "_tokens")
         tokens = f": {in_tokens} = samples x data.seq_length" if in_tokens in text_keys() else ""
-        return Foreign(
+        return TranslatedFlag(
             typed,
             why=f"{in_steps} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})",
         )
     if AGREED.get(flag) == value:
-        return Foreign(typed, why="it is so in any case", code="PP-E109")
+        return TranslatedFlag(typed, why="it is so in any case", code="PP-E109")
     if same := _keys_of(flag):
         meant = _TRANSLATED.get(flag, str)(value)
         if flag == "--optimizer" and value and not same[0].allows(meant):
-            return Foreign(typed, why=table.found_in(table.LATER, "--sgd-momentum") or "", code="PP-E108")
+            return TranslatedFlag(typed, why=table.found_in(table.LATER, "--sgd-momentum") or "", code="PP-E108")
         return _as_key(typed, same[0], meant)
     if later := table.found_in(table.LATER, flag):
-        return Foreign(typed, why=later, code="PP-E108")
+        return TranslatedFlag(typed, why=later, code="PP-E108")
     if similar := table.found_in(table.WRITE, flag):
-        return Foreign(typed, why=f"{similar} says something like it")
+        return TranslatedFlag(typed, why=f"{similar} says something like it")
     if reason := table.found_in(table.MEANINGLESS, flag):
-        return Foreign(typed, why=reason, code="PP-E109")
+        return TranslatedFlag(typed, why=reason, code="PP-E109")
     return _switched_off(typed, flag)
 
 
-def _as_key(typed: str, key: Key, value: str) -> Foreign:
+def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
     """A flag that means a key; a key that this release refuses is not offered."""
     override = _override(key, value)
     support = key.facts.support
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
-        return Foreign(typed, why=support.note or key.name, code="PP-E108")
+        return TranslatedFlag(typed, why=support.note or key.name, code="PP-E108")
     flag = typed.partition(" ")[0].partition("=")[0]
-    return Foreign(typed, f"{_SWITCHED_ON[flag]} {override}" if flag in _SWITCHED_ON else override)
+    return TranslatedFlag(typed, f"{_SWITCHED_ON[flag]} {override}" if flag in _SWITCHED_ON else override)
 
 
-def _switched_off(typed: str, flag: str) -> Foreign | None:
+def _switched_off(typed: str, flag: str) -> TranslatedFlag | None:
     """`--no-X` and `--disable-X` of a switch X."""
     field = flag.removeprefix("--no-").removeprefix("--disable-").replace("-", "_")
-    found = [key for key in text_keys().values() if key.field == field and key.is_switch]
-    if field == flag.replace("-", "_") or not found:
+    switches = [key for key in text_keys().values() if key.field == field and key.is_switch]
+    if field == flag.replace("-", "_") or not switches:
         return None
-    return Foreign(typed, as_typed(found[0].name, False))
+    return TranslatedFlag(typed, as_typed(switches[0].name, False))
 
 
 def takes_several(flag: str) -> bool:
@@ -184,7 +184,7 @@ _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 """Flags that switch something else on as well."""
 
 
-def flags_problem(flags: Sequence[Foreign], line: str, given: Mapping[str, str]) -> Problem:
+def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
     """One problem for several flags at once; `line` is the command line with keys instead of these flags.
 
     Its place ends with Megatron's defaults where the line leaves others; `given` are its keys and values.
@@ -195,52 +195,54 @@ def flags_problem(flags: Sequence[Foreign], line: str, given: Mapping[str, str])
     return Problem("PP-E107", message, line, "\n".join([*rows, *_other_defaults(given)]))
 
 
-def _left_out(flag: Foreign) -> str:
+def _left_out(flag: TranslatedFlag) -> str:
     words = {"PP-E108": "not in this release:", "PP-E109": "left out:"}
     return f"{words.get(flag.code, 'in other terms:')} {flag.why}"
 
 
 def _other_defaults(given: Mapping[str, str]) -> list[str]:
-    """What a command line leaves to defaults, where Megatron's are others: a table, and what to paste."""
+    """A table of the keys that a command line leaves to defaults other than Megatron's, and overrides to paste."""
     from ppctl.config.megatron_flags import defaults_left
 
-    found = [(key, value_text(text_keys()[key].default), value_text(theirs)) for key, theirs in defaults_left(given)]
-    found = [row for row in found if row[1] != row[2]]
-    if not found or "recipe" in given or "model.from" in given:
+    differing = [
+        (key, value_text(text_keys()[key].default), value_text(theirs)) for key, theirs in defaults_left(given)
+    ]
+    differing = [row for row in differing if row[1] != row[2]]
+    if not differing or "recipe" in given or "model.from" in given:
         return []
-    rows = [("not given", "here", "Megatron"), *found]
+    rows = [("not given", "here", "Megatron"), *differing]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{key:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}" for key, ours, theirs in rows]
-    paste = pasted(*(f"{key}={theirs}" for key, _, theirs in found))
+    paste = pasted(*(f"{key}={theirs}" for key, _, theirs in differing))
     return ["", "not given, and Megatron's default differs from ours:", *table, "for Megatron's:", f"  {paste}"]
 
 
 def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str = "") -> Problem:
-    """What is wrong with a flag that ppctl does not take; `value` is what was typed for it."""
+    """The problem of a flag that ppctl does not take; `value` is what was typed for it."""
     place = "command line"
     if flag in MEGATRON:
         usual = value_text(text_keys()[MEGATRON[flag]].default)
         return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)
     if flag in LISTS:
         return Problem("PP-E107", f"{flag} needs a value", f"ppctl explain {LISTS[flag]}", place)
-    found = foreign(flag, value, batch)
-    if found is None:
+    known_flag = translated(flag, value, batch)
+    if known_flag is None:
         names = [*names_of_keys("names"), *names_of_keys("known_as"), *FIXED]
         names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
         known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
         return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
-    if found.override:
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", found.override, place)
-    if found.code == "PP-E108":
+    if known_flag.override:
+        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", known_flag.override, place)
+    if known_flag.code == "PP-E108":
         return Problem(
             "PP-E108",
-            f"{flag} asks for a feature that this release does not have ({found.why}); leave it out",
+            f"{flag} asks for a feature that this release does not have ({known_flag.why}); leave it out",
             place=place,
         )
-    if found.code == "PP-E109":
-        return Problem("PP-E109", f"{flag} has no meaning in ppctl: {found.why}; leave it out", place=place)
+    if known_flag.code == "PP-E109":
+        return Problem("PP-E109", f"{flag} has no meaning in ppctl: {known_flag.why}; leave it out", place=place)
     return Problem(
-        "PP-E107", f"{flag} is no flag of ppctl; {found.why}", f"ppctl explain {found.why.split()[0]}", place
+        "PP-E107", f"{flag} is no flag of ppctl; {known_flag.why}", f"ppctl explain {known_flag.why.split()[0]}", place
     )
 
 

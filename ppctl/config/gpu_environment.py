@@ -1,6 +1,6 @@
-"""What the environment of a rank on a GPU must hold: variables that CUDA and cuBLAS read when they start.
+"""Variables that CUDA and cuBLAS read when they start, as a rank on a GPU needs them.
 
-Knows these variables, their good values and why other values are refused. Must not know launchers: the launcher sets
+Knows their names, their good values and why other values are refused. Must not know launchers: the launcher sets
 what is missing, and every rank checks its own environment again.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ppctl.config.schema import RunConfig
-from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
 from ppctl.errors import ConfigError, Problem
+from ppctl.host.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE = (":4096:8", ":16:8")
@@ -64,10 +64,10 @@ def _varies(config: RunConfig) -> bool:
 
 def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:
     """A note on settings of torch's allocator that are the user's and leave out what ppctl would set."""
-    found = _set_by_user(ALLOCATOR, environ, launch_env)
-    if found is None or _expands(found[1]):
+    setting = _set_by_user(ALLOCATOR, environ, launch_env)
+    if setting is None or _expands(setting[1]):
         return None
-    return f"note: {found[0]}={found[1]} is kept; without it ppctl sets {EXPANDABLE} (ppctl explain PP-E822)"
+    return f"note: {setting[0]}={setting[1]} is kept; without it ppctl sets {EXPANDABLE} (ppctl explain PP-E822)"
 
 
 def expanding(environ: Mapping[str, str]) -> str | None:
@@ -81,8 +81,8 @@ def _expands(settings: str) -> bool:
 
 
 def _registers(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> bool:
-    found = _set_by_user((REGISTERS,), environ, launch_env)
-    return found is not None and found[1].lower() in ("1", "t", "true", "y", "yes")
+    setting = _set_by_user((REGISTERS,), environ, launch_env)
+    return setting is not None and setting[1].lower() in ("1", "t", "true", "y", "yes")
 
 
 def _set_by_user(

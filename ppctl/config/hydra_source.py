@@ -1,12 +1,14 @@
-"""All that ppctl uses of Hydra, private names included: no other module imports it.
+"""All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf.
 
-Offers two things: `parse` (the override grammar) and `load` (the defaults list: groups, `override /group: x`, packages)
-over conf/ and the recipe directories. Must not know the schema. Importing it imports Hydra: do so lazily.
+Offers three things: `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages,
+over conf/ and the recipe directories) and `interpolated` (`${...}`). Must not know rules on values. Importing it loads
+Hydra: do so lazily.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,27 +22,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from ppctl.config.keys import text_keys
+from ppctl.config.mapping import leaves, nested
 from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
-
-__all__ = ["ConfigLayer", "Override", "load", "parse"]
-
-
-@dataclass(frozen=True)
-class ConfigLayer:
-    """One file of the composition and where in the tree it goes (`model`, or empty for the root)."""
-
-    file: YamlFile
-    package: str
-    recipe: str | None
-
-    def source(self, key: str) -> str:
-        """Where the file sets `key` (relative to its package), as provenance text."""
-        line = self.file.lines.get(key)
-        place = f"{self.file.label}:{line}" if line else self.file.label
-        return f"recipe {self.recipe} ({place})" if self.recipe else place
 
 
 @dataclass
@@ -66,10 +54,10 @@ class PpctlSource(ConfigSource):
         """The file behind a config path such as `recipe/quickstart`, or none."""
         name = config_path.removesuffix(".yaml")
         if name not in self.files:
-            found = self._find(name)
-            if found is None:
+            file = self._find(name)
+            if file is None:
                 return None
-            self.files[name] = found
+            self.files[name] = file
         return self.files[name]
 
     def _find(self, name: str) -> YamlFile | None:
@@ -118,7 +106,7 @@ class _Repository(ConfigRepository):
 
 
 def parse(text: str) -> Override:
-    """One override in Hydra's grammar. Raises ConfigError naming it."""
+    """One override in Hydra's grammar. Raises ConfigError that names it."""
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
@@ -127,20 +115,21 @@ def parse(text: str) -> Override:
         raise ConfigError(Problem("PP-E105", message, place="command line")) from None
 
 
-def load(choices: Mapping[str, str]) -> list[ConfigLayer]:
-    """The files that make up a config, weakest first; `choices` are the chosen options by group.
+def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
+    """(dotted key, value, source) of all that the files of a config set, weakest first.
 
-    Raises ConfigError where a defaults list names something that does not exist or contradicts itself.
+    `choices` are the chosen options by group. Raises ConfigError where a file cannot be read, or a defaults list names
+    something that does not exist or contradicts itself.
     """
     version.setbase("1.3")
     source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
-    lines = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
-    lines += [f"+recipe='{source.chosen.name}'"] if source.chosen else []
+    overrides = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
+    overrides += [f"+recipe='{source.chosen.name}'"] if source.chosen else []
     try:
-        found = create_defaults_list(
+        resolved = create_defaults_list(
             repo=_Repository(source),
             config_name="config",
-            overrides_list=[parse(line) for line in lines],
+            overrides_list=[parse(override) for override in overrides],
             prepend_hydra=False,
             skip_missing=False,
         )
@@ -149,14 +138,23 @@ def load(choices: Mapping[str, str]) -> list[ConfigLayer]:
     except (HydraException, ValueError, TypeError, AssertionError) as error:  # the last three of a malformed list
         reason = str(error).split("\nConfig search path")[0].strip() or "an item of its defaults list has no group"
         raise _header_of(source, reason) from None
-    layers = []
-    for default in found.defaults:
-        path = default.config_path or ""
-        file = source.file(path)
-        if file is not None:
-            recipe = path.removeprefix("recipe/") if path.startswith("recipe/") else None
-            layers.append(ConfigLayer(file, default.package or "", recipe))
-    return layers
+    return [
+        value
+        for default in resolved.defaults
+        if (file := source.file(default.config_path or "")) is not None
+        for value in _values_of(file, default.config_path or "", default.package or "")
+    ]
+
+
+def _values_of(file: YamlFile, path: str, package: str) -> Iterator[tuple[str, Any, str]]:
+    """(dotted key, value, source) of what a file sets below `package`."""
+    prefix = f"{package}." if package else ""
+    recipe = path.removeprefix("recipe/") if path.startswith("recipe/") else None
+    values = {name: value for name, value in file.values.items() if name != "defaults"}
+    for name, value in leaves(values, prefix):
+        line = file.lines.get(name.removeprefix(prefix))
+        place = f"{file.label}:{line}" if line else file.label
+        yield name, value, f"recipe {recipe} ({place})" if recipe else place
 
 
 def _header_of(source: PpctlSource, reason: str) -> ConfigError:
@@ -164,3 +162,57 @@ def _header_of(source: PpctlSource, reason: str) -> ConfigError:
     file = source.file(f"recipe/{source.chosen.name}" if source.chosen else "config")
     assert file is not None  # it was read before
     return file.error(f"cannot be composed: {reason}", file.lines.get("defaults", 1))
+
+
+LONGEST_INTERPOLATED = 2**16
+"""Characters of what the interpolations of one key bring in from other ones that interpolate."""
+_NAMED, _NESTED = re.compile(r"([\w-]+)(?:\[\w+\])*\s*\}"), re.compile(r"\$\{[^}]*\$\{")
+
+
+def interpolated(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The values of `names`, which have `${...}` in them, resolved one at a time; an exception for each that fails."""
+    texts = {path: text for name in names for path, text in _texts(values[name], name)}
+    resolved: dict[str, Any] = {}
+    for name in names:
+        own = [path for path in texts if path == name or path.startswith(f"{name}.")]
+        if sum(_length(path, texts, {}) for path in own) > LONGEST_INTERPOLATED:
+            resolved[name] = ValueError(f"it becomes longer than {LONGEST_INTERPOLATED} characters")
+            continue
+        try:
+            OmegaConf.create({"value": values[name]})
+        except (OmegaConfBaseException, RecursionError) as error:
+            resolved[name] = error
+    defaults = {name: text_keys()[name].default for name in resolved}
+    tree = OmegaConf.create(nested({**{name: values[name] for name in text_keys()}, **defaults}))
+    for name in names:
+        if name not in resolved:
+            try:
+                value = OmegaConf.select(tree, name)
+                resolved[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except OmegaConfBaseException as error:
+                resolved[name] = error
+    return resolved
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Dotted path -> text, of all texts in a value that interpolate."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from _texts(each, f"{path}.{key}")
+    if isinstance(value, str) and "${" in value:
+        yield path, value
+
+
+def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
+    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there.
+
+    A text may name another one twice, and that one a third: some lines would take hours, and fill the memory.
+    """
+    if path not in known:
+        known[path] = 0
+        named = _NAMED.findall(texts[path])
+        brought = [other for word in named for other in texts if word in other.split(".")]
+        brought += [*texts] * len(_NESTED.findall(texts[path]))  # a name that is made of others may be any
+        own = len(texts[path]) * texts[path].count("${")  # where they are nested, reading takes the square of that
+        known[path] = own + sum(_length(other, texts, known) for other in brought)
+    return known[path]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import keyword
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
@@ -17,13 +16,12 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppctl.config.limits import Limit, controls
-from ppctl.config.metadata import Facts, facts_of
+from ppctl.config.metadata import Facts, Limit, OneOf, attribute_of, facts_of
 from ppctl.config.schema import RunConfig
-from ppctl.errors import pasted, visible
+from ppctl.errors import CONTROL, pasted, visible
 
 Finding = tuple[tuple[str, ...], str, str]
-"""What a rule on values reports: the keys that it is about, what is wrong, remedy."""
+"""A broken rule between values: the keys that it is about, what is wrong, and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Key:
 
     @property
     def limit(self) -> Limit | None:
-        """What a value may be on its own; none accepts all of the type."""
+        """The values that it allows; none accepts all of the type."""
         return self.facts.limit
 
     @property
@@ -52,7 +50,7 @@ class Key:
     @property
     def attribute(self) -> str:
         """The field's name in Python, where `from` is a word of the language."""
-        return f"{self.field}_" if keyword.iskeyword(self.field) else self.field
+        return attribute_of(self.field)
 
     @property
     def may_be_none(self) -> bool:
@@ -61,15 +59,27 @@ class Key:
 
     def allows(self, value: Any) -> bool:
         """Whether `value`, of the key's type, has no control characters and keeps the key's own limit."""
-        if self.controls(value):
+        if self._controls(value):
             return False
         if self.limit is None:
             return True
         return self.may_be_none if value is None else self.limit.allows(value)
 
-    def controls(self, value: Any) -> str:
+    def misfit(self, value: Any) -> tuple[str, str | None]:
+        """Why `allows` refuses a value, and the word that was probably meant."""
+        if bad := self._controls(value):
+            shown = " ".join(dict.fromkeys(bad))
+            return f"{self.name} has control characters, which scripts and terminals obey: {shown}", None
+        message = f"{self.name} must be {self.limit.words if self.limit else ''}"
+        if not isinstance(self.limit, OneOf):
+            return message, None
+        word, words = str(value).lower(), {name.lower(): name for name in self.limit.names}
+        close = nearest(word, words)
+        return message + did_you_mean(word, words), words[close[0]] if close else None
+
+    def _controls(self, value: Any) -> str:
         """The characters of `value` that no text of this key may have."""
-        return controls(value, "\n\t" if self.facts.lines else "")
+        return _controls(value, "\n\t" if self.facts.lines else "")
 
     @property
     def is_dtype(self) -> bool:
@@ -104,6 +114,14 @@ class Key:
         return any(get_origin(t) is list for t in members(self.type))
 
 
+def _controls(value: Any, kept: str = "") -> str:
+    """The control characters in all texts of `value`, a list's and a mapping's among them, but for those in `kept`."""
+    if isinstance(value, str):
+        return "".join(letter for letter in CONTROL.findall(value) if letter not in kept)
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    return "".join(_controls(each, kept) for each in parts) if isinstance(parts, list | tuple) else ""
+
+
 def members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the type alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
@@ -136,10 +154,10 @@ def sections() -> dict[str, type]:
 def keys() -> dict[str, Key]:
     """Dotted name -> key, for every leaf, Python-only ones included."""
     top = {key.name: key for key in _keys_of(RunConfig, "", Facts())}
-    found = {name: key for name, key in top.items() if name not in sections()}
+    leaves = {name: key for name, key in top.items() if name not in sections()}
     for section, cls in sections().items():
-        found.update((key.name, key) for key in _keys_of(cls, section + ".", top[section].facts))
-    return found
+        leaves.update((key.name, key) for key in _keys_of(cls, section + ".", top[section].facts))
+    return leaves
 
 
 @cache
@@ -168,7 +186,7 @@ def names_of_keys(fact: str) -> Mapping[str, str]:
 
 def _keys_of(cls: type, prefix: str, section: Facts) -> list[Key]:
     hints = get_type_hints(cls)
-    found = []
+    declared = []
     for field in fields(cls):
         default = field.default
         if default is MISSING:
@@ -176,8 +194,8 @@ def _keys_of(cls: type, prefix: str, section: Facts) -> list[Key]:
         owner = next(c for c in reversed(cls.__mro__) if field.name in inspect.get_annotations(c))
         name, facts = prefix + field.name.removesuffix("_"), facts_of(field.metadata)
         facts = replace(facts, mathematics=facts.mathematics or section.mathematics)
-        found.append(Key(name, hints[field.name], default, owner, facts))
-    return found
+        declared.append(Key(name, hints[field.name], default, owner, facts))
+    return declared
 
 
 @cache
@@ -185,31 +203,18 @@ def _docstrings(cls: type) -> dict[str, str]:
     """Field name -> the string under it, read from the class's source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    texts = {}
     for node, after in zip(body.body, body.body[1:], strict=False):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[node.target.id] = inspect.cleandoc(str(after.value.value))
-    return found
+            texts[node.target.id] = inspect.cleandoc(str(after.value.value))
+    return texts
 
 
 def docstring(key: Key) -> str:
-    """What the field means; empty where the class does not say."""
+    """The meaning of a field; empty where the class does not say."""
     return _docstrings(key.owner).get(key.attribute, "")
-
-
-def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a dotted key."""
-    section, _, field = name.rpartition(".")
-    attribute = keys()[name].attribute if name in keys() else field
-    return getattr(getattr(config, section) if section else config, attribute)
-
-
-def set_value(config: RunConfig, name: str, value: Any) -> None:
-    """Set a dotted key."""
-    section = name.rpartition(".")[0]
-    setattr(getattr(config, section) if section else config, keys()[name].attribute, value)
 
 
 def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:
@@ -249,5 +254,5 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean a or b?`, or nothing."""
-    found = nearest(word, known)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    close = nearest(word, known)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     DIRECTORY_NAME,
+    LATER,
     MEMORY,
     MOST_RANKS,
     NOT_EMPTY,
@@ -17,11 +18,12 @@ from ppctl.config.limits import (
     SLURM_TIME,
     STEPS,
     TIME,
+    Support,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import LATER, Support, key
 
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
 
@@ -47,7 +49,7 @@ class LaunchConfig:
     device_memory: str | None = key(None, MEMORY)
     """Memory of one device, as "80GiB"; none means that the plan is not compared with a limit."""
     memory_reserve: str = key("auto", RESERVE)
-    """Of device_memory, what CUDA's context and communicators take, as "2GiB": a plan's peak has to fit into the rest.
+    """The part of device_memory that CUDA's context and communicators take, as "2GiB"; a plan's peak must fit the rest.
     `auto` follows from the sizes of the groups; it is 0 on the CPU."""
     share_gpu: bool = key(False)
     """Let ranks share GPUs: each takes the one of number local rank % GPUs. Messages go through host memory: slow, for
@@ -107,7 +109,7 @@ class LaunchConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    """What a run records, and where."""
+    """Files and services that a run records into."""
 
     name: str = key("run", DIRECTORY_NAME)
     """Name of the run: a directory under `dir`."""

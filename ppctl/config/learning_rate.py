@@ -1,7 +1,7 @@
 """The learning rate as a function of the updates made: a warm-up, then pieces, each of which ends at a rate.
 
-Every style of `optim.lr_decay_style` is such a list. Must not know optimizers: `lr_at` is a pure function, so that no
-cut and no resume changes it.
+Every style of `optim.lr_decay_style` is such a list, and the weight of the MTP losses one over the steps done. Must not
+know optimizers: `lr_at` and `mtp_weight` are pure functions, so that no cut and no resume changes them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ppctl.config.batch_sizes import StepsFor, steps_for_tokens
-from ppctl.config.lr_pieces import read_piece
-from ppctl.config.schema import OptimConfig, RunConfig
+from ppctl.config.keys import Finding
+from ppctl.config.pieces import read_piece, read_weight_piece
+from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
 
 
-class Piece(NamedTuple):
+class RatePiece(NamedTuple):
     """The rate from where the piece before it ended, until update `until`, where it is `lr`."""
 
     style: str
@@ -65,25 +66,25 @@ def warmup_steps(optim: OptimConfig, steps_for: StepsFor | None) -> int:
     return _steps(optim.warmup_steps, optim.warmup_tokens, steps_for)
 
 
-def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[Piece]:
-    """What follows the warm-up, in order. `steps_for` is asked where something is given in tokens."""
+def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[RatePiece]:
+    """The pieces after the warm-up, in order. `steps_for` is asked where something is given in tokens."""
     if optim.lr_decay_style == "constant":
         return []
     if optim.lr_decay_style == "piecewise":
         return _given(optim, steps_for)
     end = _steps(optim.lr_decay_steps or steps, optim.lr_decay_tokens, steps_for)
     if optim.lr_decay_style != "WSD":
-        return [Piece(optim.lr_decay_style, end, optim.min_lr)]
+        return [RatePiece(optim.lr_decay_style, end, optim.min_lr)]
     stable = end - (optim.lr_wsd_decay_steps or 0)
-    return [Piece("constant", stable, optim.lr), Piece(optim.lr_wsd_decay_style, end, optim.min_lr, stable)]
+    return [RatePiece("constant", stable, optim.lr), RatePiece(optim.lr_wsd_decay_style, end, optim.min_lr, stable)]
 
 
-def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[Piece]:
+def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[RatePiece]:
     pieces, lr = [], optim.lr
     for row in optim.lr_pieces or ():
         piece = read_piece(row)
         lr = piece.lr if piece.lr is not None else lr if piece.style == "constant" else optim.min_lr
-        pieces.append(Piece(piece.style, _steps(piece.steps, piece.tokens, steps_for), lr))
+        pieces.append(RatePiece(piece.style, _steps(piece.steps, piece.tokens, steps_for), lr))
     return pieces
 
 
@@ -95,7 +96,7 @@ def _steps(given: int, given_tokens: float | None, steps_for: StepsFor | None) -
     return steps_for(given_tokens)
 
 
-def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def broken_rules(config: RunConfig) -> Iterator[Finding]:
     """(keys, what is wrong, remedy) of settings of the learning rate that contradict each other."""
     optim = config.optim
     if optim.min_lr > optim.lr:
@@ -126,10 +127,46 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         yield from _order(config)
 
 
-def _order(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
+    """A warm-up that ends behind the run."""
+    steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
+    if warmup > steps:
+        yield (
+            f"the warm-up takes {warmup:,} steps and the run ends after {steps:,}: the rate never reaches optim.lr; "
+            "optim.warmup_steps and train.steps set them"
+        )
+
+
+def _order(config: RunConfig) -> Iterator[Finding]:
     """Pieces that end where another one ended already."""
     ends = [piece.until for piece in _given(config.optim, steps_for_tokens(config))]
-    if any(after <= before for before, after in pairwise(ends)):
-        shown = ", ".join(f"{end:,}" for end in ends)
+    if shown := _out_of_order(ends):
         message = f"the pieces of the learning rate end after {shown} steps: each must end later than the one before"
         yield ("optim.lr_pieces",), message, "ppctl explain optim.lr_pieces"
+
+
+def _out_of_order(ends: list[int]) -> str:
+    """The ends, to be shown, where one is not later than the one before; empty where all are."""
+    wrong = any(after <= before for before, after in pairwise(ends))
+    return ", ".join(f"{end:,}" for end in ends) if wrong else ""
+
+
+def mtp_weight(step: int, model: ModelConfig, steps_for: StepsFor) -> float:
+    """The weight of the MTP losses in the step that follows `step` completed ones."""
+    for piece in map(read_weight_piece, model.mtp_loss_scaling_pieces or ()):
+        if step < _steps(piece.steps, piece.tokens, steps_for):
+            return piece.weight
+    return model.mtp_loss_scaling_factor
+
+
+def broken_mtp_rules(config: RunConfig) -> Iterator[Finding]:
+    """Pieces of the MTP weight that end where another one has ended already."""
+    key, rows, steps_for = (
+        "model.mtp_loss_scaling_pieces",
+        config.model.mtp_loss_scaling_pieces,
+        steps_for_tokens(config),
+    )
+    ends = [_steps(piece.steps, piece.tokens, steps_for) for piece in map(read_weight_piece, rows or ())]
+    if shown := _out_of_order(ends):
+        message = f"the weights of the MTP losses end after {shown} steps: each must end later than the one before"
+        yield (key,), message, f"{key}=null"

@@ -6,30 +6,53 @@ launcher writes `to_mapping` as config.yaml, every rank reads it with `from_mapp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import Key, keys, members, nearest, sections, set_value, text_keys, type_text
+from ppctl.config.keys import Key, keys, mapping_with, members, nearest, sections, text_keys, type_text
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 
 PUBLISHED = frozenset({"what", "published", "here", "why"})
 MOST_UNKNOWN = 20
-"""Unknown keys that are told one by one: each is compared with every key."""
+"""Unknown keys that are reported one by one: each is compared with every key."""
+
+
+def to_values(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> plain data (dict, list, str, int, float, bool, None), for every key that text can set."""
+    return {
+        name: dtype_name(config[name]) if key.is_dtype else _plain(config[name]) for name, key in text_keys().items()
+    }
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as a tree of sections."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, field = name.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[field] = value
+    return tree
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name -> value, down to the schema's leaves: below a section, everything is a leaf's name."""
+    for name, value in tree.items():
+        full = f"{prefix}{name}"
+        if isinstance(value, Mapping) and full in sections():
+            yield from leaves(value, f"{full}.")
+        elif not (value is None and full in sections()):
+            owner = None if full in keys() else mapping_with(full)
+            yield (full, value) if owner is None else (owner, {full.rpartition(".")[2]: value})
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
-    """Nested plain data (dict, list, str, int, float, bool, None) that `from_mapping` reads back to an equal config."""
-    tree: dict[str, Any] = {}
-    for name, key in text_keys().items():
-        *path, field = name.split(".")
-        owner, branch = config, tree
-        for part in path:
-            owner, branch = getattr(owner, part), branch.setdefault(part, {})
-        value = getattr(owner, key.attribute)
-        branch[field] = dtype_name(value) if key.is_dtype else _plain(value)
-    return tree
+    """Nested plain data that `from_mapping` reads back to an equal config."""
+    return nested(to_values(config))
 
 
 def _plain(value: Any) -> Any:
@@ -48,35 +71,34 @@ def from_mapping(
     `place` maps a dotted key to where its value came from, `remedy` to what helps against a value of a wrong type.
     Raises ConfigError with every unknown key and wrong type.
     """
-    config, problems = convert(mapping, place, remedy)
+    config, problems = convert(dict(leaves(mapping)), place, remedy)
     if problems:
         raise ConfigError(problems)
     return config
 
 
 def convert(
-    mapping: Mapping[str, Any], place: Callable[[str], str], remedy: Callable[[str], str] = lambda key: ""
+    values: Mapping[str, Any], place: Callable[[str], str], remedy: Callable[[str], str] = lambda key: ""
 ) -> tuple[RunConfig, list[Problem]]:
-    """As `from_mapping`, but returns the problems; a key that has one keeps its default."""
+    """The config that values by dotted key describe, and their problems; a key that has one keeps its default."""
     config = RunConfig()
-    problems: list[Problem] = []
+    problems = [not_a_section(name, place(name)) for name in values if name in sections()]
     unknown: list[str] = []
-    for name, value in _leaves(mapping, problems, place):
+    for name, value in values.items():
         key = keys().get(name)
+        if name in sections():
+            continue
         if key is None:
             unknown.append(name)
             if len(unknown) <= MOST_UNKNOWN:
                 problems.append(unknown_key(name, place(name)))
-            continue
-        if key.is_callable:
+        elif key.is_callable:
             problems.append(python_only(key, place(name)))
-            continue
-        try:
-            converted = converted_value(name, value)
-        except ValueError as error:
-            problems.append(Problem("PP-E102", f"{name}: {error}", remedy(name), place(name)))
-            continue
-        set_value(config, name, converted)
+        else:
+            try:
+                config[name] = converted_value(name, value)
+            except ValueError as error:
+                problems.append(Problem("PP-E102", f"{name}: {error}", remedy(name), place(name)))
     if unknown[MOST_UNKNOWN:]:
         message = f"there are {len(unknown) - MOST_UNKNOWN} more names that are no keys"
         problems.append(Problem("PP-E101", message, "ppctl explain", place(unknown[MOST_UNKNOWN])))
@@ -103,35 +125,38 @@ def python_only(key: Key, place: str) -> Problem:
     return Problem("PP-E113", message, place=place)
 
 
-def _leaves(mapping: Mapping[str, Any], problems: list[Problem], place: Callable[[str], str]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in mapping.items():
-        if name not in sections():
-            found.append((str(name), value))
-        elif isinstance(value, Mapping):
-            found += [(f"{name}.{field}", inner) for field, inner in value.items()]
-        elif value is not None:
-            problems.append(not_a_section(str(name), place(str(name))))
-    return found
-
-
 def converted_value(name: str, value: Any) -> Any:
-    """`value` as the type of the dotted key `name`. Raises ValueError saying what the key takes."""
+    """`value` as the type of the dotted key `name`. Raises ValueError that says what the key takes."""
+    read = _reader(name)
+    return read(value)
+
+
+@cache
+def _reader(name: str) -> Callable[[Any], Any]:
+    """The function that makes a value of a key's type."""
     key = keys()[name]
-    if key.name == "published":
-        return _published(value)
+    special = {"published": _published, "model.hf_overrides": _fields_of_config_json}
+    if key.name in special:
+        return special[key.name]
     if key.is_dtype:
-        return dtype_name(value)
-    if key.type is Any:
-        return _plain(value)
-    if key.name == "model.hf_overrides" and isinstance(value, Mapping):  # null is a field's value like others
-        value = {name: "null" if each is None else each for name, each in value.items()}
-    for member in members(key.type):
+        return dtype_name
+    return _plain if key.type is Any else partial(_as_one_of, key.type)
+
+
+def _as_one_of(kind: Any, value: Any) -> Any:
+    for member in members(kind):
         try:
             return _as(member, value)
         except (ValueError, TypeError, OverflowError):
             continue
-    raise ValueError(f"takes {type_text(key.type)}, not {value!r}")
+    raise ValueError(f"takes {type_text(kind)}, not {value!r}")
+
+
+def _fields_of_config_json(value: Any) -> Any:
+    """The mapping, in which null is a field's value like others."""
+    if isinstance(value, Mapping):
+        value = {name: "null" if each is None else each for name, each in value.items()}
+    return _as_one_of(keys()["model.hf_overrides"].type, value)
 
 
 def _as(kind: Any, value: Any) -> Any:

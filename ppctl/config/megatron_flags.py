@@ -114,7 +114,7 @@ LATER = {
     "training of a part of the weights": "--freeze-all-layers",
     "stopping at a loss that jumps": "--check-for-spiky-loss --check-for-large-grads",
 }
-"""What this release does not have -> the flags that ask for it."""
+"""A feature that this release does not have -> the flags that ask for it."""
 
 MEANINGLESS = {
     "ppctl has one implementation of its model": (

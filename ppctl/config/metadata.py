@@ -1,20 +1,193 @@
-"""What is known of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
+"""Facts of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
 
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
 
-Must not know any key. A fact on a section's field (`model: ModelConfig = key(ModelConfig, mathematics=True)`) holds for
-all its keys.
+A fact on a section's field (`model: ModelConfig = key(ModelConfig, mathematics=True)`) holds for all its keys. A limit
+says whether it `allows` one value, and in `words` what it must be. An upper bound is what can be planned on a laptop
+within seconds, above what any real job needs (decision 27). Must not know any key, nor rules between several values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import keyword
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppctl.config.limits import Limit
+from ppctl.config.quantities import memory_bytes, seconds, slurm_seconds, steps_of
+from ppctl.topology import axes_of
+
+LARGEST = 2**63 - 1
+"""The largest number of 64 bits: the bound of what a plan does not count with (a rate, a seed, a number of steps)."""
+MOST_RANKS = 2**20
+"""Ranks of a job, and of each of its axes but pp."""
+MOST_PP_RANKS = 1024
+"""Ranks of a pipeline."""
+MOST_STAGES = 4096
+"""Stages of a pipeline, and so chunks of a pp_rank; decoder layers of a model."""
+MOST_WIDTH = 2**20
+"""Width of the residual stream, and of what is projected from it."""
+MOST_INNER_WIDTH = 2**22
+"""Width of a feed-forward."""
+MOST_HEADS = 2**16
+"""Heads, experts, groups of either, and the width of one head."""
+MOST_TOKENS = 2**27
+"""Tokens of a sample, positions of a model."""
+MOST_VOCABULARY = 2**24
+"""Rows of the embedding."""
+MOST_SAMPLES = 2**31
+"""Samples of an optimizer step."""
+MOST_IN_A_MICROBATCH = 2**20
+"""Samples of a microbatch."""
+MOST_CAPACITY = 2**16
+"""Messages under way on a channel."""
+MOST_WORKSPACE_MIB = 2**20
+"""Size of a workspace: a TiB."""
+MOST_PREDICTED = 64
+"""Multi-token prediction layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A number above 0 (or, with `zero`, from 0 on) and at most `most` (or, with `below`, below it)."""
+
+    most: int
+    zero: bool = False
+    below: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is within the bounds; nan is not."""
+        return (value > 0 or (self.zero and value == 0)) and (value < self.most if self.below else value <= self.most)
+
+    @property
+    def is_size(self) -> bool:
+        """Whether plans count with it: nothing can be planned where it is out of bounds."""
+        return 1 < self.most < LARGEST
+
+    @property
+    def words(self) -> str:
+        """The limit in words, such as `greater than 0, at most 4096`."""
+        return f"{'0 or more' if self.zero else 'greater than 0'}, {'below' if self.below else 'at most'} {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of some words; with `any_case`, in capital or small letters."""
+
+    names: tuple[str, ...]
+    any_case: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is one of them."""
+        return value in self.names or (self.any_case and isinstance(value, str) and value.lower() in self.names)
+
+    @property
+    def words(self) -> str:
+        """The limit in words, such as `one of cuda, cpu, any`."""
+        return f"one of {', '.join(self.names)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A value that `read` can read: else it raises ValueError."""
+
+    words: str
+    read: Callable[[Any], object]
+    example: str | None = None
+
+    def allows(self, value: Any) -> bool:
+        """Whether `read` can read `value`."""
+        try:
+            self.read(value)
+        except ValueError:
+            return False
+        return True
+
+
+Limit = Bounds | OneOf | Form
+
+BELOW_ONE = Bounds(1, zero=True, below=True)
+"""A share of something."""
+
+
+def positive(most: int = LARGEST) -> Bounds:
+    """A number above 0."""
+    return Bounds(most)
+
+
+def not_negative(most: int = LARGEST) -> Bounds:
+    """A number from 0 on."""
+    return Bounds(most, zero=True)
+
+
+def one_of(*names: str, any_case: bool = False) -> OneOf:
+    """One of `names`."""
+    return OneOf(names, any_case)
+
+
+def _matching(pattern: str) -> Callable[[Any], object]:
+    """A reader of text that matches `pattern`, and of all that is no text."""
+    form = re.compile(pattern)
+
+    def read(value: Any) -> object:
+        if isinstance(value, str) and form.fullmatch(value) is None:
+            raise ValueError(value)
+        return value
+
+    return read
+
+
+def each_of(names: tuple[str, ...]) -> Form:
+    """One of `names`, or a list of them."""
+
+    def read(value: Any) -> object:
+        listed = value if isinstance(value, list | tuple) else [value]
+        if not listed or any(each not in names for each in listed):
+            raise ValueError(value)
+        return value
+
+    return Form(f"one of {', '.join(names)}, or a list of these", read)
+
+
+def sizes(number: int, least: int) -> Form:
+    """A list of `number` whole numbers from `least` on."""
+
+    def read(value: Any) -> object:
+        if len(value) != number or any(type(size) is not int or not least <= size <= MOST_RANKS for size in value):
+            raise ValueError(value)
+        return value
+
+    return Form(f"{number} numbers, each {least} or more", read)
+
+
+NOT_EMPTY = Form("not empty", _matching(r"(?s).+"))
+ABSOLUTE = Form("an absolute path, as /dev/shm/ppctl", _matching(r"(?s)/.+"))
+ONE_LINE = Form("one line of text, not empty", _matching(r".*\S.*"))
+DIRECTORY_NAME = Form(
+    "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",
+    _matching(r"(?!\.+$)(?!\s)[^/\\]{1,100}(?<!\s)"),
+)
+TIME = Form("a length of time, as 11h50m", seconds, "11h50m")
+SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds, "12:00:00")
+MEMORY = Form("an amount of memory, as 80GiB", memory_bytes, "80GiB")
+RESERVE = Form("auto or an amount of memory, as 2GiB", lambda text: text == "auto" or memory_bytes(text))
+STEPS = Form("a range of 1 to 100 steps, as 10:12 for steps 10 and 11", steps_of, "10:12")
+RANK_ORDER = Form("tp, cp, ep, dp and pp, once each, with dashes between them", axes_of)
+
+
+# Facts
 
 WORKS, LATER, NEEDS, IGNORED, PYTHON = "works", "later", "needs", "ignored", "python"
+
+MEANING = {
+    WORKS: "works",
+    LATER: "later: comes in a later release, and is refused until then",
+    NEEDS: "needs a library or build that ppctl does not use",
+    IGNORED: "ignored upstream too, or nothing to act on here: accepted, with a note",
+    PYTHON: "works from Python: takes an object, which no text can set",
+}
+"""Each state begins with one of four words: works, later, needs, ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +196,17 @@ class Support:
 
     state: str = WORKS
     note: str = ""
-    """What is missing, or why the key has no effect."""
+    """The feature that is missing, or why the key has no effect."""
     aside: str = ""
-    """What `ppctl explain` adds; not in the error."""
+    """A remark that `ppctl explain` adds, and the error does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of one key. Names are separated by blanks."""
+    """The facts of one key. Names are separated by blanks."""
 
     limit: Limit | None = None
-    """What a value may be on its own; none accepts all of the type."""
+    """The values that it allows; none accepts all of the type."""
     support: Support = Support()
     names: str = ""
     """Other names that set it: an alias (`pp`), Megatron's flags (`--num-layers`), another system's key."""
@@ -64,10 +237,15 @@ def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def attribute_of(field: str) -> str:
+    """The name in Python of a field, where `from` and `async` are words of the language."""
+    return f"{field}_" if keyword.iskeyword(field) else field
+
+
 def facts_of(metadata: Mapping[str, Any]) -> Facts:
-    """What `key` has written; nothing special for a plain field."""
-    found: Facts = metadata.get("key", _PLAIN)
-    return found
+    """The facts that `key` has written; nothing special for a plain field."""
+    facts: Facts = metadata.get("key", _PLAIN)
+    return facts
 
 
 _PLAIN = Facts()

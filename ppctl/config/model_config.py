@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config import mtp_pieces
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     BELOW_ONE,
     MOST_HEADS,
     MOST_INNER_WIDTH,
@@ -20,11 +19,12 @@ from ppctl.config.limits import (
     MOST_WIDTH,
     NOT_EMPTY,
     each_of,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import key
+from ppctl.config.pieces import MTP_PIECES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,5 +173,5 @@ class ModelConfig:
     """Multi-token prediction layers after the decoder; none means none."""
     mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
     """Weight of the MTP losses in the training loss."""
-    mtp_loss_scaling_pieces: list[Any] | None = key(None, mtp_pieces.PIECES, training=True)
+    mtp_loss_scaling_pieces: list[Any] | None = key(None, MTP_PIECES, training=True)
     """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""

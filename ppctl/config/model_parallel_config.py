@@ -12,17 +12,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
+    IGNORED,
+    LATER,
     MOST_PP_RANKS,
     MOST_RANKS,
     MOST_SAMPLES,
     MOST_STAGES,
+    NEEDS,
+    PYTHON,
+    Support,
+    key,
     not_negative,
     one_of,
     positive,
     sizes,
 )
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E117"
@@ -105,7 +110,7 @@ class ModelParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = key(
         None, sizes(2, least=2), names="--hierarchical-context-parallel-sizes"
     )
-    """Of `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and how many such groups make a ring; their
+    """For `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and how many such groups make a ring; their
     product is cp."""
     expert_model_parallel_size: int = key(
         1, positive(MOST_RANKS), names="ep --expert-model-parallel-size", known_as="expert_parallel_degree"
@@ -250,9 +255,9 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         """Check the rules, then fill what follows from other fields, as Megatron does."""
-        found = problems(self)
-        if found:
-            raise ModelParallelConfigError(found)
+        broken = problems(self)
+        if broken:
+            raise ModelParallelConfigError(broken)
         for text in cautions(self):
             warnings.warn(text, stacklevel=3)
         if self.expert_tensor_parallel_size is None:
@@ -308,10 +313,10 @@ def _broken_deferral(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
 
 
 def cautions(config: ModelParallelConfig) -> list[str]:
-    """What is legal but likely not meant."""
-    found = []
+    """Settings that are legal but likely not meant."""
+    notes = []
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
-        found.append("Transformer Engine's fused cross entropy is known to be unstable; `native` is the safe choice")
+        notes.append("Transformer Engine's fused cross entropy is known to be unstable; `native` is the safe choice")
     if config.expert_model_parallel_size > 1 and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        found.append("expert and tensor parallelism together need sequence_parallel for training")
-    return found
+        notes.append("expert and tensor parallelism together need sequence_parallel for training")
+    return notes

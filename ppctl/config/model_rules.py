@@ -1,19 +1,40 @@
-"""Rules on the decoder's own sizes: heads, rotary positions, latent attention, experts.
+"""Rules on the model: the decoder's own sizes, and what a model whose code is transformers' cannot do.
 
-Knows relations inside ModelConfig. Must not know parallel sizes, layouts or how a block is built.
+Knows relations inside ModelConfig, and the keys that only ppctl's own blocks read. Must not know layouts, how a block
+is built, or what transformers' code computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from ppctl.config.keys import Finding
-from ppctl.config.schema import ModelConfig
+from ppctl.config.keys import Finding, as_typed
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.errors import Problem
+
+_AXES = {
+    "parallel.tensor_model_parallel_size": "multiplies with whole weights",
+    "parallel.context_parallel_size": "attends to whole sequences",
+    "parallel.expert_model_parallel_size": "holds all experts of a layer",
+    "parallel.expert_tensor_parallel_size": "multiplies with whole weights",
+}
+_OTHERS = {
+    "data.pack": (False, "takes a row for one conversation"),
+    "data.reset_position_ids": (False, "counts positions through a row"),
+    "data.reset_attention_mask": (False, "attends to whole rows"),
+    "pipeline.patch_inner_model": (True, "does not take hidden states"),
+    "pipeline.patch_causal_lm_model": (True, "does not take hidden states"),
+    "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
+}
+READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.lora", "model.init_method_std"})
+"""The keys of `model` that count for such a model."""
 
 
-def broken_rules(model: ModelConfig) -> Iterator[Finding]:
-    """Every rule that the model breaks."""
+def decoder(config: RunConfig) -> Iterator[Finding]:
+    """Whose code runs, and the sizes of a model of ppctl's own blocks."""
+    model = config.model
     yield from _implementation(model)
     if model.transformers is not None:
         return  # its sizes are in a config of another library
@@ -153,3 +174,41 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
         message = f"{chosen} of {groups} groups have {chosen * experts // groups} experts, and a token goes to"
         needed = -(-model.moe_router_topk * groups // experts)
         yield keys, f"{message} {model.moe_router_topk}", f"model.moe_router_group_topk={needed}"
+
+
+def foreign(config: RunConfig) -> Iterator[Finding]:
+    """Axes and switches that a model whose code is transformers' cannot follow."""
+    if config.model.transformers is None:
+        return
+    code = "a model whose code is transformers'"
+    for key, why in _AXES.items():
+        size = config[key]
+        if size is not None and size > 1:
+            yield (key,), f"{code} {why}: {key} must be 1, not {size}", f"{key}=1"
+    for key, (fitting, why) in _OTHERS.items():
+        if config[key] != fitting:
+            yield (key,), f"{code} {why}: {key} must be {str(fitting).lower()}", as_typed(key, fitting)
+    if config.train.recompute_granularity == "selective":
+        key = "train.recompute_granularity"
+        yield (key,), f"{code} has modules of other names: whole layers can be recomputed", f"{key}=full"
+    elif config.train.recompute_method != "block" and (config.train.recompute_num_layers or 1) > 1:
+        key = "train.recompute_num_layers"
+        yield (key,), f"{code} calls its layers itself: each is recomputed alone", f"{key}=1"
+
+
+def without_effect(
+    typed: Mapping[str, Any], fitting: Mapping[str, Any], place: str, read: Collection[str]
+) -> list[Problem]:
+    """The problems of values of `model` that were typed for a model whose code is transformers': its config.json has
+    them, or nothing reads them. `fitting` has the right value of each key, `read` the keys that do count.
+    """
+    return [
+        Problem(
+            "PP-E103",
+            f"{name} has no effect on a model whose code is transformers': its config.json says what it is",
+            as_typed(name, fitting[name]),
+            f"{name} = {value} ({place})",
+        )
+        for name, value in typed.items()
+        if name.startswith("model.") and name not in read and value != fitting[name]
+    ]

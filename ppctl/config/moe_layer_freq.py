@@ -41,7 +41,7 @@ def fitted_moe_layer_freq(model: ModelConfig) -> str:
 
 
 def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
-    """What `moe_layer_freq` lists, however many layers that is; None if it lists nothing."""
+    """The entries of `moe_layer_freq`, however many layers these are; None if it lists nothing."""
     freq = model.moe_layer_freq
     if isinstance(freq, str | int):
         return _read(freq, model.num_layers)

@@ -10,8 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ppctl.config.limits import MOST_IN_A_MICROBATCH, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS, positive
-from ppctl.config.metadata import PYTHON, Support, key
+from ppctl.config.metadata import (
+    MOST_IN_A_MICROBATCH,
+    MOST_SAMPLES,
+    MOST_STAGES,
+    MOST_TOKENS,
+    PYTHON,
+    Support,
+    key,
+    positive,
+)
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E119"
@@ -53,7 +61,7 @@ class PipelineConfig:
     """Let ppctl stand in for what an inner model's forward calls on other stages. False: that forward takes hidden
     states itself and is called as it is, with None for other stages' modules, as that of ppctl's own blocks does."""
     patch_causal_lm_model: bool = True
-    """The same for the forward of the model itself, with or without an inner model."""
+    """Replace the forward of the model itself, with or without an inner model."""
     patch_stage_backward_maybe_with_nosync: bool = False
     """Stages under fully_shard sum their gradients once, behind a stage's last backward, and not after each one. The
     data parallelism of a run always does."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config.keys import Finding, as_typed, text_keys, value_of
+from ppctl.config.keys import Finding, as_typed, text_keys
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
 
@@ -52,7 +52,7 @@ def _dtypes(config: RunConfig) -> Iterator[Finding]:
     if dtype == "float32" and dtype_name(config.parallel.params_dtype) == "float64":
         dtype = "float64"
     for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
-        other = dtype_name(value_of(config, name))
+        other = dtype_name(config[name])
         if other is not None and other != dtype:
             if "float64" in (other, dtype):
                 yield _beside_float64(name, other, dtype)
@@ -136,7 +136,7 @@ def _loss_scale(config: RunConfig) -> Iterator[Finding]:
     optim = config.optim
     for field in _LOSS_SCALE:
         key = f"optim.{field}"
-        if value_of(config, key) == text_keys()[key].default:
+        if config[key] == text_keys()[key].default:
             continue
         if not config.parallel.fp16:
             yield (key, "parallel.fp16"), f"{key} scales the loss of parallel.fp16, and that is off", _default(key)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppctl.files import is_file, read_text
+from ppctl.host.files import is_file, read_text
 
 RECIPES_PATH = "PPCTL_RECIPES_PATH"
 """Directories of the user's own recipes, separated as in PATH; searched before the shipped ones."""
@@ -59,13 +59,13 @@ def own_recipe_directories() -> list[Path]:
 
 def recipes() -> dict[str, Recipe]:
     """Name -> recipe; the user's own come first and hide shipped ones of the same name."""
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for directory in own_recipe_directories():
         for path in sorted(directory.glob("*.yaml")):
-            found.setdefault(path.stem, Recipe(path.stem, path, str(path)))
+            by_name.setdefault(path.stem, Recipe(path.stem, path, str(path)))
     for path in sorted(recipes_directory().glob("*.yaml")):
-        found.setdefault(path.stem, Recipe(path.stem, path, f"recipes/{path.name}"))
-    return found
+        by_name.setdefault(path.stem, Recipe(path.stem, path, f"recipes/{path.name}"))
+    return by_name
 
 
 def is_file_name(option: str) -> bool:
@@ -74,7 +74,7 @@ def is_file_name(option: str) -> bool:
 
 
 def find_recipe(option: str) -> Recipe | None:
-    """What `recipe=OPTION` means: a recipe's name, or the path of a file (`mine.yaml`, `../runs/mine.yaml`)."""
+    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`)."""
     if not is_file_name(option):
         return recipes().get(option)
     path = Path(option).expanduser()
@@ -83,9 +83,9 @@ def find_recipe(option: str) -> Recipe | None:
 
 def groups() -> dict[str, list[str]]:
     """Config group -> its options: the directories of conf/ and `recipe`."""
-    found = {
+    options = {
         folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
         for folder in sorted(conf_directory().iterdir())
         if folder.is_dir() and not folder.name.startswith("_")
     }
-    return found | {"recipe": sorted(recipes())}
+    return options | {"recipe": sorted(recipes())}

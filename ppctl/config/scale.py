@@ -8,17 +8,17 @@ These values depend on each other: that is why they are computed here and are no
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from math import gcd
 from typing import Any
 
+from ppctl.config.argv import PLACE
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.schedule.policies import POLICIES, schedule_policy
 
 KEEPS = {"smoke": "layout, layers and switches", "axes": "axes, kinds of layers and switches"}
-SCALES = tuple(KEEPS)
 
 HIDDEN = 64
 HEADS = 4
@@ -37,13 +37,8 @@ AXIS = 2
 """Its ranks along each axis."""
 
 
-def miniature(config: RunConfig, scale: str, typed: Collection[str]) -> dict[str, Any]:
-    """The values, by key, that make `config` small; those of `typed` keys do not count, which other ones follow."""
-    return axes(config, typed) if scale == "axes" else smoke(config)
-
-
-def smoke(config: RunConfig) -> dict[str, Any]:
-    """The values, by key, that make `config` small.
+def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
+    """The values, by key, that make `config` small; none follows a `typed` one.
 
     One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs, and no more
     steps than take two minutes; widths of a toy, with numbers of heads, experts, groups and chosen experts in
@@ -97,15 +92,17 @@ def steps(config: RunConfig, num_microbatches: int) -> int:
     return min(config.train.steps, STEPS, max(1, WORK // (layers * num_microbatches)))
 
 
-def steps_in_words(config: RunConfig) -> str:
+def steps_in_words(config: RunConfig, provenance: Mapping[str, str]) -> Iterator[str]:
     """How many steps a miniature takes, and what decides that."""
     model, train = config.model, config.train
+    if not provenance.get("scale", "").startswith(PLACE) or provenance.get("train.steps", "").startswith(PLACE):
+        return
     layers = model.num_layers + (model.mtp_num_layers or 0)
     microbatches = train.global_batch_size // train.micro_batch_size
     text = f"{train.steps} steps of {layers} layers x {microbatches} microbatches"
     if train.steps < STEPS:
         text += f": at most {WORK:,} of these in all, which take about two minutes; steps={STEPS} overrides it"
-    return text
+    yield text
 
 
 def _microbatches(config: RunConfig) -> int:
@@ -198,3 +195,7 @@ def _in_proportion(value: int, new: int, old: int, multiple: int = 1) -> int:
 def _divisor(number: int, at_most: int) -> int:
     """The largest divisor of `number` that is at most `at_most`."""
     return max(d for d in range(1, max(1, at_most) + 1) if number % d == 0)
+
+
+SCALES: dict[str, Callable[[RunConfig, Collection[str]], dict[str, Any]]] = {"smoke": smoke, "axes": axes}
+"""Scale -> the values, by key, that make a config small, given the keys that were typed."""

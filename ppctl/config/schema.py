@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.accelerators import DEVICES
 from ppctl.config.launch_config import LaunchConfig, LogConfig
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     MOST_CAPACITY,
     MOST_RANKS,
     MOST_SAMPLES,
@@ -21,15 +20,17 @@ from ppctl.config.limits import (
     MOST_WORKSPACE_MIB,
     NOT_EMPTY,
     RANK_ORDER,
+    attribute_of,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import key
 from ppctl.config.model_config import ModelConfig
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.config.training_config import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
+from ppctl.host.accelerators import DEVICES
 from ppctl.topology import ORDER
 
 __all__ = [
@@ -89,7 +90,7 @@ class ParallelConfig(ModelParallelConfig):
     data_parallel_sharding: str = key(
         "none", one_of("none", "optimizer_gradients", "full"), known_as="--data-parallel-sharding-strategy"
     )
-    """What data-parallel ranks shard: nothing (`none`), `optimizer_gradients`, or `full` (weights as well)."""
+    """The tensors that data-parallel ranks shard: `none`, `optimizer_gradients`, or `full` (weights as well)."""
 
     def __post_init__(self) -> None:
         """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""
@@ -107,8 +108,8 @@ class RunPipelineConfig(PipelineConfig):
     """For pp_schedule=auto: the activations that a rank may hold, in units of what 1F1B keeps on its first rank. None:
     what launch.device_memory leaves for them, and where that is none, 1."""
     put_off_limit: int | None = key(None, not_negative(MOST_SAMPLES))
-    """For a schedule with split backwards: the weight gradients that a rank may put off at once. Of more the oldest is
-    computed behind the input gradient that would be one too many; 0 puts none off. None: what the schedule has."""
+    """For a schedule with split backwards: the weight gradients that a rank may defer at once. Of more the oldest is
+    computed behind the input gradient that would be one too many; 0 defers none. None: what the schedule has."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,3 +152,13 @@ class RunConfig:
     cost: CostConfig = key(CostConfig)
     published: list[dict[str, Any]] = key(list, lines=True)
     """A recipe's table: rows of {what, published, here, why}."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a dotted key, such as `train.steps`."""
+        section, _, field = name.rpartition(".")
+        return getattr(getattr(self, section) if section else self, attribute_of(field))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set the value of a dotted key."""
+        section, _, field = name.rpartition(".")
+        setattr(getattr(self, section) if section else self, attribute_of(field), value)

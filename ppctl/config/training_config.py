@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config import lr_pieces
-from ppctl.config.batch_rampup import RAMPUP
-from ppctl.config.limits import (
+from ppctl.config.metadata import (
     ABSOLUTE,
     BELOW_ONE,
     MOST_IN_A_MICROBATCH,
@@ -19,11 +17,12 @@ from ppctl.config.limits import (
     MOST_TOKENS,
     NOT_EMPTY,
     TIME,
+    key,
     not_negative,
     one_of,
     positive,
 )
-from ppctl.config.metadata import key
+from ppctl.config.pieces import LR_PIECES, RAMPUP, STYLES, WSD_STYLES
 
 TEXT, CHAT, COMPLETION = "text", "chat", "completion"
 REFUSE, CUT, LEAVE_OUT = "refuse", "cut", "leave_out"
@@ -45,7 +44,7 @@ class DataConfig:
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
     format: str = key(TEXT, one_of(TEXT, CHAT, COMPLETION))
-    """What a line of a .jsonl file is: `text`, of which every token is learned; `chat`, messages, of which the
+    """The meaning of a line of a .jsonl file: `text`, of which every token is learned; `chat`, messages, of which the
     assistant's turns are; `completion`, an object of prompt and completion, of which this is. Rows are then whole
     conversations, filled up."""
     text_key: str = key("text", NOT_EMPTY, verbatim=True)
@@ -57,7 +56,7 @@ class DataConfig:
     pack: bool = False
     """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
     too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT))
-    """What to do with a conversation longer than a row: `refuse`, `cut` (its end) or `leave_out`."""
+    """The treatment of a conversation longer than a row: `refuse`, `cut` (its end) or `leave_out`."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
     """Start positions at 0 in every document of a sample; data.tokenizer defines which token ends one."""
     reset_attention_mask: bool = key(False, names="--reset-attention-mask")
@@ -92,20 +91,18 @@ class OptimConfig:
     leaves out."""
     warmup_tokens: float | None = key(None, positive())
     """The warm-up in tokens, in place of warmup_steps."""
-    lr_decay_style: str = key(
-        "cosine", one_of(*lr_pieces.STYLES), names="--lr-decay-style", known_as="lr_scheduler_type"
-    )
+    lr_decay_style: str = key("cosine", one_of(*STYLES), names="--lr-decay-style", known_as="lr_scheduler_type")
     """How the rate falls after the warm-up: `cosine`, `linear`, `constant` (not at all), `inverse-square-root`, `WSD`
     (stable until lr_wsd_decay_steps before the end), or `piecewise`, as lr_pieces say."""
     lr_decay_steps: int | None = key(None, positive(), names="--lr-decay-iters")
     """Updates, those of the warm-up included, after which the rate is min_lr; none: train.steps."""
     lr_decay_tokens: float | None = key(None, positive())
     """The end of the decay in tokens, in place of lr_decay_steps."""
-    lr_wsd_decay_style: str = key("exponential", one_of(*lr_pieces.WSD_STYLES), names="--lr-wsd-decay-style")
+    lr_wsd_decay_style: str = key("exponential", one_of(*WSD_STYLES), names="--lr-wsd-decay-style")
     """The shape of WSD's decay."""
     lr_wsd_decay_steps: int | None = key(None, positive(), names="--lr-wsd-decay-iters")
     """Updates of WSD's decay."""
-    lr_pieces: list[Any] | None = key(None, lr_pieces.PIECES)
+    lr_pieces: list[Any] | None = key(None, LR_PIECES)
     """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
     before it a piece goes to `lr` (of constant: at once) until so many updates or tokens; lr by default min_lr, of
     constant what it was."""
@@ -183,7 +180,7 @@ class TrainConfig:
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
     nonfinite: str = key("stop", one_of("stop"))
-    """What to do on a non-finite loss or gradient norm: `stop`."""
+    """The reaction to a non-finite loss or gradient norm: `stop`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.config.argv import ALIASES, PLACE
+from ppctl.config.argv import ALIASES, PLACE, quote
 from ppctl.config.checks import check
 from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
 from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
-from ppctl.config.quoting import quote
 from ppctl.config.resources import groups, is_file_name, recipes
 from ppctl.errors import ConfigError, Problem, pasted
 
@@ -93,6 +92,5 @@ def _fits(name: str, text: str) -> bool:
         return False
     if "${" in str(value):
         return False
-    section, _, field = key.rpartition(".")
-    config, wrong = convert({section: {field: value}} if section else {field: value}, str)
+    config, wrong = convert({key: value}, str)
     return not wrong and not any(problem.place.startswith(f"{key} = ") for problem in check(config, {}))

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.files import nearest_there, read_text
+from ppctl.host.files import nearest_there, read_text
 
 _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

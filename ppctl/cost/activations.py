@@ -1,6 +1,7 @@
 """Bytes of one microbatch's activations on one device, by stage: kept, and at most while one of its passes runs.
 
-Knows how layers follow each other in a stage, what is recomputed together and what is left to the host. Must not know
+Knows how layers follow each other in a stage, what is recomputed together, what is left to the host and when that is on
+the device (`ppctl/model/offload.py`, decision 43). Must not know
 schedules, ranks or devices. Layer by layer: `layer_parts` (kept) and `working_memory`.
 """
 
@@ -13,7 +14,6 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.foreign import foreign_running, foreign_tables
 from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
-from ppctl.cost.offloading import Piece, on_device
 from ppctl.cost.setting import Setting
 from ppctl.cost.working_memory import in_backward, in_forward
 from ppctl.geometry.foreign_model import foreign_of
@@ -24,11 +24,22 @@ from ppctl.geometry.layers import (
     has_backward,
     holds_final_norm,
     layer_kinds,
+    offloaded_layers,
     recomputed_modules,
     recomputed_runs,
 )
-from ppctl.geometry.offloading import offloaded_layers
 from ppctl.geometry.parameters import Sizes
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one microbatch in a layer, or in a run of layers that are computed again as one."""
+
+    stays: float
+    """From its forward to its backward."""
+    forward: float
+    """More while its forward runs, at most."""
+    backward: float
+    """More while its backward runs, at most."""
 
 
 class StageActivations(NamedTuple):
@@ -47,7 +58,7 @@ class StageActivations(NamedTuple):
 class StagePieces(NamedTuple):
     """Bytes that one microbatch keeps on a stage, layer by layer."""
 
-    by_place: Mapping[int, Piece]
+    by_place: Mapping[int, LayerBytes]
     """By the place in the stage of the piece's first layer."""
     offloaded: int
     """Bytes that are left to the host."""
@@ -87,18 +98,18 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
         """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
         if (foreign := foreign_cost(model, kind, setting.element, setting.seq_length)) is not None:
             return foreign_running(model, kind, foreign, setting)
-        found = layer_parts(model, kind, setting)
+        parts = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
-        for module, size in found:
+        for module, size in parts:
             made = "moe" if module == "moe_act" and "moe" in modules else module
             if made in modules:
                 again[made] = again.get(made, 0.0) + tokens * size
-        whole = tokens * sum(part.size for part in found)
-        outside = tokens * sum(part.size for part in found if part.module == "mtp")
+        whole = tokens * sum(part.size for part in parts)
+        outside = tokens * sum(part.size for part in parts if part.module == "mtp")
         running = in_forward(model, kind.name, kind.moe, setting, again), in_backward(model, kind, setting, again)
         return whole - sum(again.values()), whole - outside, *running
 
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, LayerBytes] = {}
     for run in runs:
         priced = [price(kind) for kind in layer_kinds(model, run)]
         outside = sum(max(0.0, stays - made) for stays, made, _, _ in priced)
@@ -106,22 +117,22 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
         running = max(backward for *_, backward in priced)
         if foreign_of(model) is not None:  # its second forward may have more than its backward
             running = max(running, *(forward for _, _, forward, _ in priced))
-        pieces[held.index(run[0])] = Piece(hidden + outside, 0.0, again + running)
+        pieces[held.index(run[0])] = LayerBytes(hidden + outside, 0.0, again + running)
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
         if layer not in recomputed:
             stays, _, *more = price(kind)
-            pieces[place] = Piece(stays, *more)
+            pieces[place] = LayerBytes(stays, *more)
     moved = _moved(pieces, held, setting, hidden, {run[0] for run in runs})
     decoder = sum(held[place].kind == "decoder" for place in pieces)
-    pieces = on_device(pieces, moved, decoder) if moved else pieces
+    pieces = _on_device(pieces, moved, decoder) if moved else pieces
     if foreign_of(model) is not None:
         return _with_tables(pieces, model, held, setting, recomputed)
     return StagePieces(pieces, round(sum(moved.values())), _passed_on(model, held, setting))
 
 
 def _with_tables(
-    found: Mapping[int, Piece],
+    pieces: Mapping[int, LayerBytes],
     model: ModelConfig,
     held: tuple[Layer, ...],
     setting: Setting,
@@ -137,18 +148,18 @@ def _with_tables(
     # A stage without the embedding has a stand-in for its result, of zeros. With it the first layer keeps that result,
     # or else it lives as long.
     more = tables.made - tables.kept - (hidden if first and keeps[1:2] == [True] else 0)
-    pieces = {}
-    for place, piece in found.items():
+    running = {}
+    for place, piece in pieces.items():
         decoder = held[place].kind == "decoder"
         # What no backward keeps is there while it is read: a layer's input.
         given = hidden if decoder and place > first and not keeps[place] else 0
-        pieces[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
+        running[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
     arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
-    return StagePieces(pieces, 0, tables.kept + arrived + _router_logits(model, held, setting))
+    return StagePieces(running, 0, tables.kept + arrived + _router_logits(model, held, setting))
 
 
 def _moved(
-    pieces: Mapping[int, Piece], held: tuple[Layer, ...], setting: Setting, hidden: int, runs: Collection[Layer]
+    pieces: Mapping[int, LayerBytes], held: tuple[Layer, ...], setting: Setting, hidden: int, runs: Collection[Layer]
 ) -> dict[int, float]:
     """Bytes that pieces leave to the host, by place: all that stays, but for the stage's input, which is a message."""
     offloaded = offloaded_layers(setting.parallel, held)
@@ -157,6 +168,24 @@ def _moved(
     if 0 in moved and reads_input:
         moved[0] -= hidden
     return moved
+
+
+def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], decoder: int) -> dict[int, LayerBytes]:
+    """`pieces` by place in the stage, of which those in `moved` leave so many bytes to the host.
+
+    While a layer computes, all of its own are on the device, and so are those of the layer before it: on their way out
+    in the forward, on their way back in the backward. Where every one of the `decoder` pieces moves, nothing waits for
+    the last one's copies: they are there until the next layer's end, or until a backward fetches.
+    """
+    lasting = moved[max(moved)] if len(moved) == decoder else 0.0
+    kept: dict[int, LayerBytes] = {}
+    beside, fetches = lasting, False
+    for place, (stays, forward, backward) in sorted(pieces.items()):
+        own = moved.get(place, 0.0)
+        kept[place] = LayerBytes(stays - own, forward + own + beside, backward + own + (beside if fetches else 0.0))
+        fetches |= place in moved
+        beside = moved.get(place, lasting)
+    return kept
 
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:

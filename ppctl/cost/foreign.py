@@ -55,16 +55,16 @@ def foreign_tables(model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setti
     """Bytes of the tables of layers (kind, whether it is recomputed); a recomputed one keeps its arguments."""
     foreign = foreign_of(model)
     assert foreign is not None
-    found = foreign.measured_in(setting.element, setting.seq_length)
+    measured = foreign.measured_in(setting.element, setting.seq_length)
     kept: set[int] = set()
     keeps_input = False
     for place, (kind, recomputed) in enumerate(kinds):
-        if (cost := found.cost(kind.name, kind.structure)) is not None:
+        if (cost := measured.cost(kind.name, kind.structure)) is not None:
             kept |= {*(cost.reads if recomputed else cost.keeps)}
             keeps_input |= place == 0 and cost.keeps_input
     batch, length = setting.micro_batch_size, setting.seq_length
-    made, held = (found.tables_of(numbers, batch, length) for numbers in (range(len(found.tables)), kept))
-    return Tables(made + found.before.of(batch, length), held, keeps_input)
+    made, held = (measured.tables_of(numbers, batch, length) for numbers in (range(len(measured.tables)), kept))
+    return Tables(made + measured.before.of(batch, length), held, keeps_input)
 
 
 def foreign_operands(cost: LayerCost, setting: Setting) -> tuple[float, float]:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import exchanging, kept_more
+from ppctl.cost.context_parallelism import exchanging, kept_more
 from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import Kind
 from ppctl.geometry.parameters import Sizes
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """Bytes per token that one part of a layer keeps; `module` names the recomputation that drops it."""
 
     module: str
@@ -27,32 +27,32 @@ INPUT = "input"
 """The layer's own input."""
 
 
-def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[Part]:
+def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[LayerPart]:
     """Bytes per token that one layer keeps, without recomputation."""
     hidden = model.hidden_size / setting.sp
     if kind.name == "embedding":
-        return [Part(INPUT, 8)]
+        return [LayerPart(INPUT, 8)]
     if kind.name == "loss":
         per_logit = setting.logit_bytes
         per_logit = setting.element if per_logit is None else per_logit
         # Of a vocabulary that is divided: a log-sum, the place of the label's word, and whether it is here and counts.
         divided = setting.wide + 10 if setting.sizes.tp > 1 and setting.allocator.backward else 0
         states = outputs(model) * (setting.element * hidden + per_logit * setting.words(model) + divided)
-        return [Part(INPUT, states + 8 + (0 if model.mtp_num_layers else final_norm_bytes(setting) * hidden))]
+        return [LayerPart(INPUT, states + 8 + (0 if model.mtp_num_layers else final_norm_bytes(setting) * hidden))]
     layer = [*attention_parts(model, setting, kind.cp_comm_type), *feed_forward_parts(model, kind.moe, setting)]
-    return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind.name == "mtp" else layer
+    return [*layer, LayerPart("mtp", _mtp_vectors(setting) * hidden)] if kind.name == "mtp" else layer
 
 
-def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[Part]:
+def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[LayerPart]:
     """A norm's input (kept by `module`) and what it puts out, per token."""
     inside, outside = norm_sizes(setting)
-    yield Part(module, width * inside)
-    yield Part("layernorm", width * outside)
+    yield LayerPart(module, width * inside)
+    yield LayerPart("layernorm", width * outside)
     if setting.allocator.norm_statistics:
-        yield Part("layernorm", setting.wide * setting.allocator.norm_statistics)
+        yield LayerPart("layernorm", setting.wide * setting.allocator.norm_statistics)
 
 
-def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p2p") -> Iterator[Part]:
+def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p2p") -> Iterator[LayerPart]:
     """Input, norm, projections, scores and result of one attention."""
     size, sizes = setting.element, Sizes.of(model)
     h, heads, tp = sizes.hidden, sizes.heads, setting.sizes.tp
@@ -61,23 +61,24 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
         inside, outside = norm_sizes(setting)
         over = setting.sp if setting.allocator.backward else 1  # compressed vectors are those of a rank's own tokens
         latent = ((sizes.q_rank or 0) + sizes.kv_rank) / over
-        yield Part("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
+        yield LayerPart("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
         queries = size * heads * sizes.query_head / tp
-        yield Part("attention" if sizes.q_rank is None else "mla_up_proj", queries)  # without a latent they are input
-        yield Part("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
+        # Without a latent, they are made of the layer's input.
+        yield LayerPart("attention" if sizes.q_rank is None else "mla_up_proj", queries)
+        yield LayerPart("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
         groups = setting.groups(sizes)
         normed = (heads + groups) * sum(norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
         statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
-        yield Part("attention", (sizes.head * (normed + plain) + statistics) / tp)
+        yield LayerPart("attention", (sizes.head * (normed + plain) + statistics) / tp)
     ranks = exchanging(cp_comm_type, setting.sizes, setting.levels)
     by_blocks = setting.sizes.cp > ranks  # of which no scores are kept, nor a result for each document
-    yield Part("core_attn", setting.wide * heads / tp if by_blocks else _scores(model, setting))
-    yield Part("core_attn", size * kept_more(model, ranks, setting.sizes))
+    yield LayerPart("core_attn", setting.wide * heads / tp if by_blocks else _scores(model, setting))
+    yield LayerPart("core_attn", size * kept_more(model, ranks, setting.sizes))
     if setting.packed and not by_blocks and ranks == 1:  # ranks that exchange heads have a result beside it anyway
-        yield Part("core_attn", size * heads * sizes.value_head / tp)
-    yield Part("attention", h / setting.sp * _masked(model, setting))
+        yield LayerPart("core_attn", size * heads * sizes.value_head / tp)
+    yield LayerPart("attention", h / setting.sp * _masked(model, setting))
 
 
 def norm_sizes(setting: Setting) -> tuple[int, int]:
@@ -118,7 +119,7 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
     return sums + model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
 
 
-def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Part]:
+def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[LayerPart]:
     """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
     size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
     h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
@@ -131,12 +132,12 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
         # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
         routing = setting.wide * sizes.experts + (22 + 2 * setting.wide) * chosen
-        yield Part("moe", size * (chosen * copies + (vectors - activated) * inner) + routing / setting.sp)
-        yield Part("moe_act", size * activated * inner)
-        yield Part("moe", size * vectors * sizes.shared / over.tp)
+        yield LayerPart("moe", size * (chosen * copies + (vectors - activated) * inner) + routing / setting.sp)
+        yield LayerPart("moe_act", size * activated * inner)
+        yield LayerPart("moe", size * vectors * sizes.shared / over.tp)
     else:
-        yield Part("mlp", size * vectors * sizes.ffn / over.tp)
-    yield Part("residual", h / setting.sp * _masked(model, setting))
+        yield LayerPart("mlp", size * vectors * sizes.ffn / over.tp)
+    yield LayerPart("residual", h / setting.sp * _masked(model, setting))
 
 
 def final_norm_bytes(setting: Setting) -> float:

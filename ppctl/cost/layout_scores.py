@@ -115,7 +115,7 @@ class Score(NamedTuple):
     spread: float
 
 
-class _Rank(NamedTuple):
+class _Alive(NamedTuple):
     """A pp_rank: its stages, and how many microbatches of each are alive at once, for every moment that may be worst
     (`worst_moments`)."""
 
@@ -129,7 +129,7 @@ class Scores:
     def __init__(self, schedule: Schedule, price: Price, limit: int | None) -> None:
         place = schedule.placement
         stages = [place.stages_of(pp_rank) for pp_rank in range(place.pp)]
-        self._ranks = [_Rank(own, worst_moments(row, own)) for own, row in zip(stages, schedule.actions, strict=True)]
+        self._ranks = [_Alive(own, worst_moments(row, own)) for own, row in zip(stages, schedule.actions, strict=True)]
         self._price = price
         self._limit = limit
         self._prices: dict[tuple[int, int, int, bool], StagePrice] = {}
@@ -193,7 +193,7 @@ class Scores:
             stages.update(max(self._ranks, key=lambda rank: self._held_by(rank, prices)).stages)
         return sorted(stages)
 
-    def _held_by(self, rank: _Rank, prices: Sequence[StagePrice]) -> int:
+    def _held_by(self, rank: _Alive, prices: Sequence[StagePrice]) -> int:
         """Bytes on a rank's device at its worst moment. Most layouts differ on few ranks."""
         own = tuple(map(prices.__getitem__, rank.stages))
         key = (rank.stages, own)

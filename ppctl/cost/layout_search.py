@@ -74,10 +74,10 @@ def search_layout(
 
     Where nothing fits into `limit`, the best is what exceeds it least.
     """
-    return _Search(num_layers, has_mtp, schedule, price, limit).run()
+    return _LayoutSearch(num_layers, has_mtp, schedule, price, limit).run()
 
 
-class _Search:
+class _LayoutSearch:
     def __init__(self, num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, limit: int | None) -> None:
         stages, pp = schedule.placement.num_stages, schedule.placement.pp
         self.space = Space(num_layers, stages, range(stages - pp, stages) if has_mtp else range(-1, 0))
@@ -85,7 +85,7 @@ class _Search:
         self.schedule = schedule
         self.short, self.left_out = _shortened(schedule)
         self.weight = sum(map(len, self.short.actions))
-        self.found: dict[Candidate, Simulated] = {}
+        self.results: dict[Candidate, Simulated] = {}
 
     def run(self) -> SearchResult:
         promise = self.scores.promise
@@ -98,7 +98,7 @@ class _Search:
         fruitless = 0
         while fruitless < _PATIENCE and self.spent < ALLOWANCE:
             before = self.best()
-            open_ = [found for found in self.found.values() if found.candidate not in tried]
+            open_ = [each for each in self.results.values() if each.candidate not in tried]
             if not open_:
                 break
             around = min(open_, key=self.order).candidate
@@ -107,7 +107,7 @@ class _Search:
                 if self.spent < ALLOWANCE:
                     self.simulated(candidate)
             fruitless = 0 if self.best() != before else fruitless + 1
-        ranked = sorted(self.found.values(), key=self.order)
+        ranked = sorted(self.results.values(), key=self.order)
         final = sorted(map(self.in_full, ranked[: self.finalists()]), key=self.order)
         return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
 
@@ -118,14 +118,14 @@ class _Search:
     @property
     def spent(self) -> int:
         """Actions simulated so far."""
-        return self.weight * len(self.found)
+        return self.weight * len(self.results)
 
-    def order(self, found: Simulated) -> tuple[int, float, int, Candidate]:
+    def order(self, simulated: Simulated) -> tuple[int, float, int, Candidate]:
         """Least excess of memory, then least time, then least memory."""
-        return (self.scores.excess(found.peak), found.step_time, found.peak, found.candidate)
+        return (self.scores.excess(simulated.peak), simulated.step_time, simulated.peak, simulated.candidate)
 
     def best(self) -> Simulated:
-        return min(self.found.values(), key=self.order)
+        return min(self.results.values(), key=self.order)
 
     def descended(self, candidate: Candidate) -> Candidate:
         """The local minimum of the score, reached by layers that leave the slowest rank, stage or fullest device."""
@@ -139,26 +139,26 @@ class _Search:
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
         """The most promising by score, and by how even the stages are: in a short step that counts for more."""
-        fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.found]
+        fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.results]
         by_score = sorted(fresh)[: NEIGHBOURS // 2]
         by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
         return [move for _, move in dict.fromkeys((*by_score, *by_spread))]
 
     def simulated(self, candidate: Candidate) -> Simulated:
         """The step simulated, with microbatches beyond the settled ones at the slowest rank's pace."""
-        if candidate not in self.found:
+        if candidate not in self.results:
             prices = self.scores.stage_prices(candidate)
             pace = max(self.scores.rank_seconds([price.seconds for price in prices]))
             seconds = _step_time(self.short, prices) + self.left_out * pace
-            self.found[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
-        return self.found[candidate]
+            self.results[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
+        return self.results[candidate]
 
-    def in_full(self, found: Simulated) -> Simulated:
+    def in_full(self, simulated: Simulated) -> Simulated:
         """The candidate with every microbatch simulated."""
         if not self.left_out:
-            return found
-        prices = self.scores.stage_prices(found.candidate)
-        return replace(found, step_time=_step_time(self.schedule, prices))
+            return simulated
+        prices = self.scores.stage_prices(simulated.candidate)
+        return replace(simulated, step_time=_step_time(self.schedule, prices))
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:

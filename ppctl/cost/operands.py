@@ -13,11 +13,10 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import stage_pieces
 from ppctl.cost.foreign import foreign_operands
-from ppctl.cost.parameters import held
+from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.geometry.layers import Kind, Layer, foreign_cost, layer_kinds
-from ppctl.geometry.offloading import offloaded_layers
+from ppctl.geometry.layers import Kind, Layer, foreign_cost, layer_kinds, offloaded_layers
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import Count, held, hidden_matrices, on_device
+from ppctl.cost.parameter_counts import Count, held, hidden_matrices, on_device
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.matrix_owners import Matrices, deal
 from ppctl.topology import ParallelSizes

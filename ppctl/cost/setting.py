@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from ppctl.cost.context import Levels
+from ppctl.cost.context_parallelism import Levels
 from ppctl.geometry.parameters import Sizes
 from ppctl.topology import ParallelSizes
 

@@ -1,8 +1,8 @@
 """Bytes of model state on one device, all the time or only while a stage computes, and peaks over a schedule.
 
-Knows the precision recipes of `train/precision.py`, how sharding divides them, and in which order `train/sharded.py`
-makes and frees what `full` sharding gathers (decision 21). Must not know layers' activations, or of schedules more than
-their order of F, B and W.
+Knows the precision recipes of `train/mixed_precision.py`, how sharding divides them, and in which order
+`train/trained_weights.py` makes and frees what `full` sharding gathers (decision 21). Must not know layers'
+activations, or of schedules more than their order of F, B and W.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.operands import Operands
 from ppctl.cost.owned_matrices import Orthogonalised
-from ppctl.cost.parameters import Count, on_device
+from ppctl.cost.parameter_counts import Count, on_device
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.schedule.action import (
@@ -297,7 +297,7 @@ def most(
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
     came = [0] * len(bytes_of) if received is None else received
-    rank, ahead = _Rank(stages), gathers_ahead(actions)
+    rank, ahead = _RankMoments(stages), gathers_ahead(actions)
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)
     for call in range(calls - min(calls, 3), calls):  # those between the first and the last are alike
@@ -327,7 +327,7 @@ def most(
     return rank.most
 
 
-class _Rank:
+class _RankMoments:
     """Bytes that a rank holds at a moment of its list, and the most so far."""
 
     def __init__(self, stages: Mapping[int, Passing]) -> None:

@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import held
+from ppctl.cost.parameter_counts import held
 from ppctl.cost.traffic import COUNT, Traffic
 from ppctl.geometry.canonical_names import embedding_uses, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
@@ -21,7 +21,7 @@ from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 REPORTED = 15
-"""Numbers of a rank's report, its rank among them, without those of stages and routers (`train/rank_reports.py`)."""
+"""Numbers of a rank's report, its rank among them, without those of stages and routers (`train/reports.py`)."""
 _NUMBER = 8
 """Bytes of one."""
 

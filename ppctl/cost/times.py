@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ppctl.accelerators import Device, Efficiency, efficiency_of
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import ContextTraffic, context_traffic
+from ppctl.cost.context_parallelism import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
-from ppctl.cost.parameters import held
+from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
 from ppctl.geometry.foreign_costs import LayerCost
 from ppctl.geometry.layers import Kind, foreign_cost
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
+from ppctl.host.accelerators import Device, Efficiency, efficiency_of
 from ppctl.topology import ParallelSizes
 
 ACCUMULATED = 8

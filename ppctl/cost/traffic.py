@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import context_traffic, exchanging
+from ppctl.cost.context_parallelism import context_traffic, exchanging
 from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import Kind, Layer, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.geometry.parameters import Sizes

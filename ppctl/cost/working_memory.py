@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import live_more
+from ppctl.cost.context_parallelism import live_more
 from ppctl.cost.layer_parts import feed_forward_parts, outputs
 from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName, score_rows

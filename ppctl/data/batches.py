@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppctl.config.batch_rampup import Rampup
-from ppctl.config.batch_sizes import BatchSizes
+from ppctl.config.batch_sizes import BatchSizes, rampup_of
+from ppctl.config.pieces import Rampup
+from ppctl.config.schema import RunConfig
 from ppctl.data.blend import Blend
-from ppctl.data.load import NO_END, DocumentEnd
+from ppctl.data.load import NO_END, Data, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
 
@@ -186,6 +187,64 @@ class HeldOutBatches:
         fresh = microbatches(self._fresh[number], batches.micro_batch_size, batches.dp_rank, batches.dp_size)
         mask = whole.loss_mask * torch.from_numpy(fresh.copy())[:, :, None].to(whole.loss_mask.dtype)
         return replace(whole, loss_mask=mask, total_tokens=1)
+
+
+@dataclass(frozen=True)
+class RankData:
+    """What one of `dp_size` data-parallel ranks reads of a run's data; `data` is None where its stages need no tokens.
+
+    `config` is the run's, with the size of its whole batch.
+    """
+
+    config: RunConfig
+    data: Data | None
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def end(self) -> DocumentEnd:
+        """The token that ends a document, and what follows from it."""
+        return NO_END if self.data is None else self.data.end
+
+    @property
+    def training(self) -> Blend | None:
+        """The samples that are trained on."""
+        return None if self.data is None else self.data.training
+
+    def batches(
+        self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
+    ) -> Batches | None:
+        """The batches of this rank's share from a position on."""
+        if self.data is None:
+            return None
+        rampup = rampup_of(self.config.train)
+        return self._of(self.data.training, sample_order, rampup, first_step, consumed_samples)
+
+    def held_out_batches(self, sample_order: int = SAMPLE_ORDER) -> HeldOutBatches | None:
+        """This rank's share of what an evaluation reads; None as well where the config names no such data."""
+        if self.data is None or self.data.held_out is None:
+            return None
+        return HeldOutBatches(self._of(self.data.held_out, sample_order), self.config.train.eval_steps)
+
+    def _of(
+        self, samples: Blend, sample_order: int, rampup: Rampup | None = None, first_step: int = 0, consumed: int = 0
+    ) -> Batches:
+        train = self.config.train
+        return Batches(
+            samples,
+            seq_length=self.config.data.seq_length,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+            seed=train.seed,
+            vocab_size=self.config.model.vocab_size,
+            first_step=first_step,
+            consumed_samples=consumed,
+            rampup=rampup,
+            end=self.end,
+            sample_order=sample_order,
+        )
 
 
 def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 
 from ppctl.data.template_limits import Limited
 from ppctl.errors import DataError, Problem
-from ppctl.files import read_text
+from ppctl.host.files import read_text
 
 Message = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.errors import ConfigError, DataError, Problem
-from ppctl.files import MOST_READ_OF_A_MODEL, read_text
+from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

@@ -4,5 +4,5 @@ interpreter  run_schedule: a schedule, stage programs and a communicator in, one
 stage        the execution of one stage; pair_runner: of a forward and a backward side by side
 recorder     stamps of actions
 pace         how far the host may run ahead of its GPU
-dry_pass     runs the kernels once before the first message; device_memory: takes the memory of a step before it
+dry_pass     runs the kernels and takes the memory of a step before the first message
 """

@@ -1,16 +1,19 @@
-"""A stage's forward and backward on made-up inputs, without any message: before the first step on a GPU.
+"""Kernels and memory of a GPU, before the first message: a pass on made-up inputs, and all that a step allocates.
 
-Knows stages. Must not know what they compute, nor what has to be restored afterwards (gradients, ledgers).
+Knows stages and torch's caching allocator. Must not know what stages compute, what the memory is for, nor what has to
+be restored afterwards (gradients, ledgers).
 
-CUDA loads a kernel when it is first launched, and before that waits until the device is idle. A posted receive is a
-kernel that runs until its message comes. So the first step, whose receives are posted ahead, must not be the first to
-launch a kernel: two ranks would wait for each other for ever. The dry pass also compiles, tunes and makes workspaces
-while no rank waits.
+CUDA loads a kernel when it is first launched, and before that waits until the device is idle. Where its cache does not
+hold an allocation, the allocator asks the driver. If that has nothing left, it frees cached blocks, and cudaFree waits
+until the whole device is idle. A posted receive is a kernel that runs until its message comes. So the first step, whose
+receives are posted ahead, must not be the first to launch a kernel, and no step may free memory: two ranks would wait
+for each other for ever. The dry pass also compiles, tunes and makes workspaces while no rank waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,8 +80,8 @@ def representatives(kinds: Iterable[Hashable]) -> list[int]:
 
     One of each kind, twice: the second time its gradients are added to those of the first.
     """
-    found = {kind: mb for mb, kind in enumerate(kinds)}
-    return [*found.values(), *found.values()]
+    latest = {kind: mb for mb, kind in enumerate(kinds)}
+    return [*latest.values(), *latest.values()]
 
 
 def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Message:
@@ -87,3 +90,73 @@ def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Me
     return tuple(
         torch.randn(shape or (), generator=generator).to(device, dtype) for shape, dtype in MessageSpec.of(specs)
     )
+
+
+FRAGMENTS = 0.05
+"""What the allocator's fragments may take beside a peak; a plan that leaves less free is called tight."""
+_ROUNDING = 2**21
+"""Bytes of which large blocks are multiples."""
+_SMALL = 2**19
+"""Bytes of a block that torch keeps apart from larger ones (up to 1 MiB)."""
+
+
+def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
+    """Let the allocator's cache hold `peak` bytes, with those in use; returns how many of them the device lacks.
+
+    Called behind a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
+    most is taken for fragments and for up to `varying` bytes that depend on the data.
+    """
+    stats = _stats(device)
+    small = in_flight * _unused(stats, "small_pool")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    missing = max(0, peak - torch.cuda.memory_allocated(device))
+    more = min(int(FRAGMENTS * peak) + varying, max(0, free - missing) // 2)
+    most = free - free // 20  # the driver and NCCL take some themselves
+    sizes = [*_divisible(min(missing + more, most), stats), *[_SMALL] * (small // _SMALL)]
+    try:
+        kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    except torch.OutOfMemoryError:  # another process was faster
+        return missing
+    del kept  # the cache has them now
+    return max(0, missing - free)
+
+
+def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
+    """The sizes of blocks of `size` bytes together that requests of any size may be served from.
+
+    Where the user's `max_split_size_mb` forbids to divide larger blocks, one of them would be lost to all requests but
+    those that are as large.
+    """
+    most = stats.get("max_split_size", -1) - _ROUNDING
+    return [size] if most <= 0 else [*[most] * (size // most), size % most]
+
+
+class AllocatorFigures(NamedTuple):
+    """Counters of torch's caching allocator in this process; zeros on a CPU, which has none."""
+
+    retries: int = 0
+    """How often it has freed memory and waited for the device, ever."""
+    driver_allocations: int = 0
+    """How often it has asked the driver for memory, ever."""
+    unused: int = 0
+    """Bytes that it holds of the device and no tensor uses."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> AllocatorFigures:
+        """The present counters."""
+        if device.type != "cuda":
+            return cls()
+        stats = _stats(device)
+        return cls(stats.get("num_alloc_retries", 0), stats.get("num_device_alloc", 0), _unused(stats, "all"))
+
+
+def _stats(device: torch.device) -> dict[str, Any]:
+    return torch.cuda.memory_stats_as_nested_dict(device)
+
+
+def _unused(stats: dict[str, Any], pool: str) -> int:
+    reserved, allocated = (
+        stats.get(what, {}).get(pool, {}).get("current", 0) for what in ("reserved_bytes", "allocated_bytes")
+    )
+    return int(reserved - allocated)

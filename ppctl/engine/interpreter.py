@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from ppctl.comm.buffers import MessageSpec, Shelf
-from ppctl.comm.channels import ChannelEnd
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.message_batches import MessageBatch
+from ppctl.comm.message_batches import ChannelEnd, MessageBatch
 from ppctl.engine.pace import Heartbeat, make_pace
 from ppctl.engine.pair_runner import PairRunner, pairs_of
 from ppctl.engine.recorder import Recorder
@@ -81,25 +80,8 @@ class Engine:
         self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
-        training = any(action.op in BACKWARDS for row in schedule.actions for action in row)
-        last = schedule.placement.num_stages - 1
         variable = variable_shapes or (communicator is not None and communicator.modes.variable)
-        split: dict[int, set[int]] = {}
-        for stage, mb in schedule.split:
-            split.setdefault(stage, set()).add(mb)
-        self._stages = {
-            p.stage: Stage(
-                p,
-                is_last=p.stage == last,
-                training=training and p.stage >= schedule.frozen_stages,
-                hands_back=schedule.gradient_leaves(p.stage),
-                deallocate_outputs=deallocate_pipeline_outputs,
-                variable_shapes=variable,
-                split=split.get(p.stage, ()),
-            )
-            for p in programs
-        }
-        self._join_neighbours()
+        self._stages = _make_stages(schedule, programs, deallocates=deallocate_pipeline_outputs, variable=variable)
         self._outgoing: dict[tuple[Op, int], ChannelEnd] = {}
         self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf]] = {}
         self._batch: MessageBatch | None = None
@@ -216,13 +198,6 @@ class Engine:
             self._reduce(action.stage)
         self.recorder.end(self._index)
 
-    def _join_neighbours(self) -> None:
-        """Stages that follow each other on this rank hand over without a message."""
-        for number, stage in self._stages.items():
-            following = self._stages.get(number + 1)
-            if following is not None:
-                stage.inbox_of_next, following.gradient_inbox_of_previous = following.inbox, stage.gradient_inbox
-
     def _connect(self, schedule: Schedule, communicator: Communicator) -> None:
         """Look up, once per kind of message, its end and where its buffers come from."""
         if schedule.batched:
@@ -237,6 +212,33 @@ class Engine:
                 stage = self._stages[number]
                 spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
                 self._incoming[op, number] = (end, communicator.pool.shelf(spec))
+
+
+def _make_stages(
+    schedule: Schedule, programs: Sequence[StageProgram], *, deallocates: bool, variable: bool
+) -> dict[int, Stage]:
+    """This rank's stages by number; those that follow each other hand over without a message."""
+    training = any(action.op in BACKWARDS for row in schedule.actions for action in row)
+    split: dict[int, set[int]] = {}
+    for number, mb in schedule.split:
+        split.setdefault(number, set()).add(mb)
+    stages = {
+        p.stage: Stage(
+            p,
+            is_last=p.stage == schedule.placement.num_stages - 1,
+            training=training and p.stage >= schedule.frozen_stages,
+            hands_back=schedule.gradient_leaves(p.stage),
+            deallocate_outputs=deallocates,
+            variable_shapes=variable,
+            split=split.get(p.stage, ()),
+        )
+        for p in programs
+    }
+    for number, stage in stages.items():
+        following = stages.get(number + 1)
+        if following is not None:
+            stage.inbox_of_next, following.gradient_inbox_of_previous = following.inbox, stage.gradient_inbox
+    return stages
 
 
 _Handler = Callable[[Engine, Action], None]
@@ -347,7 +349,7 @@ def run_schedule(
     engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list. If a backward
     is split, I accumulates all gradients except those of products with a weight, which wait for W
     (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions). The two actions of a pair run
-    alternately; they switch where their stages call `ppctl.turns.hand_over`.
+    alternately; they switch where their stages call `ppctl.comm.turns.hand_over`.
 
     `communicator` is the pipeline's, and may be None for a single rank; it keeps channels and buffers between calls.
     `deallocate_pipeline_outputs` frees an output once it is delivered; otherwise outputs live until their backward.

@@ -30,7 +30,7 @@ HELD = 2 * AHEAD
 
 
 class Heartbeat(Protocol):
-    """What the engine calls before and after each action."""
+    """Is called before and within each action."""
 
     def enter(self, index: int) -> None:
         """The action with this index in the rank's list begins."""
@@ -161,7 +161,7 @@ class DevicePace:
             raise error
 
     def _follow(self) -> None:
-        """The device's way through the list, from mark to mark."""
+        """Follow the device through the list, from mark to mark."""
         computing = False
         with self._on_device():
             while (mark := self._marks.get()) is not None:

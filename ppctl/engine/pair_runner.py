@@ -19,10 +19,10 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from ppctl.comm.turns import Turns
 from ppctl.engine.recorder import Recorder
 from ppctl.errors import Problem, TrainingError
 from ppctl.schedule.action import Action, Pair, Schedule
-from ppctl.turns import Turns
 from ppctl.weight_gradients.put_off import keep_collecting
 
 
@@ -104,7 +104,7 @@ class _Refusing:
 
 
 def _same_state(device: torch.device) -> Callable[[], None]:
-    """What gives another thread what torch keeps for each: the device and its stream, autocast, modes.
+    """A function that gives another thread the state that torch keeps for each: device and stream, autocast, modes.
 
     So kernels of both halves go into one queue, and whoever watches or casts this thread's operations has both halves.
     """

@@ -42,13 +42,10 @@ class Recorder:
         self.pp_rank = pp_rank
         self.clock_offset = clock_offset
         """Seconds to add to this host's clock to get the pipeline's common clock."""
-        self._take(actions)
+        Recorder.follow(self, actions)
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Stamp another list from the next step on; what was stamped before is forgotten."""
-        self._take(actions)
-
-    def _take(self, actions: Sequence[Action]) -> None:
         self.actions = tuple(actions)
         self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
         stamped = [self.actions[index] for index in self._stamped]
@@ -125,7 +122,7 @@ class CudaRecorder(Recorder):
         self._readable: list[tuple[int, float, float]] = []
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """As on the CPU, with events for the new list; none is recorded, and the device is not waited for."""
+        """Make events for the new list; none is recorded, and the device is not waited for."""
         super().follow(actions)
         self._now, self._before = _EventSet(self._stamped), _EventSet(self._stamped)
         self._steps, self._readable = 0, []

@@ -30,7 +30,7 @@ AroundBackward = Callable[[int, Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """What the engine calls for a stage.
+    """The functions that the engine calls for a stage, and the form of its messages.
 
     `forward(mb, inputs)` gets the tensors of `receives` (none on the first stage) and returns a tuple of the tensors of
     `sends`, or on the last stage a tuple of one scalar, the loss. It must return new tensors: an input or a view of it
@@ -48,7 +48,7 @@ class StageProgram:
     prepare: Callable[[int], None] | None = None
     """Called as `prepare(mb)` before the wait for a forward's input: its time does not count as the stage's."""
     whole: Sequence[torch.Tensor] = ()
-    """Weights of which a split backward puts nothing off: their gradients are computed in I."""
+    """Weights of which a split backward defers nothing: their gradients are computed in I."""
     intercept: bool = True
     """Whether split backwards find products with weights by watching torch's functions. Not needed where each product
     asks by itself (`weight_gradients.put_off.putting_off`), as those of ppctl's own models do."""
@@ -57,7 +57,7 @@ class StageProgram:
 
 
 class Live(NamedTuple):
-    """What a microbatch needs between its forward and its backward."""
+    """The state of a microbatch between its forward and its backward."""
 
     arrival: Arrival | None
     leaves: Message
@@ -65,15 +65,15 @@ class Live(NamedTuple):
     outputs: Message
     """Kept for the last stage (a scalar) and where outputs are not deallocated; otherwise empty."""
     put_off: PutOff | None
-    """What collects weight gradients for the W, where the backward is split."""
+    """Collects weight gradients for the W, where the backward is split."""
 
 
 class Due(NamedTuple):
-    """What a microbatch needs between its I and its W."""
+    """The state of a microbatch between its I and its W."""
 
     put_off: PutOff
     arrivals: tuple[Arrival, ...]
-    """Messages of which something that is put off lies in the memory: released with the W."""
+    """Messages in whose memory something deferred lies: released with the W."""
 
 
 class Stage:
@@ -164,7 +164,7 @@ class Stage:
     def backward(self, mb: int) -> None:
         """Hand the gradient of a microbatch's input on, accumulate those of its weights, and end its life.
 
-        Of a split backward this is the I: the weights' gradients that are put off are left to `weight_gradients`.
+        Of a split backward this is the I: deferred gradients of weights are left to `weight_gradients`.
         """
         arrival, leaves, edges, outputs, put_off = self._live.pop(mb)
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
@@ -185,7 +185,7 @@ class Stage:
             each.release()
 
     def weight_gradients(self, mb: int) -> None:
-        """Accumulate the weight gradients that the I of a microbatch put off, and end its life."""
+        """Accumulate the weight gradients that the I of a microbatch deferred, and end its life."""
         put_off, arrivals = self._due.pop(mb)
         if self.program.on_put_off is not None:
             self.program.on_put_off(put_off.parameters)

@@ -17,10 +17,10 @@ from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import read_config
 from ppctl.families.family_table import Family, mtp_copies, stored_name
 from ppctl.families.safetensors import INDEX, SINGLE, Stored, read_directory
-from ppctl.files import nearest_there, read_whole
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
 from ppctl.geometry.rows import EMBEDDING, Parameter
+from ppctl.host.files import nearest_there, read_whole
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import CheckpointError, Problem, listed, pasted
-from ppctl.files import MOST_READ_OF_A_MODEL, nearest_there, open_regular, read_whole
+from ppctl.host.files import MOST_READ_OF_A_MODEL, nearest_there, open_regular, read_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -41,7 +41,7 @@ class ForeignStage(CutStage, StageModel):
 
     `model` is the whole model on meta (`library.make_model`). Parameters get memory on `device` without values; buffers
     that are not saved are made again by the model's own code. A tied head is a parameter of its own (decision 3). Other
-    ranks share neither weights nor sequences with it: plans refuse these axes (`config/foreign_rules.py`).
+    ranks share neither weights nor sequences with it: plans refuse these axes (`config/model_rules.py`).
     """
 
     def __init__(

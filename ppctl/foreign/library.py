@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.keys import did_you_mean, nearest
-from ppctl.config.limits import MOST_STAGES
+from ppctl.config.metadata import MOST_STAGES
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file, told_quantised

@@ -1,6 +1,6 @@
 """The layers of a decoder, their parameters, and which of them are recomputed. Torch-free.
 
-layers           layers of a stage, and what it recomputes; offloading: what it leaves to the host
+layers           layers of a stage, what it recomputes and what it leaves to the host
 parameters       one table with a row (rows) for every parameter; adapters has the rows of LoRA
 parts            the part of a parameter that a rank holds
 canonical_names  rows by their names in the whole model

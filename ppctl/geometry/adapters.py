@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from ppctl.config.keys import value_text
-from ppctl.config.limits import MOST_STAGES
+from ppctl.config.metadata import MOST_STAGES
 from ppctl.errors import pasted
 from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter

@@ -30,12 +30,12 @@ def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parame
     """The rows of a stage, replicas included, each with the number of its layers that have it."""
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = Counter(layer_kinds(model, held))
-    found = [(row, number) for kind, number in kinds.items() for row in kind_parameters(sizes, kind)]
+    counted = [(row, number) for kind, number in kinds.items() for row in kind_parameters(sizes, kind)]
     if holds_final_norm(model, held):
-        found += [(row, 1) for row in final_norm(sizes)]
+        counted += [(row, 1) for row in final_norm(sizes)]
     if any(kind.name == "mtp" for kind in kinds):
-        found.append((mtp_embedding(sizes), 1))
-    return found
+        counted.append((mtp_embedding(sizes), 1))
+    return counted
 
 
 def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, Parameter]:
@@ -45,10 +45,10 @@ def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, P
     """
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = dict(zip(held, layer_kinds(model, held), strict=True))
-    found: dict[str, Parameter] = {}
+    rows_of_names: dict[str, Parameter] = {}
 
     def add(rows: Iterable[Parameter], layer: int = 0) -> None:
-        found.update((row.called(layer), row) for row in rows)
+        rows_of_names.update((row.called(layer), row) for row in rows)
 
     def add_layers(name: str) -> None:
         for layer in held:
@@ -63,7 +63,7 @@ def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, P
         add([mtp_embedding(sizes)])
     add_layers("mtp")
     add_layers("loss")
-    return found
+    return rows_of_names
 
 
 def canonical_names(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
@@ -80,11 +80,11 @@ def parameter_of(name: str, model: ModelConfig) -> Parameter:
     general = _EXPERT.sub(".experts.{expert}.", name) if foreign is None else name
     decoder = "layers" if foreign is None else foreign.anatomy.layers
     row: Parameter | None = None
-    if found := re.fullmatch(rf"({re.escape(decoder)}|mtp)\.(\d+)\.(.+)", general):
-        layer = Layer("decoder" if found[1] == decoder else "mtp", int(found[2]))
+    if match := re.fullmatch(rf"({re.escape(decoder)}|mtp)\.(\d+)\.(.+)", general):
+        layer = Layer("decoder" if match[1] == decoder else "mtp", int(match[2]))
         if layer.index < (model.num_layers if layer.kind == "decoder" else model.mtp_num_layers or 0):
             (kind,) = layer_kinds(model, [layer])
-            row = _by_name(sizes, kind).get(f"{found[1]}.{{layer}}.{found[3]}")
+            row = _by_name(sizes, kind).get(f"{match[1]}.{{layer}}.{match[3]}")
     else:
         row = _beside_layers(sizes).get(name)
     if row is None:

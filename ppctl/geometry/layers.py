@@ -1,7 +1,8 @@
-"""Layers as values: which kinds there are, which have experts, the widths inside one, and which a stage recomputes.
+"""Layers as values: which kinds there are, which have experts, the widths inside one, and which a stage
+recomputes or offloads.
 
-Knows ModelConfig, and Megatron's meaning of `train.recompute_*`. Must not know parameters, bytes, ranks or schedules. A
-layer is text (`decoder.3`) only in files and messages.
+Knows ModelConfig, Megatron's meaning of `train.recompute_*`, and the keys of `cpu_offloading`. Must not know
+parameters, bytes, ranks or schedules. A layer is text (`decoder.3`) only in files and messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
-from ppctl.config.schema import ModelConfig, TrainConfig
+from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.geometry.foreign_costs import LayerCost
 from ppctl.geometry.foreign_model import described, first_trained, foreign_of
 
@@ -32,6 +33,9 @@ DRAWN = 2**22
 """Elements of a hidden state whose draws dropout has at once: 32 MiB, as two numbers of 32 bits each."""
 DRAWN_ON_CPU = 2**16
 """The same on a CPU, within a core's cache: twice as fast there."""
+
+SMALLEST_OFFLOADED = 2**10
+"""Bytes of the smallest storage that is moved: below are scalars and counts, of which the plan knows nothing."""
 
 
 def score_rows(heads: int, length: int) -> int:
@@ -201,3 +205,11 @@ def recomputed_modules(train: TrainConfig, stage: int) -> tuple[str, ...]:
 
 def _chosen(train: TrainConfig, stage: int) -> bool:
     return train.recompute_stages is None or stage in train.recompute_stages
+
+
+def offloaded_layers(parallel: ParallelConfig, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """The decoder layers among a stage's `layers`, in model order, whose activations are moved to host memory."""
+    if not (parallel.cpu_offloading and parallel.cpu_offloading_activations):
+        return ()
+    decoder = [layer for layer in layers if layer.kind == "decoder"]
+    return tuple(decoder[: parallel.cpu_offloading_num_layers])

@@ -132,8 +132,8 @@ def mtp_embedding(sizes: Sizes) -> Parameter:
 def beside_layers(sizes: Sizes) -> tuple[Parameter, ...]:
     """The rows of all that is in no numbered layer, copies included."""
     if sizes.transformers is not None:
-        found = described(sizes.transformers)
-        return (*found.first, *found.last)
+        foreign = described(sizes.transformers)
+        return (*foreign.first, *foreign.last)
     return (*_embedding(sizes), *final_norm(sizes), mtp_embedding(sizes), *_output(sizes))
 
 

@@ -1,15 +1,232 @@
-"""The failure of a job in which nothing moves: of which rank, why, and a table of what every rank does.
+"""The failure of a job in which nothing moves: which rank waits for which, which one all wait for in the end, and why.
 
-Knows how a person reads it. Must not know processes, clocks or files.
+Knows what every action of a list needs, which states are collective, and how a person reads the result. Must not know
+processes, clocks or files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ppctl.hang.waits import Wait, root, same_exchange, waits
 from ppctl.plan import Plan
-from ppctl.rank_records import RankFailure, RankState
+from ppctl.records.rank_records import EXCHANGING_AXES, NO_ACTION, RankFailure, RankState
+from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Pair, Schedule, input_gradient_of
+from ppctl.topology import RankGrid
+
+_LISTED = ("training", "evaluating", "generating")
+_ORDER = (
+    *("starting", "warming up", "loading", "loading kernels", "training", "updating", "recording"),
+    *("evaluating", "saving", "generating", "done"),
+)
+
+
+def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[RankState]:
+    """The states of all ranks in what `hosts` published; stopped where a host has not published for `silence` seconds.
+
+    `now` is in seconds since the epoch, as the hosts' own times are.
+    """
+    states = []
+    for host, record in hosts.items():
+        silent = now - float(record.get("time", now)) > silence
+        for row in record.get("ranks", ()):
+            state = RankState.from_json(row, host)
+            states.append(replace(state, stopped=state.stopped or silent))
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The action of one rank, and the rank that it waits for."""
+
+    state: RankState
+    done: Action | None = None
+    """The last action that it completed."""
+    current: Action | None = None
+    beside: Action | None = None
+    """The backward of a pair whose forward is `current`, where both compute."""
+    needs: Action | None = None
+    """The action of another rank that it waits for."""
+    on: int | None = None
+    """The rank that it waits for; None if that is not known, or if it waits for none."""
+    sent: bool = False
+    """Whether that rank has sent the message: then only the message is missing."""
+    axis: str | None = None
+    """The axis along which both exchange something, where it waits for no message."""
+
+
+def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
+    """For every rank which rank it waits for, in the order of ranks."""
+    by_rank = {state.rank: state for state in states if state.rank < plan.sizes.world}
+    return tuple(_wait(plan, by_rank, state) for _, state in sorted(by_rank.items()))
+
+
+def root(rank_waits: Sequence[Wait]) -> Wait | None:
+    """The rank that all other ranks wait for in the end: stopped, or waiting for none, or for a message that was sent.
+
+    Of several, one within an action (a W that nobody waits for) before those that are through their lists, and of these
+    the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
+    each other, in the end) is lost between them: a sender that computes, or is stopped, may not have delivered it.
+    """
+    if not rank_waits:
+        return None
+    by_rank = {wait.state.rank: wait for wait in rank_waits}
+    ends = {_follow(by_rank, wait).state.rank for wait in rank_waits if wait.on is not None}
+    candidates = (
+        [wait for wait in rank_waits if wait.state.stopped]
+        or [by_rank[rank] for rank in ends]
+        or [wait for wait in rank_waits if wait.on is None and wait.current is not None]
+        or [wait for wait in rank_waits if wait.on is None]
+        or list(rank_waits)
+    )
+    return min(candidates, key=lambda wait: (wait.state.since, wait.state.rank))
+
+
+def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
+    """The end of a chain of waits; of a circle the wait for a message that was sent, else the one that closes it."""
+    seen: list[Wait] = []
+    while wait.on is not None and wait.on in by_rank and wait not in seen:
+        seen.append(wait)
+        wait = by_rank[wait.on]
+    circle = seen[seen.index(wait) :] if wait in seen else []
+    return next((each for each in circle if each.sent), wait)
+
+
+def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
+    if own.index == NO_ACTION or own.state not in _LISTED:
+        axis, behind = _behind_in_exchanges(plan, by_rank, own)
+        return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)
+    schedule = schedule_of(plan, own)
+    row = schedule.actions[plan.for_rank(own.rank).pp_rank]
+    done = next((action for action in reversed(row[: own.index]) if action.op not in MESSAGES), None)
+    current = row[own.index] if own.index < len(row) else _unreceived_send(plan, by_rank, own, schedule, row)
+    if current is None:
+        return Wait(own, done)
+    if own.working:
+        axis, behind = _behind_in_exchanges(plan, by_rank, own)
+        return Wait(own, done, current, _beside(schedule, row, own.index), on=behind, axis=axis)
+    needs = _need(schedule, current)
+    owner = None if needs is None else _peer(plan, own.rank, schedule.placement.rank_of(needs.stage))
+    other = None if owner in (None, own.rank) else by_rank.get(owner)
+    if needs is None or other is None:
+        return Wait(own, done, current)
+    if current.op in SENDS:  # complete when the other end has received it
+        received = _is_past(plan, schedule, other, own, needs)
+        return Wait(own, done, current) if received else Wait(own, done, current, None, needs, owner)
+    return Wait(own, done, current, None, needs, owner, _is_past(plan, schedule, other, own, _send_of(needs)))
+
+
+def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
+    """(axis, the rank along it that has started the fewest exchanges), where these are fewer than its own."""
+    for axis, started, others in _exchanging(plan, by_rank, own):
+        behind = min(others, key=lambda other: (other.exchanges[started], other.rank), default=own)
+        if behind.exchanges[started] < own.exchanges[started]:
+            return axis, behind.rank
+    return None, None
+
+
+def _exchanging(
+    plan: Plan, by_rank: Mapping[int, RankState], own: RankState
+) -> Iterator[tuple[str, int, list[RankState]]]:
+    """(axis, its place in `exchanges`, the other ranks along it) of the axes along which `own` exchanged something."""
+    for place, axis in enumerate(EXCHANGING_AXES):
+        if own.exchanges[place] and getattr(plan.sizes, axis) > 1:
+            group = RankGrid(plan.sizes).group_of(axis, own.rank)
+            yield axis, place, [by_rank[rank] for rank in group if rank != own.rank and rank in by_rank]
+
+
+def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
+    """(axis, ranks along it) where all of them are in the action of `culprit` and have started the same exchanges.
+
+    A rank that computes would be behind the others: they go on to the next exchange.
+    """
+    own = culprit.state
+    if culprit.current is None or culprit.current.op is Op.REDUCE_GRAD or not own.working:
+        return None
+    by_rank = {wait.state.rank: wait.state for wait in rank_waits}
+    for axis, _, others in _exchanging(plan, by_rank, own):
+        alike = [other for other in others if _at(other) == _at(own)]
+        if alike and len(alike) == len(others) == getattr(plan.sizes, axis) - 1:
+            return axis, tuple(sorted([own.rank, *(other.rank for other in alike)]))
+    return None
+
+
+def _at(state: RankState) -> tuple[object, ...]:
+    return state.state, state.step, state.index, state.working, state.stopped, state.exchanges
+
+
+def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | None:
+    """The backward that runs beside the action at `index`, if the two are a pair."""
+    two = row[index : index + 2]
+    return two[1] if len(two) == 2 and Pair(*two) in schedule.pairs else None
+
+
+def _unreceived_send(
+    plan: Plan, by_rank: Mapping[int, RankState], own: RankState, schedule: Schedule, row: Sequence[Action]
+) -> Action | None:
+    """At the end of its list a rank waits until all its messages are received: its first send that is not, yet."""
+    for action in row:
+        needs = _need(schedule, action) if action.op in SENDS else None
+        if needs is not None:
+            other = by_rank.get(_peer(plan, own.rank, schedule.placement.rank_of(needs.stage)))
+            if other is not None and not _is_past(plan, schedule, other, own, needs):
+                return action
+    return None
+
+
+def schedule_of(plan: Plan, state: RankState) -> Schedule:
+    """The schedule that a rank runs in a state: of the step's size, where the batch grows."""
+    return plan.at_step(state.step).schedule if state.state == "training" else plan.forward_schedule
+
+
+def _need(schedule: Schedule, action: Action) -> Action | None:
+    """The other stage's action that one waits for: it makes the input, or, for a send, uses the message."""
+    op, stage, mb = action
+    last = schedule.placement.num_stages - 1
+    if op in (Op.F, Op.RECV_F):
+        return Action(Op.F, stage - 1, mb) if stage > 0 else None
+    if op is Op.SEND_F:
+        return Action(Op.F, stage + 1, mb)
+    if op is Op.SEND_B:
+        return input_gradient_of(stage - 1, mb, schedule)
+    if op in INPUT_GRADIENTS or op is Op.RECV_B:
+        return input_gradient_of(stage + 1, mb, schedule) if stage < last else None
+    return None
+
+
+def _send_of(made: Action) -> Action:
+    """The action that sends the result of `made`."""
+    return Action(Op.SEND_F if made.op is Op.F else Op.SEND_B, made.stage, made.mb)
+
+
+def _peer(plan: Plan, rank: int, pp_rank: int) -> int:
+    """The rank at `pp_rank` of the pipeline that `rank` belongs to."""
+    return RankGrid(plan.sizes).group_of("pp", rank)[pp_rank]
+
+
+def _is_past(plan: Plan, schedule: Schedule, other: RankState, own: RankState, action: Action) -> bool:
+    """Whether `other` has completed an action of the step that `own` is in."""
+    if (other.step, other.state) != (own.step, own.state):
+        return (other.step, _order(other)) > (own.step, _order(own))
+    if other.index == NO_ACTION:
+        return False
+    return action in schedule.actions[plan.for_rank(other.rank).pp_rank][: other.index]
+
+
+def _order(state: RankState) -> int:
+    return _ORDER.index(state.state)
+
+
+def _furthest_behind(by_rank: Mapping[int, RankState], own: RankState) -> int | None:
+    """The rank that `own` waits for outside the list, in a collective: the one that is furthest behind."""
+
+    def progress(other: RankState) -> tuple[int, int, int]:
+        return other.step, _order(other), other.index
+
+    last = min(by_rank.values(), key=lambda other: (progress(other), other.since, other.rank))
+    return last.rank if progress(last) < progress(own) else None
+
 
 STILL, DEAD_EDGE, FREES = "PP-E706", "PP-E707", "PP-E822"
 _ROWS = 32
@@ -20,14 +237,18 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
 
     `now` is on the clock of the states; there is at least one.
     """
-    found = waits(plan, states)
-    culprit = root(found)
+    rank_waits = waits(plan, states)
+    culprit = root(rank_waits)
     assert culprit is not None  # of no states none is late
-    code, message = STILL, _message(found, culprit, still)
-    if culprit.on is None and not culprit.state.stopped and (same := same_exchange(plan, found, culprit)) is not None:
-        message = _no_exchange(*same, found, still)
+    code, message = STILL, _message(rank_waits, culprit, still)
+    if (
+        culprit.on is None
+        and not culprit.state.stopped
+        and (same := same_exchange(plan, rank_waits, culprit)) is not None
+    ):
+        message = _no_exchange(*same, rank_waits, still)
     if culprit.sent and culprit.on is not None and not culprit.state.stopped:  # else its state is old
-        by_rank = {wait.state.rank: wait.state for wait in found}
+        by_rank = {wait.state.rank: wait.state for wait in rank_waits}
         code, message = DEAD_EDGE, _dead_edge(culprit, by_rank[culprit.on], still)
     return RankFailure(
         rank=culprit.state.rank,
@@ -36,28 +257,32 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
         code=code,
         stage=None if culprit.current is None else culprit.current.stage,
         action=None if culprit.current is None else str(culprit.current),
-        place="\n".join(_row(wait, now) for wait in found[:_ROWS]),
+        place="\n".join(_row(wait, now) for wait in rank_waits[:_ROWS]),
         host=culprit.state.host,
     )
 
 
-def _message(found: Sequence[Wait], culprit: Wait, still: float) -> str:
-    own, waiting = culprit.state, [wait for wait in found if wait.on is not None]
+def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
+    own, waiting = culprit.state, [wait for wait in rank_waits if wait.on is not None]
     nothing = f"nothing has moved for {still:.0f} s"
     if own.stopped:
         return f"{nothing}, and this rank's process is stopped, or its host {own.host} does not answer"
-    states = {(wait.state.state, wait.state.step) for wait in found}
-    if not waiting and len(found) > 1 and len(states) == 1 and culprit.current is None:
+    states = {(wait.state.state, wait.state.step) for wait in rank_waits}
+    if not waiting and len(rank_waits) > 1 and len(states) == 1 and culprit.current is None:
         return f"{nothing}, and all ranks wait in the same collective: a connection between two of them may be dead"
-    ranks = f"{len(waiting)} of {len(found)} ranks wait for this one in the end" if waiting else "this rank the longest"
+    ranks = (
+        f"{len(waiting)} of {len(rank_waits)} ranks wait for this one in the end"
+        if waiting
+        else "this rank the longest"
+    )
     ranks += _along(waiting, own.rank)
     beside = f"; it runs {culprit.current} beside {culprit.beside}" if culprit.beside is not None else ""
-    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + _at_once(found) + beside
+    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + _at_once(rank_waits) + beside
 
 
-def _at_once(found: Sequence[Wait]) -> str:
+def _at_once(rank_waits: Sequence[Wait]) -> str:
     """Which ranks compute and wait for no other; of several each one's device may wait for a message of another's."""
-    computing = [str(wait.state.rank) for wait in found if wait.on is None and wait.current and wait.state.working]
+    computing = [str(wait.state.rank) for wait in rank_waits if wait.on is None and wait.current and wait.state.working]
     if len(computing) < 2:
         return ""
     ranks = ", ".join(computing[:_ROWS])
@@ -76,8 +301,8 @@ def _along(waiting: Sequence[Wait], rank: int) -> str:
     )
 
 
-def _no_exchange(axis: str, ranks: Sequence[int], found: Sequence[Wait], still: float) -> str:
-    states = {wait.state.rank: wait.state for wait in found}
+def _no_exchange(axis: str, ranks: Sequence[int], rank_waits: Sequence[Wait], still: float) -> str:
+    states = {wait.state.rank: wait.state for wait in rank_waits}
     all_of = " and ".join(f"{rank}{_on(states[rank])}" for rank in ranks)
     ends = f"ranks {all_of} have all started the same collective along {axis}, and it does not end"
     return f"nothing has moved for {still:.0f} s: {ends}; a connection between two of them may be dead"

@@ -2,7 +2,7 @@
 
     environment    what started this process
     run_directory  the run directory before its ranks start
-    supervisor     runs a job on this machine: watch starts, watches and ends its ranks, process is one of them
+    watch          runs a job on this machine: starts, watches and ends its ranks; process: one of them
     outcome        how a job ended
     machine        what this machine has
     weights        the weights that a run starts from; described: models whose code is transformers'

@@ -20,10 +20,10 @@ import ppctl
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
-from ppctl.files import cache_directory, read_text, write_atomically
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
-from ppctl.private_files import own_directory
-from ppctl.processes import python
+from ppctl.host.files import cache_directory, read_text, write_atomically
+from ppctl.host.private_files import own_directory
+from ppctl.host.processes import python
 
 _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
@@ -60,10 +60,10 @@ def describe(
         return Description(text, kept)
     if problem := absent("transformers", str(directory)):
         raise ConfigError(problem)
-    found = _ask(directory, overrides, adapters)
-    if "problems" in found:
-        raise ConfigError([Problem(**problem) for problem in found["problems"]])
-    text = str(found["model"])
+    answer = _ask(directory, overrides, adapters)
+    if "problems" in answer:
+        raise ConfigError([Problem(**problem) for problem in answer["problems"]])
+    text = str(answer["model"])
     with suppress(OSError):  # a home that cannot be written to: the next start asks again
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, text)
@@ -114,13 +114,13 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         try:
-            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            reply: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             last = lines[-1] if lines else f"exit {done.returncode}"
             message = f"the model at {directory} could not be examined: {last}"
             raise ConfigError(Problem("PP-E528", message, place=str(directory))) from None
-    return found
+    return reply
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
@@ -137,7 +137,7 @@ def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters
 
 def _digest_of_code() -> str:
     """A digest of the source files that make an answer: commits of one version differ in them."""
-    package, found = Path(ppctl.__file__).parent, hashlib.sha256()
+    package, digest = Path(ppctl.__file__).parent, hashlib.sha256()
     for file in sorted(file for name in _CODE for file in (package / name).glob("*.py")):
-        found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppctl import run_starts
-from ppctl.checkpoint_folder import AUTO
 from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.heartbeat import host_name
 from ppctl.launch.run_directory import with_value
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint
+from ppctl.runs import run_starts
+from ppctl.runs.checkpoint_folder import AUTO
+from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.heartbeat import host_name
+from ppctl.runs.rundir import RunDir
 
 LIVE = "live"
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -48,9 +48,9 @@ def check_node(run: RunDir, code: str) -> None:
         message = f"node {host_name()} does not see the run directory"
         remedy = "log.dir=DIR on a file system that all nodes share"
         raise ConfigError(Problem("PP-E623", message, remedy, str(run.path)))
-    found = package_digest()
-    if code not in (LIVE, found):
-        message = f"ppctl's code on {host_name()} is {found}, and {code} was submitted: it has changed since"
+    own = package_digest()
+    if code not in (LIVE, own):
+        message = f"ppctl's code on {host_name()} is {own}, and {code} was submitted: it has changed since"
         raise ConfigError(Problem("PP-E624", message, "ppctl submit again, or launch.code=live", str(_PACKAGE)))
 
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppctl.devices import loopback_variables
 from ppctl.errors import ConfigError, Problem
-from ppctl.files import cache_directory
+from ppctl.host.devices import loopback_variables
+from ppctl.host.files import cache_directory
 
 _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294967290, 4294967296))})
 """SLURM's names for steps that the user did not start with srun: the batch script, an interactive shell."""
@@ -59,8 +59,8 @@ def detect(environ: Mapping[str, str]) -> Started:
             # A step with a single task is a place to launch from.
             return started if started.world_size > 1 else Started("person")
     except (KeyError, ValueError) as error:
-        found = {name: environ[name] for name in (*_RANK_VARIABLES, *_OTHER_VARIABLES) if name in environ}
-        message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {found}"
+        given = {name: environ[name] for name in (*_RANK_VARIABLES, *_OTHER_VARIABLES) if name in environ}
+        message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {given}"
         raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
     return Started("person")
 
@@ -145,10 +145,10 @@ def default_variables() -> dict[str, str]:
 
     torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
     """
-    found = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
     with suppress(RuntimeError):  # a user without a home directory
-        found["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "compiled")
-    return found
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "compiled")
+    return variables
 
 
 def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:

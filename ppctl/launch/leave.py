@@ -13,11 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppctl.errors import visible
-from ppctl.hang.waits import published_states
+from ppctl.hang.verdict import published_states
 from ppctl.launch.outcome import DONE, STOPPED, TERMINATED, JobOutcome, failures, report
-from ppctl.rank_records import RankState
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankState
+from ppctl.runs.rundir import RunDir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDir(args.run)
     outcome = job_outcome(run, args.step_code, ended=args.ended)
     if outcome.report:
-        print(visible(outcome.report), file=sys.stderr)
+        print(outcome.report, file=sys.stderr)
     outcome.write(run, _states(run))
     return outcome.exit_code
 
@@ -60,7 +59,7 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
 
 
 def _states(run: RunDir) -> list[RankState]:
-    """The last state that each rank published."""
+    """What each rank published last."""
     return published_states(run.heartbeats(), now=0.0, silence=math.inf)
 
 

@@ -14,8 +14,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from ppctl.config.argv import retyped, typed_again
-from ppctl.devices import device_type, gpus_needed
 from ppctl.errors import Problem
+from ppctl.host.devices import device_type, gpus_needed
 
 _FEW_PROCESSES = 64
 _SMALL_JOB = 8
@@ -71,16 +71,16 @@ def shortage(
     begins = " " not in command
     elsewhere = typed_again("plan", arguments) if begins else "ppctl doctor"
     if device == "cuda":
-        found, needed = count_gpus(environ), gpus_needed(ranks, share=share)
-        if found < needed:
+        present, needed = count_gpus(environ), gpus_needed(ranks, share=share)
+        if present < needed:
             ways = [elsewhere] * begins
-            if found > 0 and ranks <= _SMALL_JOB:
+            if present > 0 and ranks <= _SMALL_JOB:
                 ways.append(typed_again(command, with_overrides(arguments, "launch.share_gpu=true")))
             if ranks <= _SMALL_JOB:
                 on_cpu = ["launch.device=cpu", *["launch.share_gpu=false"] * share]
                 ways.append(typed_again(command, with_overrides(arguments, *on_cpu)))
             ways += [f"ppctl {command} {_small(arguments)}"] * begins
-            message = f"needs {_many(needed, 'GPU')}, this machine has {found}"
+            message = f"needs {_many(needed, 'GPU')}, this machine has {present}"
             return [Problem("PP-E601", message, "\n".join(ways or [elsewhere]), "launch.device = cuda")]
         return []
     cores = os.cpu_count() or 1

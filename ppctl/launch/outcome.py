@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ppctl.files import open_regular
-from ppctl.hang.waits import schedule_of
-from ppctl.rank_records import RankFailure, RankState
-from ppctl.rundir import RunDir
+from ppctl.hang.verdict import schedule_of
+from ppctl.host.files import open_regular
+from ppctl.records.rank_records import RankFailure, RankState
+from ppctl.runs.rundir import RunDir
 
 DONE, STOPPED, INTERRUPTED, TERMINATED = 0, 75, 130, 143
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"

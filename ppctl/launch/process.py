@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn, TextIO
 
-from ppctl.files import silence
+from ppctl.host.files import silence
+from ppctl.host.processes import python
 from ppctl.launch.environment import Started, default_variables
-from ppctl.processes import python
 
 _PR_SET_PDEATHSIG = 1
 _LAST_LINES = 2.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ppctl.launch.environment import slurm_rank
 from ppctl.launch.process import become_worker
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import ppctl
-from ppctl.checkpoint_folder import AUTO
 from ppctl.config.schema import RunConfig
 from ppctl.errors import pasted
-from ppctl.heartbeat import host_name
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import count_gpus
 from ppctl.plan import Plan
-from ppctl.run_starts import set_aside, write_secret
-from ppctl.rundir import RunDir, unwritable
-from ppctl.runs import last_checkpoint
+from ppctl.runs.checkpoint_folder import AUTO
+from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.heartbeat import host_name
+from ppctl.runs.run_starts import set_aside, write_secret
+from ppctl.runs.rundir import RunDir, unwritable
 
 _RECORDED = re.compile(r"(TORCH_)?NCCL_.*|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|SLURM_JOB_ID")
 _PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors")

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ppctl.config.schema import RunConfig
-from ppctl.devices import gpus_needed
 from ppctl.errors import pasted
+from ppctl.host.devices import gpus_needed
 
 NO_START, SICK_NODE, REQUEUED_OFTEN = "PP-E622", "PP-E625", "PP-E626"
 """The codes of errors that the script itself prints."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from ppctl.checkpoint.manifest import damaged, read_manifest
 from ppctl.checkpoint.run_state import run_state
-from ppctl.checkpoint_folder import STATE
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed
@@ -36,7 +35,8 @@ from ppctl.geometry.adapters import WrongAdapters, read_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.geometry.foreign_model import Adapters, ForeignModel, foreign_of
 from ppctl.launch.described import absent, describe
-from ppctl.runs import find_checkpoint
+from ppctl.runs.checkpoint_folder import STATE
+from ppctl.runs.finding import find_checkpoint
 
 KEY = "model.from"
 

@@ -13,7 +13,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from ppctl.errors import LayoutError, Problem
-from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text
+from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, LayoutSource, canonical_text
 from ppctl.layout.reader import read_layout
 from ppctl.layout.rules import Rules, even_counts, find_problems, stages_of
 
@@ -42,7 +42,7 @@ class PipelineParallelLayerLayout:
         num_layers: int | None = None,
         mtp_num_layers: int | None = None,
     ) -> None:
-        self.pipeline_model_parallel_size = pp = _checked_pp(pipeline_model_parallel_size, Source(key))
+        self.pipeline_model_parallel_size = pp = _checked_pp(pipeline_model_parallel_size, LayoutSource(key))
         self._input = copy.deepcopy(layout)
         self._letters, self._source = read_layout(layout, key, pp, num_layers, mtp_num_layers)
         if len(self._letters) % pp:
@@ -201,7 +201,7 @@ def _cell(stage: str) -> str:
     return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs) or "(empty stage)"
 
 
-def _checked_pp(pp: Any, source: Source) -> int:
+def _checked_pp(pp: Any, source: LayoutSource) -> int:
     if isinstance(pp, int) and pp >= 1:
         return pp
     message = f"pipeline_model_parallel_size={pp!r} is not a number of ranks: it must be an integer of 1 or more"

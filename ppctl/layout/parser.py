@@ -63,7 +63,7 @@ class _Edit(NamedTuple):
 
 def parse_text(text: str) -> Parsed:
     """Parse a layout string. Never raises and never expands to more than `MAX_ITEMS` items."""
-    parser = _Parser(text)
+    parser = _LayoutParser(text)
     pieces = parser.items()
     stages, columns = [""], [[]]  # type: tuple[list[str], list[list[int]]]
     letters: list[str] = []
@@ -81,7 +81,7 @@ def parse_text(text: str) -> Parsed:
     return Parsed(tuple(stages), tuple(map(tuple, columns)), tuple(parser.mistakes), parser.repaired())
 
 
-class _Parser:
+class _LayoutParser:
     """Recursive descent over one text. Each method starts at `position` and leaves it behind what it has read."""
 
     def __init__(self, text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ppctl.errors import LayoutError, Problem
-from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
+from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, LayoutSource, canonical_text, lookalike
 from ppctl.layout.parser import Mistake, Parsed, parse_text
 from ppctl.layout.rules import mend
 
@@ -34,7 +34,7 @@ class _Wanted(NamedTuple):
 
 def read_layout(
     layout: Any, key: str, pp: int | None = None, num_layers: int | None = None, mtp_num_layers: int | None = None
-) -> tuple[tuple[str, ...], Source]:
+) -> tuple[tuple[str, ...], LayoutSource]:
     """The stages that a string or a list spells, and where they were written.
 
     Suggestions are sound for `pp` ranks (None: one chunk per rank) and a model of these layers. Raises LayoutError.
@@ -42,12 +42,12 @@ def read_layout(
     wanted = _Wanted(pp, num_layers, mtp_num_layers)
     if isinstance(layout, str):
         parsed = parse_text(layout)
-        source = Source(key, layout, parsed.columns)
+        source = LayoutSource(key, layout, parsed.columns)
         if parsed.mistakes:
             remedy = source.override(_suggestion(parsed, wanted))
             raise LayoutError(_problems(parsed.mistakes, remedy, source))
         return parsed.stages, source
-    source = Source(key)
+    source = LayoutSource(key)
     problems: list[Problem] = []
     stages = _read_rows(layout, source, problems)
     if problems:
@@ -56,7 +56,7 @@ def read_layout(
     return stages, source
 
 
-def _problems(mistakes: Sequence[Mistake], remedy: str, source: Source) -> list[Problem]:
+def _problems(mistakes: Sequence[Mistake], remedy: str, source: LayoutSource) -> list[Problem]:
     """The mistakes with carets; of a text that is no layout at all, the first ones and how many more."""
     shown, rest = mistakes[:_MOST_SHOWN], mistakes[_MOST_SHOWN:]
     problems = [Problem(each.code, each.message, remedy, source.caret(each.column)) for each in shown]
@@ -67,7 +67,7 @@ def _problems(mistakes: Sequence[Mistake], remedy: str, source: Source) -> list[
     return problems
 
 
-def _read_rows(layout: Any, source: Source, problems: list[Problem]) -> tuple[str, ...]:
+def _read_rows(layout: Any, source: LayoutSource, problems: list[Problem]) -> tuple[str, ...]:
     if not isinstance(layout, (list, tuple)):
         message = f"a layout is a string or a list with one list per stage, not {type(layout).__name__}"
         problems.append(Problem("PP-E010", message, place=source.key))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.errors import Problem
-from ppctl.layout.letters import MAX_ITEMS, Source, canonical_text
+from ppctl.layout.letters import MAX_ITEMS, LayoutSource, canonical_text
 
 
 class Rules(NamedTuple):
@@ -21,7 +21,7 @@ class Rules(NamedTuple):
     pp: int
     num_layers: int | None
     mtp_num_layers: int | None
-    source: Source
+    source: LayoutSource
 
     def find(self, letter: str) -> Iterator[tuple[int, int]]:
         """(stage, index in the stage) of every layer of one kind, in model order."""
@@ -35,9 +35,9 @@ def find_problems(rules: Rules) -> list[Problem]:
     mended = mend(rules.stages, rules.pp, rules.num_layers, rules.mtp_num_layers)
     remedy = rules.source.override(canonical_text(mended)) if mended else ""
     return [
-        Problem(found.code, found.message, "\n".join(filter(None, (remedy, found.remedy))), found.place)
+        Problem(each.code, each.message, "\n".join(filter(None, (remedy, each.remedy))), each.place)
         for check in _CHECKS
-        for found in check(rules)
+        for each in check(rules)
     ]
 
 
@@ -51,48 +51,49 @@ def _stage_count(rules: Rules) -> Iterator[Problem]:
 
 
 def _embedding(rules: Rules) -> Iterator[Problem]:
-    found = list(rules.find("E"))
-    if not found:
+    embeddings = list(rules.find("E"))
+    if not embeddings:
         yield Problem("PP-E013", "the layout has no embedding: it begins with E", place=rules.source.place(0, 0))
-    elif found[0] != (0, 0):
-        message = f"the embedding (E) must be the first layer of stage 0; here it is in stage {found[0][0]}"
-        if found[0][0] == 0:
+    elif embeddings[0] != (0, 0):
+        message = f"the embedding (E) must be the first layer of stage 0; here it is in stage {embeddings[0][0]}"
+        if embeddings[0][0] == 0:
             message = "the embedding (E) must be the first layer of stage 0; here other layers come before it"
-        yield Problem("PP-E013", message, place=rules.source.place(*found[0]))
-    if len(found) > 1:
-        message = f"a layout has exactly one embedding (E), this one has {len(found)}"
-        yield Problem("PP-E013", message, place=rules.source.place(*found[1]))
+        yield Problem("PP-E013", message, place=rules.source.place(*embeddings[0]))
+    if len(embeddings) > 1:
+        message = f"a layout has exactly one embedding (E), this one has {len(embeddings)}"
+        yield Problem("PP-E013", message, place=rules.source.place(*embeddings[1]))
 
 
 def _loss(rules: Rules) -> Iterator[Problem]:
-    found = list(rules.find("L"))
+    losses = list(rules.find("L"))
     last = len(rules.stages) - 1
-    if not found:
+    if not losses:
         yield Problem("PP-E014", "the layout has no loss: it ends with L", place=rules.source.place(last))
-    elif found[-1] != (last, len(rules.stages[last]) - 1):
-        message = f"the loss (L) must be the last layer of the last stage, {last}; here it is in stage {found[-1][0]}"
-        if found[-1][0] == last:
+    elif losses[-1] != (last, len(rules.stages[last]) - 1):
+        message = f"the loss (L) must be the last layer of the last stage, {last}; here it is in stage {losses[-1][0]}"
+        if losses[-1][0] == last:
             message = f"the loss (L) must be the last layer of the last stage, {last}; here other layers follow it"
-        yield Problem("PP-E014", message, place=rules.source.place(*found[-1]))
-    if len(found) > 1:
-        message = f"a layout has exactly one loss (L), this one has {len(found)}"
-        yield Problem("PP-E014", message, place=rules.source.place(*found[1]))
+        yield Problem("PP-E014", message, place=rules.source.place(*losses[-1]))
+    if len(losses) > 1:
+        message = f"a layout has exactly one loss (L), this one has {len(losses)}"
+        yield Problem("PP-E014", message, place=rules.source.place(*losses[1]))
 
 
 def _decoders(rules: Rules) -> Iterator[Problem]:
-    found = list(rules.find("t"))
-    if rules.num_layers is not None and len(found) != rules.num_layers:
-        message = f"the layout holds {_layers(len(found), 't')}, the model has num_layers={rules.num_layers}"
-        remedy = rules.source.setting("model.num_layers", len(found))
-        yield Problem("PP-E015", message, remedy, _count_place(rules, found, rules.num_layers))
+    return _number(rules, "PP-E015", "t", "num_layers", rules.num_layers)
 
 
 def _mtp(rules: Rules) -> Iterator[Problem]:
-    found = list(rules.find("m"))
-    if rules.mtp_num_layers is not None and len(found) != rules.mtp_num_layers:
-        message = f"the layout holds {_layers(len(found), 'm')}, the model has mtp_num_layers={rules.mtp_num_layers}"
-        remedy = rules.source.setting("model.mtp_num_layers", len(found))
-        yield Problem("PP-E016", message, remedy, _count_place(rules, found, rules.mtp_num_layers))
+    return _number(rules, "PP-E016", "m", "mtp_num_layers", rules.mtp_num_layers)
+
+
+def _number(rules: Rules, code: str, letter: str, key: str, wanted: int | None) -> Iterator[Problem]:
+    """A layout that holds another number of these layers than the model has; None: it is not known."""
+    places = list(rules.find(letter))
+    if wanted is not None and len(places) != wanted:
+        message = f"the layout holds {_layers(len(places), letter)}, the model has {key}={wanted}"
+        remedy = rules.source.setting(f"model.{key}", len(places))
+        yield Problem(code, message, remedy, _count_place(rules, places, wanted))
 
 
 def _mtp_after_decoders(rules: Rules) -> Iterator[Problem]:
@@ -118,9 +119,9 @@ def _mtp_stage(rules: Rules) -> Iterator[Problem]:
 
 
 def _encoders(rules: Rules) -> Iterator[Problem]:
-    found = next(rules.find("e"), None)
-    if found:
-        yield Problem("PP-E019", "encoder layers cannot be placed by a layout", place=rules.source.place(*found))
+    encoder = next(rules.find("e"), None)
+    if encoder:
+        yield Problem("PP-E019", "encoder layers cannot be placed by a layout", place=rules.source.place(*encoder))
 
 
 _CHECKS: tuple[Callable[[Rules], Iterator[Problem]], ...] = (
@@ -140,11 +141,11 @@ def _layers(count: int, letter: str) -> str:
     return f"{count} {kind}{'' if count == 1 else 's'} ({letter})"
 
 
-def _count_place(rules: Rules, found: Sequence[tuple[int, int]], wanted: int) -> str:
+def _count_place(rules: Rules, places: Sequence[tuple[int, int]], wanted: int) -> str:
     """The first layer too many, or the last one there is, or the end of the layout."""
-    if len(found) > wanted >= 0:
-        return rules.source.place(*found[wanted])
-    return rules.source.place(*found[-1]) if found else rules.source.place(len(rules.stages) - 1)
+    if len(places) > wanted >= 0:
+        return rules.source.place(*places[wanted])
+    return rules.source.place(*places[-1]) if places else rules.source.place(len(rules.stages) - 1)
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.megatron.models import holder_of, misuse, setting
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.wide_dtype import wide_dtype
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ppctl.model.packing import bounds_of
 from ppctl.sequence_halves import Lengths
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.wide_dtype import wide_dtype
 
 _aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from ppctl.geometry.layers import score_rows
 from ppctl.model.dropout import Dropped, kept_probabilities
 from ppctl.model.linear import without_autocast
 from ppctl.model.packing import Documents
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.wide_dtype import wide_dtype
 
 
 def attention_with_dropout(

@@ -20,7 +20,7 @@ from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Operand, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
-from ppctl.row_order import reorder, repeat_in_order, weighted_sum
+from ppctl.tensors.row_order import reorder, repeat_in_order, weighted_sum
 
 ExchangeRows = Callable[[Callable[[], Tensor], Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
 """`exchange(make_rows, counts, experts)`: bring the rows [n, h] that `make_rows()` returns, sorted by expert with

@@ -22,9 +22,9 @@ from ppctl.geometry.parts import Place
 from ppctl.model.fp8 import BLOCK, Fp8, Quantised
 from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
+from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
 from ppctl.weight_gradients.put_off import ProductRule, multiply, putting_off
-from ppctl.wide_dtype import wide_dtype
 
 Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""

@@ -19,7 +19,7 @@ from ppctl.geometry.layers import LOSS_ROWS
 from ppctl.model.mtp import ahead
 from ppctl.model.packing import Documents
 from ppctl.model.split import TensorSplit
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.wide_dtype import wide_dtype
 
 NO_TOKEN = -100
 """The label of a token that does not count: torch's losses ignore it."""

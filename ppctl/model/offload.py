@@ -1,6 +1,6 @@
 """Activations that wait in host memory from the forward of their layer to its backward (decision 43).
 
-Knows saved tensors. Must not know which layers are chosen (`geometry/offloading.py`), the schedule, or how bytes are
+Knows saved tensors. Must not know which layers are chosen (`geometry/layers.py`), the schedule, or how bytes are
 copied (`host_copies`). No bit changes: autograd gets the numbers back that it saved.
 
 The unit is the storage. Of several tensors that look into one it is copied once, and a storage that lives anyway (of a
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ppctl.geometry.offloading import SMALLEST
+from ppctl.geometry.layers import SMALLEST_OFFLOADED
 from ppctl.model.host_copies import Copies, Event, Moved
 from ppctl.model.stage_model import Run
 
@@ -111,7 +111,7 @@ class LayerStorages:
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         """Returns what autograd is to save in place of `tensor`."""
         storage = _storage(tensor)
-        if storage in self._alive or tensor.untyped_storage().nbytes() < SMALLEST:
+        if storage in self._alive or tensor.untyped_storage().nbytes() < SMALLEST_OFFLOADED:
             return tensor
         # Until the layer's forward ends its storages are held: no other one can be in their place.
         key = storage, tensor._version

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import head_dim
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.wide_dtype import wide_dtype
 
 
 def rotary_dim(model: ModelConfig) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.linear import make_weight, product_in_float32
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.wide_dtype import wide_dtype
 
 
 class Routing(NamedTuple):

@@ -36,7 +36,7 @@ from ppctl.model.split import TensorSplit
 from ppctl.model.stage_model import Run
 from ppctl.plan import StageSpec
 from ppctl.sequence_halves import Halves
-from ppctl.tensor_halves import own_halves
+from ppctl.tensors.tensor_halves import own_halves
 
 
 class StageModule(nn.Module):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ppctl.comm.buffers import MessageSpec
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.engine.device_memory import reserve
-from ppctl.engine.dry_pass import dry_pass, representatives
+from ppctl.engine.dry_pass import dry_pass, representatives, reserve
 from ppctl.engine.pace import HELD
 from ppctl.engine.stage import AroundBackward, StageProgram, no_gradient, refuse_other_loss, refuse_other_outputs
 from ppctl.errors import ConfigError, Problem, TrainingError

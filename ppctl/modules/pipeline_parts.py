@@ -19,9 +19,9 @@ from torch import nn
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.keys import keys
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.foreign_model import Anatomy
+from ppctl.host.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.modules.rank_agreement import agreed, refuse_unlike
 from ppctl.modules.sources import (
     OwnModel,

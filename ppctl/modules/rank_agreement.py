@@ -39,8 +39,8 @@ def agreed(
     """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
 
     `joined` makes one result of all ranks', in rank order. Without `own`, `of` is the annotation of what `work` returns
-    (`ppctl.wire`), `to` of what `joined` makes. Raises ConfigError and CheckpointError: what the work raises, and
-    PP-E553 for an exception of other code.
+    (`ppctl.records.wire`), `to` of what `joined` makes. Raises ConfigError and CheckpointError: what the work raises,
+    and PP-E553 for an exception of other code.
     """
     mine: list[Any] = []
 

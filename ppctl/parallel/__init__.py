@@ -1,5 +1,6 @@
 """Collectives on tensors: what ranks with parts or copies of the same tensors exchange.
 
+axis_groups      a rank's process groups, by the axes along which they go
 replicate        sums of gradients over replicas
 shard, owned     tensors in equal parts over ranks, or in runs that belong to one rank each
 ties             parameters that several stages share

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.comm.turns import hand_over
 from ppctl.parallel.exchange_counts import starting
-from ppctl.turns import hand_over
 
 Rows = Sequence[int] | None
 """How many rows go to each rank of a group, or come from it; None: equally many."""

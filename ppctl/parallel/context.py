@@ -35,16 +35,16 @@ from ppctl.parallel.context_gradients import Gradients, GradientSums, Hop, RingG
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
 from ppctl.sequence_halves import (
-    Block,
     Halves,
     Lengths,
+    VisibleBlock,
     gathered_blocks,
     own_blocks,
     own_lengths,
     ring_blocks,
 )
-from ppctl.tensor_halves import own_positions, to_ranks, to_whole
-from ppctl.wide_dtype import wide_dtype
+from ppctl.tensors.tensor_halves import own_positions, to_ranks, to_whole
+from ppctl.tensors.wide_dtype import wide_dtype
 
 
 class BlockKernel(Protocol):
@@ -90,7 +90,7 @@ values' width], documents of the whole rows or None, scale of the scores or None
 class BlockGroup(NamedTuple):
     """Blocks that are computed together, and the keys and values that they see."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[VisibleBlock]
     keys_values: Tensor
     """[b, groups, tokens, width + values' width]."""
     documents: Lengths | None = None
@@ -137,10 +137,10 @@ class _Blockwise:
         own = own_lengths(self._lengths(keys_values, lengths), halves, apart=apart)
         if lengths is not None and drops is None and self.kernel.joins_documents:
             every = slice(0, keys_values.shape[2])
-            return BlockGroup([Block(slice(0, len(own)), every, every, causal=True)], keys_values, own)
+            return BlockGroup([VisibleBlock(slice(0, len(own)), every, every, causal=True)], keys_values, own)
         return BlockGroup(own_blocks(own), keys_values, halves=halves)
 
-    def kernels(self, q: Tensor, part: BlockGroup, drops: Drops | None) -> Callable[[Block], BlockKernel]:
+    def kernels(self, q: Tensor, part: BlockGroup, drops: Drops | None) -> Callable[[VisibleBlock], BlockKernel]:
         """The kernel of each of a part's blocks: one for all, unless probabilities are dropped."""
         if drops is None:
             return lambda _: self.kernel

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.comm.turns import hand_over
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import reduce_scatter
-from ppctl.sequence_halves import Block
-from ppctl.tensor_halves import to_ranks
-from ppctl.turns import hand_over
+from ppctl.sequence_halves import VisibleBlock
+from ppctl.tensors.tensor_halves import to_ranks
 
-Gradients = tuple[Block, Tensor, Tensor]
+Gradients = tuple[VisibleBlock, Tensor, Tensor]
 """Gradients of the keys and of the values that a block used."""
 
 

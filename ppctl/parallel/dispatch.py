@@ -18,7 +18,7 @@ from torch import Tensor
 from ppctl.parallel.all_to_all import all_to_all, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
-from ppctl.row_order import reorder
+from ppctl.tensors.row_order import reorder
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 

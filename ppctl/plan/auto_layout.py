@@ -15,12 +15,12 @@ from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
 from ppctl.plan.config_values import ConfigValues
-from ppctl.plan.layout_choice import Cut
+from ppctl.plan.layout_choice import LayoutCut
 from ppctl.plan.memory import held_bytes, rank_pricer
 from ppctl.plan.memory_limit import device_limit
 from ppctl.plan.prices import pricer
-from ppctl.plan.profile import Measured
-from ppctl.plan.sizes import Batch
+from ppctl.plan.profile import Profile
+from ppctl.plan.sizes import BatchSplit
 from ppctl.plan.stages import stage_specs
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
@@ -29,12 +29,12 @@ from ppctl.topology import ParallelSizes
 
 def balanced_cut(
     values: ConfigValues,
-    cut: Cut,
-    batch: Batch,
+    cut: LayoutCut,
+    batch: BatchSplit,
     schedule: Schedule,
     sizes: ParallelSizes,
-    measured: Measured | None = None,
-) -> Cut:
+    measured: Profile | None = None,
+) -> LayoutCut:
     """The best layout of as many stages as `cut` has, with what it was compared with."""
     config, model = values.config, values.config.model
     mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
@@ -65,9 +65,9 @@ def balanced_cut(
     device, limit = device_limit(config, sizes), None
     if device is not None:
         limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    found = search_layout(model.num_layers, mtp > 0, schedule, price, limit=limit)
-    layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
-    derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
+    result = search_layout(model.num_layers, mtp > 0, schedule, price, limit=limit)
+    layout = PipelineParallelLayerLayout(_text(result.best.candidate, mtp), values["pp"])
+    derived = Derived("layout", layout.canonical(), _equation(result, mtp, batch))
     return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
 
 
@@ -75,12 +75,12 @@ def _text(candidate: Candidate, mtp: int) -> str:
     return canonical_text(stages_of(candidate.counts, mtp, candidate.mtp_stage))
 
 
-def _equation(found: SearchResult, mtp: int, batch: Batch) -> str:
+def _equation(result: SearchResult, mtp: int, batch: BatchSplit) -> str:
     def timed(other: Simulated) -> str:
         return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
 
-    beside = [f"even split {timed(found.even)}"]
-    if found.runner_up is not None:
-        beside.insert(0, f"next best {timed(found.runner_up)}")
-    count = f"{found.simulated} layouts simulated" if found.simulated > 1 else "the only one"
-    return f"layout {timed(found.best)} a step: {count}; {'; '.join(beside)}"
+    beside = [f"even split {timed(result.even)}"]
+    if result.runner_up is not None:
+        beside.insert(0, f"next best {timed(result.runner_up)}")
+    count = f"{result.simulated} layouts simulated" if result.simulated > 1 else "the only one"
+    return f"layout {timed(result.best)} a step: {count}; {'; '.join(beside)}"

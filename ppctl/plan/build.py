@@ -11,21 +11,19 @@ from dataclasses import replace
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.schema import RunConfig
-from ppctl.cost import parameters
+from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.plan.config_values import ConfigValues, parse_overrides
+from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
-from ppctl.plan.foreign_code import whose_code
 from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off
 from ppctl.plan.memory_limit import device_limit, memory_violations
-from ppctl.plan.offloading import offloaded
+from ppctl.plan.notes import forwards_only, offloaded, whose_code
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing
+from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing, step_traffic
 from ppctl.plan.profile import origin
-from ppctl.plan.schedule_choice import CAPACITY, Proof, presumed, proved, settled
+from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
-from ppctl.plan.stages import forwards_only, tie_groups
-from ppctl.plan.traffic import step_traffic
+from ppctl.plan.stages import tie_groups
 from ppctl.plan.types import RankCost, SmallerBatch
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
 from ppctl.schedule.trace import bubble_fraction
@@ -53,10 +51,10 @@ def plan_checked(
 
     Where a schedule is searched for, that of `before` is taken if it is for the same pipeline.
     """
-    beyond = list(beyond_limits(config))
+    beyond = beyond_limits(config)
     if any(is_size(key) for key in beyond):
         raise ConfigError(problems)  # they name these values; nothing can be derived from such
-    values = ConfigValues(within_limits(config, beyond), provenance)
+    values = ConfigValues(within_limits(config), provenance)
     violations: Violations = []
     derivation = derive(values, violations, before=before)
     if violations or derivation is None:
@@ -92,10 +90,10 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         step_time_s=times.pipeline_s * batch.accumulation + times.optimizer_s,
         time_calibrated=measured is not None,
         timing=times,
-        params_total=parameters.total_parameters(model),
-        params_mtp=parameters.mtp_parameters(model),
-        params_active=parameters.active_parameters(model),
-        params_hf=parameters.hugging_face_parameters(model),
+        params_total=parameter_counts.total_parameters(model),
+        params_mtp=parameter_counts.mtp_parameters(model),
+        params_active=parameter_counts.active_parameters(model),
+        params_hf=parameter_counts.hugging_face_parameters(model),
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=values[CAPACITY],
@@ -123,10 +121,10 @@ _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
 """What the pp_ranks hold at one size of the batch, and what is wrong with its schedule."""
 
 
-def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
+def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
     """The sizes on the way of a batch that grows, each with its schedule, proved as that of the full size is."""
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
-    found: list[SmallerBatch] = []
+    batches: list[SmallerBatch] = []
     held: list[_OfSize] = []
     proofs = {derivation.batch.num_microbatches: full}
     for segment, steps, batch in derivation.smaller:
@@ -140,7 +138,7 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
             config, stages, sizes, proof.schedule, trace, derivation.costs, ranks, batch.accumulation, ""
         )
         held.append((ranks, [] if proof is full else proof.wrong))
-        found.append(
+        batches.append(
             SmallerBatch(
                 *(segment.step, steps, segment.sample, segment.size),
                 *(count, batch.accumulation, bubble_fraction(trace)),
@@ -148,12 +146,17 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
                 proof.schedule,
             )
         )
-    return tuple(found), held
+    return tuple(batches), held
 
 
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
     """The highest cost of each pp_rank over all batch sizes; of equal ones the first."""
     return tuple(max(of_rank, key=lambda cost: cost.peak_bytes) for of_rank in zip(*held, strict=True))
+
+
+def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides) -> bool:
+    """Whether nothing would be wrong with `config` if `overrides` stood at the end of the command line."""
+    return not _judged(ConfigValues(config, provenance).overridden(overrides))
 
 
 def _judge(values: ConfigValues) -> Judge:

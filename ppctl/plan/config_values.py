@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.batch_sizes import run_length
-from ppctl.config.draft import STEPS
+from ppctl.config.batch_sizes import STEPS, run_length
 from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
 from ppctl.errors import pasted
@@ -95,7 +94,7 @@ def parse_overrides(text: str) -> Overrides:
 
 
 def _value(text: str) -> Any:
-    if found := re.fullmatch(r"\[([^][]+)\]", text):
-        return [_value(each.strip()) for each in found[1].split(",")]
+    if match := re.fullmatch(r"\[([^][]+)\]", text):
+        return [_value(each.strip()) for each in match[1].split(",")]
     words = {"null": None, "true": True, "false": False}
     return words[text] if text in words else int(text) if text.isdecimal() else text

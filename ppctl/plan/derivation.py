@@ -14,17 +14,16 @@ from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
-from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
+from ppctl.plan.layout_choice import AUTO, LayoutCut, check_offloading, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import RankPricer, rank_pricer, stages_held
-from ppctl.plan.offloading import check_offloading
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
-from ppctl.plan.profile import Measured, read_profile
+from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.rampup import Size, check_sizes, derive_sizes, in_words
 from ppctl.plan.schedule_choice import (
     CSV,
     Choice,
-    Proof,
+    ProvedSchedule,
     check_compiled,
     check_filled,
     check_length,
@@ -35,7 +34,16 @@ from ppctl.plan.schedule_choice import (
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
-from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
+from ppctl.plan.sizes import (
+    RANK_ORDER,
+    BatchSplit,
+    World,
+    beyond,
+    check_stages,
+    derive_batch,
+    derive_world,
+    divide_model,
+)
 from ppctl.plan.stages import frozen_stages, stage_specs
 from ppctl.plan.types import Derived, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
@@ -50,11 +58,11 @@ class Derivation:
 
     values: ConfigValues
     world: World
-    batch: Batch
-    cut: Cut
+    batch: BatchSplit
+    cut: LayoutCut
     choice: Choice
-    measured: Measured | None
-    proof: Proof | None = None
+    measured: Profile | None
+    proof: ProvedSchedule | None = None
     """Of the schedule that a search for the layout was made with."""
 
     @cached_property
@@ -168,7 +176,7 @@ def derive(
 
 
 def _choice(
-    values: ConfigValues, schedule: Schedule | None, cut: Cut, batch: Batch | None, violations: Violations
+    values: ConfigValues, schedule: Schedule | None, cut: LayoutCut, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
     """The choice of schedule for these stages, with all that is wrong with them and it."""
     num_stages = values["pp"] * cut.vpp
@@ -209,14 +217,14 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
         return replace(start, choice=search_schedule(start.values, sizes, start.ways, count).choice)
     rivals = list(_with_named_layouts(start))
     layouts = {rival.cut.layout.canonical(): replace(rival, choice=start.choice, proof=None) for rival in rivals}
-    found = {
+    results = {
         text: search_schedule(each.values, sizes, each.ways, count, len(layouts)) for text, each in layouts.items()
     }
-    best = min(found, key=lambda text: (found[text].choice.least, found[text].seconds))
+    best = min(results, key=lambda text: (results[text].choice.least, results[text].seconds))
     held = [timed(rival.values, rival.ways, rival.choice) for rival in rivals]
     fastest = min(range(len(held)), key=held.__getitem__)
     named = rivals[fastest].choice.name, rivals[fastest].cut.layout.canonical(), held[fastest]
-    return replace(layouts[best], choice=with_rival(found[best].choice, *named))
+    return replace(layouts[best], choice=with_rival(results[best].choice, *named))
 
 
 def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:

@@ -5,13 +5,16 @@ Knows how stages, pp and vpp depend on each other. Must not know the layout lang
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.argv import PLACE
+from ppctl.config.parallel_rules import LAYERS as OFFLOADED_LAYERS
+from ppctl.config.parallel_rules import SWITCH as OFFLOADING
 from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
+from ppctl.layout.letters import LayerType
 from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
 from ppctl.plan.split_options import Split, compile_split, used_options
@@ -29,7 +32,7 @@ RECOMPUTED = "train.recompute_stages"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayoutCut:
     """The layout that a run is cut by, and the equations of what was derived for it."""
 
     layout: PipelineParallelLayerLayout
@@ -41,7 +44,7 @@ class Cut:
         return self.layout.virtual_pipeline_model_parallel_size
 
 
-def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> Cut | None:
+def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
     """The layout. None if there is none that fits; then `violations` say why.
 
     `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none is set.
@@ -54,6 +57,16 @@ def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, 
     text = values["layout"]
     # For `auto` the even split stands until the schedule is known: `auto_layout.balanced_cut` replaces it.
     return _even_cut(values, violations, chunks) if text in (None, AUTO) else _configured_cut(values, text, violations)
+
+
+def check_offloading(values: ConfigValues, stages: Sequence[Sequence[LayerType]], violations: Violations) -> None:
+    """Refuse more layers than any of a layout's stages has."""
+    number, most = values[OFFLOADED_LAYERS], max(stage.count(LayerType.decoder) for stage in stages)
+    if values[OFFLOADING] and number > most:
+        message = f"{OFFLOADED_LAYERS}={number} counts decoder layers of one stage, and no stage has more than {most}"
+        place = values.cite(OFFLOADED_LAYERS, "pp", "vpp", "model.num_layers")
+        ways = {OFFLOADED_LAYERS: most}, {OFFLOADING: False, OFFLOADED_LAYERS: 0}
+        violations.append(Violation("PP-E226", OFFLOADED_LAYERS, message, place, *ways))
 
 
 def check_search(values: ConfigValues, num_stages: int, violations: Violations) -> None:
@@ -70,7 +83,7 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
         violations.append(Violation(TOO_MUCH, "search", message, place, {"layout": None}))
 
 
-def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cut | None:
+def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> LayoutCut | None:
     """The layout that Megatron's or NeMo's options were compiled to; it is printed, and held to all rules."""
     layout = PipelineParallelLayerLayout(split.layout, values["pp"])
     if wrong := layout.problems(values["model.num_layers"], values["model.mtp_num_layers"]):
@@ -80,10 +93,10 @@ def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cu
     if values["vpp"] is None:
         count, pp = len(layout.stages), values["pp"]
         derived.append(Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"))
-    return Cut(layout, tuple(derived))
+    return LayoutCut(layout, tuple(derived))
 
 
-def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None) -> Cut | None:
+def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None) -> LayoutCut | None:
     """The even split; vpp is 1 unless it is set, or the schedule asks for more."""
     wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
@@ -106,10 +119,10 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
     derived = [Derived("layout", text, f"layout {text}: {why}")]
     if values["vpp"] is None:
         derived.append(Derived("vpp", vpp, f"vpp {vpp}: {asks}"))
-    return Cut(layout, tuple(derived))
+    return LayoutCut(layout, tuple(derived))
 
 
-def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> Cut | None:
+def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> LayoutCut | None:
     pp, vpp = values["pp"], values["vpp"]
     try:
         count = len(PipelineParallelLayerLayout(text, 1).stages)
@@ -129,7 +142,7 @@ def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> 
     derived: tuple[Derived, ...] = ()
     if vpp is None:
         derived = (Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"),)
-    return Cut(layout, derived)
+    return LayoutCut(layout, derived)
 
 
 def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *more: Overrides) -> None:

@@ -12,11 +12,10 @@ from functools import cache
 from math import prod
 from typing import NamedTuple, Protocol
 
-from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameter_counts import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
@@ -33,6 +32,7 @@ from ppctl.cost.state import (
 )
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
+from ppctl.host.accelerators import Device, preset
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.stages import precision_of
@@ -77,7 +77,7 @@ class RankPricer(Protocol):
         """While it runs a schedule, in steps of so many samples; by default of the global batch size."""
 
 
-class _Rank(NamedTuple):
+class _LastingBytes(NamedTuple):
     """Bytes that a pp_rank holds under every schedule."""
 
     params: int
@@ -152,7 +152,7 @@ def rank_pricer(
 
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
-) -> _Rank:
+) -> _LastingBytes:
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers) for stage in own)
@@ -160,7 +160,7 @@ def _rank(
     state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, moved)
     state = state._replace(weights=state.weights + biases)
     passes = sharding == "full" or (sharding == "optimizer_gradients" and backward)
-    return _Rank(
+    return _LastingBytes(
         sum(stage_count(model, stage.layers).total() for stage in own),
         state,
         _passing(config, own, sizes, sharding) if passes else None,
@@ -306,10 +306,10 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
     def of(layers: tuple[Layer, ...]) -> Passing:
         matrices = largest_matrices(model, layers, sizes)
-        found = passing(
+        held = passing(
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
-        return found if sharding == "full" else found._replace(weights=0, arriving=0)
+        return held if sharding == "full" else held._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
 

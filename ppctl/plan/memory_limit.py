@@ -1,23 +1,24 @@
 """Whether the plan fits the device's memory, and what would make it fit.
 
-Knows peaks, the device's size and how many ranks share it. Must not know how a peak comes about. Amounts as
+Knows peaks, the device's size, how many ranks share it, and what CUDA's context and the communicators' buffers take of
+it. Must not know how a peak comes about. Amounts as
 text are made here, too; data (`--json`, plan.json) keeps bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
-from ppctl.devices import machines
+from ppctl.host.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
-from ppctl.plan.memory_reserve import AUTO, RESERVE, reserve_bytes
 from ppctl.plan.types import DeviceLimit, RankCost
 from ppctl.plan.violations import Violation
 from ppctl.schedule.policies import POLICIES, schedule_policy
-from ppctl.topology import ParallelSizes
+from ppctl.topology import ParallelSizes, axes_with_groups
 
 LIMIT = "launch.device_memory"
 SHARING = "launch.share_gpu"
@@ -43,6 +44,28 @@ class Unit(NamedTuple):
 MIB = 2**20
 GIB = Unit("GiB", 2**30)
 _SMALLER = (Unit("MiB", MIB), Unit("KiB", 2**10))
+
+RESERVE = "launch.memory_reserve"
+AUTO = "auto"
+
+# Memory that no tensor of a run is in: torch's allocator sees none of it. None of it was measured with ppctl yet.
+CONTEXT = 1024 * MIB
+"""CUDA's context with torch's kernels, about 0.5 GiB; and what an H100 of 80 GB shows less than 80 GiB: 79.65 GiB, or
+81,559 MiB in nvidia-smi (thundergolfer.com/blog/nvidia-gpu-memory-capacity)."""
+PAIR, RING = 544 * MIB, 688 * MIB
+"""A communicator of two ranks, and of more, after an all-reduce: measured on four A100 with NVLink (NVIDIA/nccl#964).
+A ring has two neighbours however many ranks it goes through, so that it does not grow (#986)."""
+CONNECTION = 12 * MIB
+"""One NCCL channel to one peer: buffers of 10 and of 2 MiB (NVIDIA/nccl#1685)."""
+PEER_CHANNELS, PEERS = 32, 7
+"""Channels to each peer in an all-to-all on eight H100, and its peers (the same issue: 3.28 GB in all). A message round
+a ring is taken to need as many to a neighbour."""
+NETWORK = 512 * MIB
+"""The buffer that all peers on other machines share (NVIDIA/nccl#2363)."""
+MESSAGE_ENDS = 8
+"""Ends of a pipeline's channels on one rank: activations and gradients, in and out, at two neighbours."""
+MESSAGE_CHANNELS = 4
+"""NCCL channels of each: `MAX_CTAS` of `ppctl.comm.connections`."""
 
 
 def unit_for(largest: int) -> Unit:
@@ -167,3 +190,50 @@ def _put_off_limits(values: ConfigValues) -> list[int]:
         return []
     now, pp = values[PUT_OFF], values["pp"]
     return [limit for limit in dict.fromkeys((pp // 2, pp // 4, 1, 0)) if now is None or limit < now]
+
+
+def reserve_bytes(config: RunConfig, sizes: ParallelSizes) -> int:
+    """Bytes of `launch.memory_reserve`; `auto` is 0 on the CPU. Raises ValueError for what is no amount of memory."""
+    launch = config.launch
+    if launch.memory_reserve != AUTO:
+        return memory_bytes(launch.memory_reserve)
+    if launch.device == "cpu":
+        return 0
+    # Ranks that share a GPU send through host memory.
+    return CONTEXT if launch.share_gpu else CONTEXT + communicators(config, sizes)
+
+
+def communicators(config: RunConfig, sizes: ParallelSizes) -> int:
+    """Bytes that NCCL takes on one rank for its groups, all of which are touched in the warm-up, and for messages."""
+    total = sum(map(_group, _group_sizes(config, sizes))) + sum(map(_connections, _peers(config, sizes)))
+    return total + (MESSAGE_ENDS * MESSAGE_CHANNELS * CONNECTION if sizes.pp > 1 else 0)
+
+
+def _group_sizes(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
+    model = config.model
+    for axes in axes_with_groups(sizes, experts=bool(model.num_moe_experts)):
+        yield prod(getattr(sizes, axis) for axis in axes.split("-"))
+    yield from config.parallel.hierarchical_context_parallel_sizes or ()
+    # Of the token embedding: the input, a tied output, and the copies of all MTP modules.
+    yield min(sizes.pp, 1 + model.share_embeddings_and_output_weights + bool(model.mtp_num_layers))
+
+
+def _peers(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
+    """Ranks with which a rank exchanges messages in each of its groups, beside collectives that go round a ring."""
+    if config.model.num_moe_experts:
+        yield sizes.ep - 1
+        yield sizes.etp - 1
+    named = config.model.cp_comm_type
+    kinds = {named} if isinstance(named, str) else set(named)
+    inner, outer = config.parallel.hierarchical_context_parallel_sizes or (1, 1)
+    yield sizes.cp - 1 if "a2a" in kinds else min(sizes.cp - 1, 2) if "p2p" in kinds else 0
+    yield inner - 1
+    yield min(outer - 1, 2)
+
+
+def _group(size: int) -> int:
+    return 0 if size == 1 else PAIR if size == 2 else RING
+
+
+def _connections(peers: int) -> int:
+    return min(peers, PEERS) * PEER_CHANNELS * CONNECTION + (NETWORK if peers > PEERS else 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.config.keys import text_keys, value_of
+from ppctl.config.keys import text_keys
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
@@ -75,7 +75,7 @@ def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
     return [
         name
         for name in text_keys()
-        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and value_of(one, name) != value_of(other, name)
+        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and one[name] != other[name]
     ]
 
 
@@ -102,8 +102,8 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
 def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
     """Returns a function: name of a gradient -> (its stage, its number in the order of forwards), -1 for none."""
     names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
-    found = {name: (stage, number) for number, (name, stage) in enumerate(names)}
-    return lambda name: found.get(name, found.get(stack_of(name), (-1, -1)))
+    places = {name: (stage, number) for number, (name, stage) in enumerate(names)}
+    return lambda name: places.get(name, places.get(stack_of(name), (-1, -1)))
 
 
 def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 from ppctl.errors import Problem
-from ppctl.json_reader import Count, read
 from ppctl.plan.types import Derived, DeviceLimit, Exchange, RankCost, SmallerBatch, StageSpec, Timing, fields_of
+from ppctl.records.json_reader import Count, read
 from ppctl.schedule.action import Action, Channel, Pair, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
@@ -82,8 +82,8 @@ class Plan:
 
     def at_step(self, step: int) -> Plan:
         """The plan of the step that follows `step` completed ones, in a run from its first step on."""
-        found = (each.size for each in self.smaller if each.step <= step < each.step + each.steps)
-        return self.of_batch(next(found, 0))
+        sizes = (each.size for each in self.smaller if each.step <= step < each.step + each.steps)
+        return self.of_batch(next(sizes, 0))
 
     def of_batch(self, size: int) -> Plan:
         """The plan of a step of `size` samples: a ramp-up size's, or the global batch's."""
@@ -162,27 +162,27 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of `to_json`. Raises ValueError for what is none of its results."""
-        found = read(_PlanFile, data)
-        if found["digest"] != _digest_of({key: value for key, value in data.items() if key != "digest"}):
+        fields = read(_PlanFile, data)
+        if fields["digest"] != _digest_of({key: value for key, value in data.items() if key != "digest"}):
             raise ValueError("its digest does not match its content")
-        schedule = found["schedule"]
-        sizes = read(ParallelSizes, {"world": found["world_size"], **found["parallel"]})
+        schedule = fields["schedule"]
+        sizes = read(ParallelSizes, {"world": fields["world_size"], **fields["parallel"]})
         return cls(
-            **{name: found[name] for name in _AS_THEY_ARE},  # type: ignore[literal-required]
+            **{name: fields[name] for name in _AS_THEY_ARE},  # type: ignore[literal-required]
             sizes=sizes,
             schedule=_schedule(schedule, sizes),
             num_microbatches=schedule["microbatches"],
             **{name: schedule[name] for name in (*_TIMES, _CALLS)},  # type: ignore[literal-required]
-            tie_groups=tuple((group["name"], group["stages"]) for group in found["tie_groups"]),
-            timing=Timing.from_json(found["timing"]),
-            traffic=found.get("traffic", ()),
-            limit=_limit(found),
+            tie_groups=tuple((group["name"], group["stages"]) for group in fields["tie_groups"]),
+            timing=Timing.from_json(fields["timing"]),
+            traffic=fields.get("traffic", ()),
+            limit=_limit(fields),
             smaller=tuple(
                 SmallerBatch(
                     schedule=_schedule(each["schedule"], sizes),
                     **{name: each[name] for name in _OF_SIZE},  # type: ignore[literal-required]
                 )
-                for each in found.get("smaller", ())
+                for each in fields.get("smaller", ())
             ),
         )
 

@@ -1,4 +1,4 @@
-"""Seconds of a microbatch on every stage, from a device preset or from measured costs, and of a step.
+"""Seconds of a microbatch on every stage and of a step, from a device preset or a profile, and the bytes that it sends.
 
 Plans, simulations and searches for a layout all read the numbers of `pricer`. Knows which keys of the config set
 prices. Must not know how schedules are made or how closed forms work (`ppctl.cost`).
@@ -12,8 +12,9 @@ from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameters import Count, on_device, trained_count
+from ppctl.cost.parameter_counts import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
+from ppctl.cost.step_traffic import Stages, Sums, once_a_step
 from ppctl.cost.times import (
     Machine,
     PartSeconds,
@@ -27,15 +28,16 @@ from ppctl.cost.times import (
     optimizer_seconds,
     reduce_seconds,
 )
+from ppctl.cost.traffic import stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
-from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
-from ppctl.plan.profile import LayerSeconds, Measured, fitted
+from ppctl.plan.profile import LayerSeconds, Profile, fitted
 from ppctl.plan.sharing import moved_by_muon, sharding_of
 from ppctl.plan.stages import precision_of
-from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec, Timing
+from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
 from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
 from ppctl.schedule.trace import Span, Trace, busy_time, step_time
@@ -47,7 +49,7 @@ def stage_costs(
     layers: Iterable[Sequence[Layer]],
     sizes: ParallelSizes,
     micro_batch_size: int,
-    measured: Measured | None = None,
+    measured: Profile | None = None,
 ) -> tuple[StageCost, ...]:
     """The cost of every stage from the layers that it holds, in model order.
 
@@ -59,7 +61,7 @@ def stage_costs(
 
 
 def pricer(
-    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Measured | None = None
+    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None = None
 ) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
     """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
     model, train = config.model, config.train
@@ -105,7 +107,7 @@ def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> in
 
 
 def _scales(
-    config: RunConfig, measured: Measured | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
+    config: RunConfig, measured: Profile | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
 ) -> dict[Kind, tuple[float, float]]:
     """How many times longer than the preset says a kind of layer takes: forward and backward."""
     if measured is None:
@@ -220,3 +222,31 @@ def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: Paralle
     """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
     return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config))
+
+
+def step_traffic(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    sizes: ParallelSizes,
+    schedule: Schedule,
+    micro_batch_size: int,
+    calls: int,
+) -> tuple[tuple[Exchange, ...], ...]:
+    """pp_rank -> the exchanges of a step of so many schedule calls."""
+    model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
+    microbatches = calls * schedule.num_microbatches
+    scatters, muon = config.launch.device != "cpu", config.optim.name == "muon"
+    sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, scatters, muon)
+    sp = config.parallel.sequence_parallel
+    by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
+    layers = [[stage.layers for stage in own] for own in by_rank]
+    exchanges = []
+    for pp_rank, (own, held) in enumerate(zip(by_rank, Stages.each(model, layers), strict=True)):
+        total = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
+        for stage in own:
+            total.add(stage_passes(model, stage.layers, setting, stage.stage).all, microbatches)
+            for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):
+                if edge and stages[other].pp_rank != pp_rank:
+                    total.note("pp", "send", microbatches * message_bytes(edge), microbatches * len(edge))
+        exchanges.append(tuple(Exchange(axis, kind, *numbers) for (axis, kind), numbers in total.shown))
+    return tuple(exchanges)

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import RunConfig
-from ppctl.files import read_text
 from ppctl.geometry.layers import Kind, Layer, parse_layers
+from ppctl.host.files import read_text
 from ppctl.layout.letters import LETTERS, LayerType, canonical_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.types import Derived
@@ -34,7 +34,7 @@ class LayerSeconds(NamedTuple):
     backward: float
 
 
-class Measured(NamedTuple):
+class Profile(NamedTuple):
     """A profile that was read: its file, and every stage's layers with what they took."""
 
     path: str
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
     """Median seconds of a message; none where the run sent none."""
 
 
-def read_profile(values: ConfigValues, violations: Violations) -> Measured | None:
+def read_profile(values: ConfigValues, violations: Violations) -> Profile | None:
     """The measured costs; None if no profile is set or, with a violation, if it is of no use here."""
     if values[KEY] is None:
         return None
@@ -72,7 +72,7 @@ def read_profile(values: ConfigValues, violations: Violations) -> Measured | Non
     from statistics import median  # slow to import, and few plans have a profile
 
     held = tuple((parse_layers(layers), seconds) for layers, seconds in stages)
-    return Measured(path, held, median(times) if times else None)
+    return Profile(path, held, median(times) if times else None)
 
 
 def _seconds(value: object) -> float:
@@ -87,7 +87,7 @@ def _layers(values: ConfigValues) -> set[str]:
     return set(map(str, [Layer("embedding"), *numbered, Layer("loss")]))
 
 
-def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
+def origin(measured: Profile | None, layout: str) -> tuple[Derived, ...]:
     """The source of measured costs, and whether they had to be regrouped for this layout."""
     if measured is None:
         return ()
@@ -144,12 +144,12 @@ def _settled(
     rows: Sequence[tuple[Counter[Kind], float]], start: Mapping[Kind, float], scale: float
 ) -> dict[Kind, float]:
     weights = {kind: seconds * scale for kind, seconds in start.items()}
-    found = dict(weights)
+    fit = dict(weights)
     for _ in range(ROUNDS):
         for counts, measured in rows:
             norm = sum(n * n * weights[kind] for kind, n in counts.items())
             if norm:
-                residue = measured - sum(n * found[kind] for kind, n in counts.items())
+                residue = measured - sum(n * fit[kind] for kind, n in counts.items())
                 for kind, n in counts.items():
-                    found[kind] = max(0.0, found[kind] + residue * n * weights[kind] / norm)
-    return found
+                    fit[kind] = max(0.0, fit[kind] + residue * n * weights[kind] / norm)
+    return fit

@@ -10,12 +10,12 @@ from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ppctl.config.batch_rampup import MOST_SIZES, read_rampup
 from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
+from ppctl.config.pieces import MOST_SIZES, read_rampup
 from ppctl.config.schema import RunConfig
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
-from ppctl.plan.sizes import CALL, Batch, derive_batch, nearest_divisors
+from ppctl.plan.sizes import CALL, BatchSplit, derive_batch, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 
@@ -30,28 +30,28 @@ class Size(NamedTuple):
     segment: Segment
     steps: int
     """How many take it."""
-    batch: Batch
+    batch: BatchSplit
 
 
 def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
     """The sizes on the way, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
     if values[RAMPUP] is None:
         return ()
-    found = []
+    ramp = []
     for segment, after in pairwise(BatchSizes.of(values.config.train).segments):
         batch = _batch(values, segment.size, dp)
         if batch is None:
             return ()
-        found.append(Size(segment, after.step - segment.step, batch))
-    return tuple(found)
+        ramp.append(Size(segment, after.step - segment.step, batch))
+    return tuple(ramp)
 
 
-def _batch(values: ConfigValues, size: int, dp: int) -> Batch | None:
+def _batch(values: ConfigValues, size: int, dp: int) -> BatchSplit | None:
     return derive_batch(values.overridden({"gbs": size, RAMPUP: None}), dp, [])
 
 
 def check_sizes(
-    values: ConfigValues, dp: int, batch: Batch, choice: Choice, num_stages: int, violations: Violations
+    values: ConfigValues, dp: int, batch: BatchSplit, choice: Choice, num_stages: int, violations: Violations
 ) -> None:
     """Refuse sizes that are no whole number of microbatches, or that the schedule has no order for."""
     if values[RAMPUP] is None or violations:
@@ -106,7 +106,7 @@ def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]
 def in_words(config: RunConfig) -> tuple[Derived, ...]:
     """How the batch grows, and how long the run is, where either was given."""
     train, sizes = config.train, BatchSizes.of(config.train)
-    found: list[Derived] = []
+    lines: list[Derived] = []
     reached = last_steps(sizes.segments, train.steps)
     if train.batch_rampup is not None:
         start, increment, samples = read_rampup(train.batch_rampup)
@@ -118,9 +118,9 @@ def in_words(config: RunConfig) -> tuple[Derived, ...]:
         )
         if len(reached) <= count:
             equation += f"; the run ends before, after {train.steps:,}"
-        found.append(Derived("batch_rampup", [each.size for each in sizes.segments], equation))
+        lines.append(Derived("batch_rampup", [each.size for each in sizes.segments], equation))
     if train.batch_rampup is not None or train.samples is not None or train.tokens is not None:
         total = sizes.position(train.steps)
         equation = f"{train.steps:,} steps take {total:,} samples, {total * config.data.seq_length:,} tokens"
-        found.append(Derived("steps", train.steps, equation))
-    return tuple(found)
+        lines.append(Derived("steps", train.steps, equation))
+    return tuple(lines)

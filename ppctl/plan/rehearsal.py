@@ -19,7 +19,7 @@ from ppctl.plan.build import build_plan
 from ppctl.plan.memory import setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.types import StageSpec
-from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import STEP, Rehearsed, StageMemory
 from ppctl.schedule.action import LIFE_ENDS, Action, F, Op, stages_with_backwards
 from ppctl.topology import RankGrid
 
@@ -27,7 +27,7 @@ _ROUNDS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Microbatches of a rehearsal, in units of what the schedule does in one round of all pp_ranks."""
 
 
-class Kind(NamedTuple):
+class RankKind(NamedTuple):
     """pp_ranks whose stages hold the same kinds of layers in the same order."""
 
     pp_ranks: tuple[int, ...]
@@ -36,21 +36,21 @@ class Kind(NamedTuple):
     """All global ranks of these pp_ranks, the rehearsed one first."""
 
 
-def kinds_of(config: RunConfig, plan: Plan) -> tuple[Kind, ...]:
+def kinds_of(config: RunConfig, plan: Plan) -> tuple[RankKind, ...]:
     """The kinds of ranks, in the order of their first pp_rank. Ranks of one pp_rank hold the same sizes."""
-    found: dict[Hashable, list[int]] = {}
+    alike: dict[Hashable, list[int]] = {}
     for cost in plan.pp_ranks:
         own = [stage for stage in plan.stages if stage.pp_rank == cost.pp_rank]
-        found.setdefault(tuple(_kind_of_stage(config, stage) for stage in own), []).append(cost.pp_rank)
+        alike.setdefault(tuple(_kind_of_stage(config, stage) for stage in own), []).append(cost.pp_rank)
     of_pp_rank: list[list[int]] = [[] for _ in plan.pp_ranks]
     grid = RankGrid(plan.sizes)
     for pipeline in grid.groups("pp"):
         for pp_rank, rank in enumerate(pipeline):
             of_pp_rank[pp_rank].append(rank)
     kinds = []
-    for members in found.values():
+    for members in alike.values():
         members.sort(key=lambda pp_rank: -plan.pp_ranks[pp_rank].peak_bytes)
-        kinds.append(Kind(tuple(members), tuple(rank for each in members for rank in sorted(of_pp_rank[each]))))
+        kinds.append(RankKind(tuple(members), tuple(rank for each in members for rank in sorted(of_pp_rank[each]))))
     return tuple(sorted(kinds, key=lambda kind: min(kind.pp_ranks)))
 
 
@@ -83,11 +83,11 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
         shorter.train.global_batch_size = count * config.train.micro_batch_size * plan.sizes.dp
         shorter.parallel.pipeline_model_parallel_layout = plan.layout
         try:
-            found = build_plan(shorter, plan.provenance)
+            made = build_plan(shorter, plan.provenance)
         except ConfigError:
             continue
-        if found.num_microbatches == count and _fullest(shorter, found) == whole:
-            return shorter, found
+        if made.num_microbatches == count and _fullest(shorter, made) == whole:
+            return shorter, made
     return config, plan
 
 
@@ -185,19 +185,21 @@ class RankPeak:
     """By its own stages."""
 
 
-def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[RankPeak]:
+def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> list[RankPeak]:
     """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one.
 
     Each list is replayed with the stages as they were measured. What the rehearsed rank held beside activations, while
     gradients add up and while they are summed, is what every rank of its kind holds.
     """
     chosen = short.for_rank(measured.rank).pp_rank
-    found = {memory.stage: memory for memory in measured.stages}
+    by_stage = {memory.stage: memory for memory in measured.stages}
     most = {moment.index: moment.most for moment in measured.moments}  # the later of an action's two: while it ran
     place = plan.schedule.placement
 
     def stages_of(pp_rank: int) -> dict[int, StageMemory]:
-        return {own: found[other] for own, other in zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)}
+        return {
+            own: by_stage[other] for own, other in zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)
+        }
 
     def replay(of: Plan, pp_rank: int) -> tuple[list[Step], list[Step]]:
         """The steps before the first sum, and those behind it."""

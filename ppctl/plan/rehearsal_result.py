@@ -16,9 +16,9 @@ from ppctl.plan.memory import held_bytes
 from ppctl.plan.memory_limit import amount, available_text
 from ppctl.plan.plan import Plan
 from ppctl.plan.plan_picture import picture
-from ppctl.plan.rehearsal import UPDATE, Kind, RankPeak, peaks_of, scaled
+from ppctl.plan.rehearsal import UPDATE, RankKind, RankPeak, peaks_of, scaled
 from ppctl.plan.types import RankCost
-from ppctl.rehearsal_record import Rehearsed
+from ppctl.records.rehearsal_record import Rehearsed
 from ppctl.schedule.picture import Picture, RankMemory
 
 _STATE = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
@@ -32,7 +32,7 @@ class Rehearsal:
     plan: Plan
     short: Plan
     """What was rehearsed: the same with fewer microbatches."""
-    measured: tuple[tuple[Kind, Rehearsed], ...]
+    measured: tuple[tuple[RankKind, Rehearsed], ...]
 
     @property
     def microbatches(self) -> tuple[int, int]:
@@ -104,17 +104,17 @@ class Rehearsal:
             "tight": self.tight,
         }
 
-    def _rank(self, kind: Kind, measured: Rehearsed) -> dict[str, Any]:
+    def _rank(self, kind: RankKind, measured: Rehearsed) -> dict[str, Any]:
         cost, peak = self.cost_of(measured.rank), self.peak_of(measured.rank)
         kept = {memory.stage: memory.kept for memory in measured.stages}
         own = {name: getattr(cost, name) for name in (*_STATE, "peak_bytes")}
-        found = {name: getattr(measured, name) for name in _STATE} | {"peak_bytes": peak.peak_bytes}
+        state = {name: getattr(measured, name) for name in _STATE} | {"peak_bytes": peak.peak_bytes}
         return {
             "rank": measured.rank,
             "same_as": [rank for rank in kind.ranks if rank != measured.rank],
             "stages": list(kept),
             "planned": own | {"kept_bytes_per_microbatch": {stage: self.planned_kept(stage) for stage in kept}},
-            "measured": found | {"kept_bytes_per_microbatch": kept},
+            "measured": state | {"kept_bytes_per_microbatch": kept},
             "peak_action": peak.peak_action,
             "host_waits": [asdict(wait) for wait in measured.host_waits],
             "operations": sum(each.count for each in measured.operations),
@@ -125,9 +125,9 @@ class Rehearsal:
 
     def picture(self) -> Picture:
         """Memory as planned and as measured over the step."""
-        found = {peak.pp_rank: _memory(peak) for peak in self.peaks}
+        by_rank = {peak.pp_rank: _memory(peak) for peak in self.peaks}
         drawn = picture(self.plan, self.config)
-        return replace(drawn, measured=tuple(found.get(cost.pp_rank) for cost in self.plan.pp_ranks))
+        return replace(drawn, measured=tuple(by_rank.get(cost.pp_rank) for cost in self.plan.pp_ranks))
 
 
 def _memory(peak: RankPeak) -> RankMemory:

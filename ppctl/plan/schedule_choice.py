@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
-from ppctl.config.checks import in_batches
-from ppctl.config.limits import MOST_STAGES
+from ppctl.config.metadata import MOST_STAGES
+from ppctl.config.parallel_rules import in_batches
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides
-from ppctl.plan.sizes import CALL, TOO_MUCH, Batch, nearest_divisors
+from ppctl.plan.sizes import CALL, TOO_MUCH, BatchSplit, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
@@ -90,7 +90,12 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
         violations.append(Violation("PP-E213", SCHEDULE, message, values.cite(SCHEDULE, "vpp", "layout"), *ways))
         return None
     source = values.source(SCHEDULE)
-    if name == fitting_policy(2) and vpp == 1 and values.source("vpp") == PLACE != source:
+    if (
+        name == fitting_policy(2)
+        and vpp == 1
+        and values.source("vpp").startswith(PLACE)
+        and not source.startswith(PLACE)
+    ):
         return Choice(fitting_policy(1), (_chosen(vpp, f"{asked} ({source}) was given for more chunks"),))
     return Choice(name)
 
@@ -175,7 +180,7 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
     )
 
 
-def check_filled(values: ConfigValues, choice: Choice, vpp: int, batch: Batch, violations: Violations) -> None:
+def check_filled(values: ConfigValues, choice: Choice, vpp: int, batch: BatchSplit, violations: Violations) -> None:
     """Refuse fewer microbatches in a schedule call than the policy has lists for."""
     policy, pp, count, mbs = choice.policy, values["pp"], batch.num_microbatches, batch.micro_batch_size
     if policy is None or choice.searched or count >= (least := policy.needs_microbatches(pp)):
@@ -223,7 +228,7 @@ def compute_only(
     return schedule if values[PUT_OFF] is None else run_weights_sooner(schedule, values[PUT_OFF])
 
 
-class Proof(NamedTuple):
+class ProvedSchedule(NamedTuple):
     """A compute-only schedule, what it was lowered to, and what is wrong with that."""
 
     plain: Schedule
@@ -231,7 +236,7 @@ class Proof(NamedTuple):
     wrong: list[Problem]
 
 
-def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Proof:
+def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> ProvedSchedule:
     """The lowered schedule, without what frozen stages do not need, and all that is wrong with it, or with its
     forward-only twin where a capacity is set.
 
@@ -243,26 +248,27 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
     if plain.name == FROM_FILE and (wrong := verify(plain)):
         unset, place = f"{CSV}=null", values.cite(CSV)
         of_file = [replace(each, remedy=each.remedy or unset, place=f"{each.place}\n{place}".strip()) for each in wrong]
-        return Proof(plain, plain, of_file)
+        return ProvedSchedule(plain, plain, of_file)
     try:
         free = lower(plain, batched=batched)
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
-        return Proof(plain, plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)])
+        wrong = [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)]
+        return ProvedSchedule(plain, plain, wrong)
     schedule = free if capacity is None else lower(plain, capacity=capacity, batched=batched)
     schedule = without_frozen(schedule, frozen_stages)
     wrong = verify(schedule)
     if capacity is None or batched:
-        return Proof(plain, schedule, wrong)
+        return ProvedSchedule(plain, schedule, wrong)
     twin = forwards_alone(schedule.placement, plain.num_microbatches)
     wrong = wrong or verify(lower(twin, capacity=capacity))
     enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
     place = values.cite(CAPACITY)
     wrong = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
-    return Proof(plain, schedule, wrong)
+    return ProvedSchedule(plain, schedule, wrong)
 
 
-def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Proof:
+def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> ProvedSchedule:
     """`proved` for an order that was made to be sound: it is judged only where a capacity is set, which may hold it up,
     where it is a user's, and where it hangs by itself."""
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
@@ -271,4 +277,4 @@ def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Proof
         lowered = lower(plain, batched=in_batches(values.config.parallel))
     except ScheduleError:
         return proved(values, plain, frozen_stages)
-    return Proof(plain, without_frozen(lowered, frozen_stages), [])
+    return ProvedSchedule(plain, without_frozen(lowered, frozen_stages), [])

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.files import read_text
+from ppctl.host.files import read_text
 from ppctl.plan.config_values import ConfigValues
-from ppctl.plan.layout_choice import Cut
+from ppctl.plan.layout_choice import LayoutCut
 from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice
-from ppctl.plan.sizes import CALL, Batch
+from ppctl.plan.sizes import CALL, BatchSplit
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import MESSAGES, Op, Schedule
@@ -78,7 +78,7 @@ def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int,
 
 
 def choose_file(
-    values: ConfigValues, schedule: Schedule, cut: Cut | None, batch: Batch | None, violations: Violations
+    values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
     """The schedule of the file, if its rows, stages and microbatches are those of the run."""
     wrong = list(_disagreements(values, schedule, cut, batch))
@@ -100,7 +100,7 @@ def choose_file(
 
 
 def _disagreements(
-    values: ConfigValues, schedule: Schedule, cut: Cut | None, batch: Batch | None
+    values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None
 ) -> Iterator[Violation]:
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:

@@ -16,14 +16,14 @@ from ppctl.plan.memory import Held
 from ppctl.plan.memory_limit import LIMIT, device_limit
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs
-from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, Proof, presumed, proved
+from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, ProvedSchedule, presumed, proved
 from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import COMPUTE, Placement, Schedule
 from ppctl.schedule.lane_orders import ROUNDING
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search import ALLOWANCE, Found, find_schedule, first_order
+from ppctl.schedule.search import ALLOWANCE, FoundSchedule, find_schedule, first_order
 from ppctl.schedule.search_task import (
     Task,
     held_by,
@@ -109,7 +109,7 @@ def search_schedule(
     best: Searched | None = None
     for way in ways:
         if device is None or _peak(_alone(way, num_microbatches)) <= device.available_bytes:
-            search = _Search(values, way, num_microbatches, device)
+            search = _PlacementSearch(values, way, num_microbatches, device)
             best = search.run(ALLOWANCE // len(ways) // share, best) or best
     if best is not None:
         return best
@@ -172,7 +172,7 @@ class _Timed(NamedTuple):
     schedule: Schedule
 
 
-class _Search:
+class _PlacementSearch:
     """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another.
 
     In a device's memory what waits for W counts as what it is; under `pipeline.schedule_memory` activations are whole
@@ -188,7 +188,7 @@ class _Search:
         group = values[GROUP] if values.is_set(GROUP) else None
         costs = simulation_costs(way.costs, way.stages)
         self.task = Task(way.placement, num_microbatches, costs, kept, least, group, put_off)
-        self.proofs: dict[int, Proof] = {}
+        self.proofs: dict[int, ProvedSchedule] = {}
         self.judged: dict[int, _Timed | None] = {}
 
     def run(self, allowance: int, before: Searched | None) -> Searched | None:
@@ -213,17 +213,17 @@ class _Search:
         choice = Choice(best.schedule.name, (Derived("schedule", best.schedule.name, equation),), best.schedule)
         return Searched(choice, best.seconds)
 
-    def _results(self, allowance: int) -> list[Found]:
+    def _results(self, allowance: int) -> list[FoundSchedule]:
         """Results within the memory that is left for activations, and within less where the plan does not fit."""
-        limits, results = self._limits(), list[Found]()
+        limits, results = self._limits(), list[FoundSchedule]()
         for search in range(1, 1 + _AGAIN):
             within = [max(pair) for pair in zip(limits, self.task.limits, strict=True)]
-            found = find_schedule(replace(self.task, limits=within), allowance // search)
-            results.append(found)
-            room = self._room(self._proof(found.schedule).schedule)
+            result = find_schedule(replace(self.task, limits=within), allowance // search)
+            results.append(result)
+            room = self._room(self._proof(result.schedule).schedule)
             if min(room) >= 0:
                 break
-            spent = zip(limits, found.held, room, strict=True)
+            spent = zip(limits, result.held, room, strict=True)
             limits = [min(limit, held + left - _MARGIN * limit) for limit, held, left in spent]
         return results
 
@@ -269,7 +269,7 @@ class _Search:
             return None
         return _Timed(float(f"{_seconds(self.way, proof):.9g}"), number, plain)  # equal but for rounding
 
-    def _proof(self, plain: Schedule) -> Proof:
+    def _proof(self, plain: Schedule) -> ProvedSchedule:
         """The proof of a candidate, which lives as long as this search."""
         if id(plain) not in self.proofs:
             self.proofs[id(plain)] = presumed(self.values, plain, self.way.frozen_stages)
@@ -282,7 +282,7 @@ class _Search:
         return [float(self.device.available_bytes - cost.peak_bytes) for cost in self.way.rank_costs(schedule)]
 
 
-def _seconds(way: Way, proof: Proof) -> float:
+def _seconds(way: Way, proof: ProvedSchedule) -> float:
     """Seconds of one call, as the plan predicts it."""
     trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
     return step_time(trace)
@@ -295,7 +295,7 @@ def _within(values: ConfigValues, on_device: bool) -> str:
     return " and ".join(parts) or "the activations that 1F1B keeps on its first rank"
 
 
-def _equation(best: _Timed, rival: _Timed | None, results: Sequence[Found], bound: float, within: str) -> str:
+def _equation(best: _Timed, rival: _Timed | None, results: Sequence[FoundSchedule], bound: float, within: str) -> str:
     beside = "no named schedule fits" if rival is None else f"best named {rival.schedule.name} {rival.seconds:.4g} s"
     kind = "V" if best.schedule.placement.kind == "v" else "loop"
     what = "found" if best.schedule.name == AUTO else "as good as any that was found"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.owned_matrices import Orthogonalised, iteration_bytes, orthogonalised
-from ppctl.cost.parameters import largest_matrices, trained_count
+from ppctl.cost.parameter_counts import largest_matrices, trained_count
 from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.cost.state import ADAMW_ALONE, Ends, State, passing
 from ppctl.cost.step_traffic import copied_for_sums

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
-from ppctl.config.limits import MOST_RANKS, MOST_STAGES
-from ppctl.devices import machines
+from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
+from ppctl.host.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
@@ -49,7 +49,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSplit:
     """How a global batch is cut."""
 
     micro_batch_size: int
@@ -306,7 +306,7 @@ def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pair
     violations.append(Violation(CONTEXT, "heads", message, place, *ways, {KINDS: "p2p", LEVELS: None}))
 
 
-def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch | None:
+def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> BatchSplit | None:
     """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
 
     Where pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
@@ -330,7 +330,7 @@ def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch
     derived = [Derived("num_microbatches", count, equation)]
     if call is not None:
         derived.append(Derived("gradient_accumulation_steps", calls, equation))
-    return Batch(mbs, count, calls, tuple(derived))
+    return BatchSplit(mbs, count, calls, tuple(derived))
 
 
 def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Violation:

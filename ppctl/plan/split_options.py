@@ -198,13 +198,15 @@ def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: An
     """
     stages, order = [], []
     for number, part in enumerate(parts):
-        found = list(_modules(number, part, anatomy))
-        order += [layer for layer in found if isinstance(layer, int)]
-        head = {"norm", "head"} & set(map(str, found))
+        modules = list(_modules(number, part, anatomy))
+        order += [layer for layer in modules if isinstance(layer, int)]
+        head = {"norm", "head"} & set(map(str, modules))
         if len(head) == 1:
             alone = "norm" if "norm" in head else "lm_head"
             raise Unfit(f"stage {number} names {alone} alone: the final norm and the output are one unit, L")
-        stages.append("E" * ("embedding" in found) + "t" * sum(isinstance(m, int) for m in found) + "L" * bool(head))
+        stages.append(
+            "E" * ("embedding" in modules) + "t" * sum(isinstance(m, int) for m in modules) + "L" * bool(head)
+        )
     if order != list(range(num_layers)):
         message = f"{NAMES} must name the {num_layers} layers in order, each once; it names {_runs(order)}"
         raise Unfit(message)

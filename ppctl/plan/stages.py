@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_backward_flops, stage_flops
-from ppctl.cost.parameters import replicated_parameters, stage_count, trained_count
+from ppctl.cost.parameter_counts import replicated_parameters, stage_count, trained_count
 from ppctl.cost.state import PRECISIONS, Precision
 from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, parse_layers
 from ppctl.layout import PipelineParallelLayerLayout
-from ppctl.plan.types import Derived, StageSpec, TensorSpec
+from ppctl.plan.types import StageSpec, TensorSpec
 from ppctl.schedule.action import Placement
 
 
@@ -65,15 +65,6 @@ def frozen_stages(model: ModelConfig, stages: Sequence[StageSpec]) -> int:
     """How many first stages train nothing, so that no gradient is of use in them (decision 65)."""
     trained = [stage.stage for stage in stages if trained_count(model, stage.layers).total()]
     return min(trained, default=0)
-
-
-def forwards_only(frozen: int) -> tuple[Derived, ...]:
-    """Which stages have forwards alone, in words; nothing where all have backwards."""
-    if not frozen:
-        return ()
-    which = "stage 0 trains" if frozen == 1 else f"stages 0 to {frozen - 1} train"
-    first = f"stage {frozen} makes no gradient of its input"
-    return (Derived("forwards only", frozen, f"{which} nothing: forwards alone, no gradient is sent there, {first}"),)
 
 
 def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ppctl.geometry.layers import Layer
-from ppctl.json_reader import read
+from ppctl.records.json_reader import read
 from ppctl.schedule.action import Schedule
 
 
@@ -56,8 +56,8 @@ class StageSpec:
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the layers by name."""
         edges = {edge: [fields_of(spec) for spec in getattr(self, edge)] for edge in ("receives", "sends")}
-        found = {**fields_of(self), "layers": list(map(str, self.layers)), **edges}
-        return {key: value for key, value in found.items() if value is not None}
+        entries = {**fields_of(self), "layers": list(map(str, self.layers)), **edges}
+        return {key: value for key, value in entries.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

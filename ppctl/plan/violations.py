@@ -104,10 +104,10 @@ def _combined(
     for more in broken.candidates:
         both = {**candidate, **more}
         both = {key: value for key, value in both.items() if values[key] != value} or both
-        found = list(judge(values.overridden(both)))
-        new = [each for each in found if each.rule not in elsewhere]
+        left = list(judge(values.overridden(both)))
+        new = [each for each in left if each.rule not in elsewhere]
         if not new:
-            yield overrides_text(both), not found
+            yield overrides_text(both), not left
         elif len(new) == 1 and new[0].rule not in mended and len(mended) < _CHAIN:
             breaking.append((both, new[0]))
     for both, broken_next in breaking:

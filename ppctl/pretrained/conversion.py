@@ -23,11 +23,11 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.saver import save_streamed
 from ppctl.checkpoint.tensor_parts import ranges
-from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.directory import model_tensors
 from ppctl.geometry.canonical_names import parameter_of
+from ppctl.runs.checkpoint_folder import step_path
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""

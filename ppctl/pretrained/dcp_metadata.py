@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ppctl.files import open_regular
+from ppctl.host.files import open_regular
 
 METADATA = ".metadata"
 

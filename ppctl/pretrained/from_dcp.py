@@ -24,8 +24,8 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, MegatronPlace, RowBlock, places
-from ppctl.files import nearest_there
 from ppctl.geometry.layers import head_dim
+from ppctl.host.files import nearest_there
 from ppctl.pretrained.conversion import Done, Progress, left_out, write_weights
 from ppctl.pretrained.dcp_metadata import METADATA, read_metadata
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ppctl.checkpoint.run_state import lineage
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart
-from ppctl.checkpoint_folder import STATE
 from ppctl.config.schema import ModelConfig
 from ppctl.data.tokenizer import tokenizer_path
 from ppctl.errors import CheckpointError, PpctlError, Problem, listed, pasted
@@ -41,6 +40,7 @@ from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
 from ppctl.pretrained.safetensors_values import SHARD, DirectoryReader, write_shards
+from ppctl.runs.checkpoint_folder import STATE
 
 GENERATION = "generation_config.json"
 _BESIDE = (
@@ -59,7 +59,7 @@ def import_directory(
     where `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
     """
     weights = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
-    state = {"model": asdict(weights.model), "source": str(source.absolute())}
+    state: dict[str, Any] = {"model": asdict(weights.model), "source": str(source.absolute())}
     if (source / TOKENIZER).is_file():
         state["tokenizer_path"] = tokenizer_path(str(source))
     return write_weights(

@@ -17,10 +17,10 @@ from torch import Tensor
 from ppctl.checkpoint.disk import header_of
 from ppctl.checkpoint.shards import values_of, whole_shards
 from ppctl.checkpoint.tensor_parts import TensorPart
-from ppctl.checkpoint_folder import sync
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import SCALE, ModelDirectory
 from ppctl.families.safetensors import INDEX, SINGLE
+from ppctl.runs.checkpoint_folder import sync
 
 _READ_AS = {
     "F64": torch.float64,

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ppctl.comm.sealed_store import SealedStore, halves, unproved
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.host.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
 from ppctl.plan import Plan
-from ppctl.private_files import NODE_DIRECTORY, is_own_name, names, own_directory, shared_memory
-from ppctl.reach.store import connect, file_store
-from ppctl.run_starts import SECRET, secret_of
-from ppctl.rundir import RunDir
+from ppctl.reach.store import SealedStore, connect, file_store, halves, unproved
+from ppctl.runs.run_starts import SECRET, secret_of
+from ppctl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -80,7 +79,7 @@ class SharedRun:
 
     @property
     def digest(self) -> str:
-        """Of config and plan: equal on ranks that have the same run."""
+        """The digest of config and plan, equal on ranks that have the same run."""
         text = json.dumps(to_mapping(self.config), sort_keys=True) + self.plan.digest
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -94,7 +93,7 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
 
 
 def sealed(store: Store, run: RunDir, *, told: bool = False) -> SealedStore:
-    """The store with the secret of the run's newest start; `told` and what is raised as `secret_of` has them."""
+    """The store with the secret of the run's newest start. `told` and the errors are those of `secret_of`."""
     # A number alone would be that of another job's start, whose secret is still in its run directory, as well.
     start = [os.environ.get(name, "") for name in (_TORCHRUN, "MASTER_PORT", _START)]
     return SealedStore(store, secret_of(run, told=told), " ".join(start))
@@ -170,7 +169,7 @@ def node_directory(own: OwnRank, store: SealedStore, at_end: ExitStack) -> Path:
     key = f"{_NODE}/of/{own.rank - own.local_rank}"
     if own.local_rank != 0:
         with suppress(RuntimeError, OSError):  # a first rank that does not come is the roll call's to tell
-            store.wait([key], _FIRST_RANK)
+            store.plain.wait([key], _FIRST_RANK)
             name = str(store.get(key))
             if is_own_name(name):
                 names(shared_memory() / name)

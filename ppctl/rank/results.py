@@ -1,56 +1,78 @@
-"""What rank 0 writes into the run: metrics of every step, durations of the start, and in the end the result.
+"""The records that a rank writes into the run: metrics, durations of the start, the result, or its failure.
 
-Knows the files' contents. Must not know how a step is computed.
+Knows the files' contents, and where a failure is written. Must not know how a step is computed, why a rank fails, nor
+who is to blame (`launch` judges that).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch.distributed as dist
+
+from ppctl.comm.channels import PeerLost
+from ppctl.comm.groups import gather_values
 from ppctl.config.mapping import to_mapping
+from ppctl.engine.interpreter import EngineError
+from ppctl.errors import PpctlError
+from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.model.kernels import Kernels
+from ppctl.plan import Plan
+from ppctl.plan.profile import subject
+from ppctl.rank.launcher import show_failure
+from ppctl.rank.live_state import Phases
 from ppctl.rank.rendezvous import SharedRun
-from ppctl.rank.times import Phases
-from ppctl.run_starts import slurm_start
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.heartbeat import host_name, leave_failure
+from ppctl.runs.run_starts import slurm_start, start_name
+from ppctl.runs.rundir import RunDir
+from ppctl.schedule.trace import Span, message_times
+from ppctl.topology import RankGrid
+from ppctl.train.callback import Callback, TrainingEnd
 from ppctl.train.generate import write_sample
-from ppctl.train.loop import TrainingEnd
-from ppctl.train.measured_costs import gather_costs
-from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
+from ppctl.train.metrics import Screen, TensorBoard, WeightsAndBiases
 from ppctl.train.session import Session
 
 
-def metrics_writer(shared: SharedRun, at_end: ExitStack) -> Writer:
-    """What takes each step's record: metrics.jsonl, the screen, and trackers, which `at_end` closes."""
-    log, trackers = shared.config.log, []
-    directory = str(shared.run.trace)
-    if log.tensorboard:
-        trackers.append(at_end.enter_context(tensorboard_writer(directory)))
-    if log.wandb:
-        shared.run.trace.mkdir(exist_ok=True)
-        to_wandb = wandb_writer(directory, log.name, shared.run.id, to_mapping(shared.config))
-        trackers.append(at_end.enter_context(to_wandb))
-    return writers(_append_to(shared.run), trackers, screen=True, steps=shared.config.train.steps)
-
-
-def _append_to(run: RunDir) -> Writer:
+class MetricsLog(Callback):
     """Adds records to metrics.jsonl.
 
     The first one replaces the records of its step and of later ones that an earlier start of the run has left; no
     sooner, because until then the checkpoint may turn out not to fit.
     """
-    begun = False
 
-    def append(record: Mapping[str, Any]) -> None:
-        nonlocal begun
-        if not begun:
-            run.drop_metrics_from(record["step"])
-        begun = True
-        run.add_metrics(record)
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._begun = run, False
 
-    return append
+    def log_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add the record."""
+        if not self._begun:
+            self._run.drop_metrics_from(record["step"])
+        self._begun = True
+        self._run.add_metrics(record)
+
+
+def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
+    """Rank 0's writers of records: metrics.jsonl first (it is the truth), then trackers, which `at_end` ends, and the
+    screen."""
+    log, run = shared.config.log, shared.run
+    yield MetricsLog(run)
+    if log.tensorboard:
+        board = TensorBoard(str(run.trace))
+        at_end.callback(board.end)
+        yield board
+    if log.wandb:
+        run.trace.mkdir(exist_ok=True)
+        tracker = WeightsAndBiases(str(run.trace), log.name, run.id, to_mapping(shared.config))
+        at_end.callback(tracker.end)
+        yield tracker
+    yield Screen(shared.config.train.steps)
 
 
 def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
@@ -64,8 +86,8 @@ def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
     """Write the result, measured costs, and a sample if the run was not stopped. A collective: only rank 0 writes."""
     sample = None if outcome.stopped else write_sample(session)
-    spans = session.recorder.spans() if session.own.in_first_pipeline else []
-    costs = gather_costs(session.steps, spans, session.plan, session.config, session.device.type)
+    spans = session.pipeline.recorder.spans() if session.own.in_first_pipeline else []
+    costs = gather_costs(session, spans)
     if not leads:
         return
     run, state = shared.run, final_state(outcome)
@@ -88,6 +110,95 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
         run.write_requeue_mark(start, str(outcome.why))
 
 
+def gather_costs(session: Session, spans: list[Span]) -> dict[str, Any] | None:
+    """The content of profile.json, on rank 0: seconds of one microbatch's forward and backward by stage over the last
+    steps, and of the last step's messages by channel (`message_times`). A collective over the world.
+
+    `spans` are those of this rank in the last step; empty on all replicas but the first.
+    """
+    totals, plan = session.pipeline.totals, session.plan
+    forward, backward = _medians([step.forward for step in totals]), _medians([step.backward for step in totals])
+    own = {stage: (forward[stage], backward[stage]) for stage in forward}, spans
+    rows = gather_values(tuple[dict[int, tuple[float, float]], list[Span]], own)
+    if dist.get_rank() > 0:
+        return None
+    measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
+    layers = {spec.stage: list(map(str, spec.layers)) for spec in plan.stages}
+    stages = [
+        {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
+    ]
+    times = message_times([[span for _, spans in rows for span in spans]], plan.schedule.placement)
+    messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
+    return {
+        "plan": plan.digest,
+        "device": session.device.type,
+        "subject": subject(session.config),
+        "stages": stages,
+        "messages": messages,
+    }
+
+
+def _medians(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    return {stage: median(step[stage] for step in steps) for stage in steps[-1]} if steps else {}
+
+
 def final_state(outcome: TrainingEnd) -> str:
     """How the run ended, as status.json has it."""
     return "stopped" if outcome.stopped else "finished"
+
+
+def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, watched: bool) -> int:
+    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code.
+
+    `watched` says that ppctl's own launcher writes and prints all but the traceback.
+    """
+    code = error.exit_code if isinstance(error, PpctlError) else 1
+    # If a watch has written the rank's failure, then this error is only a consequence.
+    if run is not None and (_was_replaced(run) or run.has_error(rank)):
+        run = None
+    if run is not None:
+        failure = _failure_of(error, rank, plan, code)
+        try:
+            run.write_error(failure)
+        except OSError:
+            with suppress(OSError, KeyError):  # no launcher of ppctl's would look for it
+                leave_failure(Path(os.environ[NODE_DIRECTORY]), failure)
+    if watched:
+        traceback.print_exception(error)
+    else:
+        show_failure(error, run, rank)
+    return code
+
+
+def _was_replaced(run: RunDir) -> bool:
+    """Whether the run goes on without this rank: its node was lost, and came back when the job had been requeued."""
+    return start_name(run) not in ("", slurm_start())
+
+
+def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) -> RankFailure:
+    action = error.action if isinstance(error, EngineError) else None
+    cause = error.__cause__ or error if isinstance(error, EngineError) else error
+    problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]
+    return RankFailure(
+        rank,
+        str(cause) if problem is None else problem.message,
+        type(cause).__name__,
+        code=None if problem is None else problem.code,
+        exit_code=exit_code,
+        stage=None if action is None else action.stage,
+        action=None if action is None else str(action),
+        place="" if problem is None else problem.place,
+        remedy="" if problem is None else problem.remedy,
+        others=tuple(map(str, others)),
+        ends=_broken_connection(cause, rank, plan),
+        traceback="".join(traceback.format_exception(error)),
+        host=host_name(),
+    )
+
+
+def _broken_connection(cause: BaseException, rank: int, plan: Plan | None) -> tuple[int, ...]:
+    """The global ranks at its two ends."""
+    if plan is None or not isinstance(cause, PeerLost):
+        return ()
+    pipeline = RankGrid(plan.sizes).group_of("pp", rank)
+    return tuple(pipeline[end] for end in cause.channel[:2])

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,19 +31,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint.writer import WriterAddress, WriterProcess
-from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
-from ppctl.devices import device_index, device_type, group_backends, loopback_variables
 from ppctl.errors import ConfigError
-from ppctl.hang.limits import GRACE, Limits
-from ppctl.heartbeat import HeartbeatFile, Publisher, Write
-from ppctl.processes import python
-from ppctl.rank.failure import fail
-from ppctl.rank.hang_dump import dump_on_request
-from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
+from ppctl.hang.progress import GRACE, Limits
+from ppctl.host.devices import device_index, device_type, group_backends, loopback_variables
+from ppctl.host.processes import python
+from ppctl.rank.launcher import make_watch, show_begin, show_end
+from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
 from ppctl.rank.rendezvous import (
     START_UP,
@@ -57,13 +54,18 @@ from ppctl.rank.rendezvous import (
     sealed,
     store_of_groups,
 )
-from ppctl.rank.results import final_state, metrics_writer, write_results, write_start_up
-from ppctl.rank.times import Phases, TimeLeft, job_end, process_age
-from ppctl.rank.watchdog import Alarm, NodeWatch
+from ppctl.rank.results import fail, final_state, metrics_writers, write_results, write_start_up
+from ppctl.rank.watchdog import Alarm, NodeWatch, dump_on_request
 from ppctl.reach.start import call_roll, join_world, warm_up
-from ppctl.rundir import RunDir
-from ppctl.train.loop import TrainingEnd, train
-from ppctl.train.rank_reports import TIME_IS_OVER
+from ppctl.reach.store import SealedStore
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.heartbeat import HeartbeatFile, Publisher, Write
+from ppctl.runs.rundir import RunDir
+from ppctl.train.callback import Callback, Callbacks, TrainingEnd
+from ppctl.train.loop import train
+from ppctl.train.recordings import KeptGradients, StepTraces, TorchProfile
+from ppctl.train.replica_check import ReplicaCheck
+from ppctl.train.saving import Saves
 from ppctl.train.session import Session, build_session
 from ppctl.train.snapshot import session_shards
 
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_file_limit()
     phases.add("import", process_age())
     own = OwnRank.from_environment()
-    launcher = ExternalLauncher() if arguments.run is None else PpctlLauncher()
+    watched = arguments.run is not None
     directory = arguments.run or arguments.submitted or arguments.publish
     answers = keep_stdout() if arguments.json else None
     run, plan = None if directory is None else RunDir(directory), None
@@ -93,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return entered
             shared, store = entered
             run, plan = shared.run, shared.plan
-            outcome = _run(shared, own, launcher, store, stop, phases, at_end)
+            outcome = _RankProcess(shared, own, store, stop, phases, at_end, watched).run()
             state, code, message = final_state(outcome), 0, ""
         except Exception as error:
-            code = fail(error, run, own.rank, plan, launcher)
+            code = fail(error, run, own.rank, plan, watched=watched)
             state, message = "failed", str(error)
     if answers is not None and run is not None:
         print(json.dumps(run.answer(state, code, message)), file=answers)
@@ -137,14 +139,14 @@ def _share(
 ) -> tuple[SharedRun, SealedStore]:
     """The run that this rank has read itself, given to the others where they wait for it."""
     try:
-        found = sealed(store, known.run)
+        proved = sealed(store, known.run)
     except ConfigError as error:
         if arguments.publish is not None:
             refuse_run(store, error.exit_code, own.world_size)
         raise
     if arguments.publish is not None:
-        publish_run(found, known)
-    return known, found
+        publish_run(proved, known)
+    return known, proved
 
 
 def _exec_with(environment: Mapping[str, str]) -> None:
@@ -155,98 +157,136 @@ def _exec_with(environment: Mapping[str, str]) -> None:
         os.execve(sys.executable, [*python("ppctl.rank.worker"), "--join"], os.environ | dict(environment))
 
 
-def _run(
-    shared: SharedRun,
-    own: OwnRank,
-    launcher: PpctlLauncher,
-    store: SealedStore,
-    stop: StopRequest,
-    phases: Phases,
-    at_end: ExitStack,
-) -> TrainingEnd:
-    """Connect, build, warm up, train, and write what came of it. A collective over the world."""
-    run, config, leads = shared.run, shared.config, own.rank == 0
-    writer = _writer(shared, own, store)
-    device = _device(shared, own)
-    directory = node_directory(own, store, at_end)
-    heartbeat = HeartbeatFile(directory, own.rank)
-    at_end.callback(heartbeat.close)
-    listener = Listener()
-    dump_on_request(run, own.rank, listener)
-    limits = Limits.of(config.launch)
-    alarm, watch = Alarm(limits), launcher.make_watch(shared, limits)
-    publisher = _publisher(directory, own, limits, run.write_heartbeats if watch is None else watch)
-    with phases("groups"):
-        _join(shared, own, store, directory, device, limits, watch)
-    with phases("build"):
-        session = build_session(config, shared.plan, own.rank, device, heartbeat)
-    if leads:
-        launcher.begin(run, listener, heartbeat)
-    time_left = _time_left(config.train.exit_after) if leads else TimeLeft()
-    time_left.saved_bytes = sum(shard.tensor.nbytes for shard in session_shards(session))
-    with phases("warm-up"):
-        heartbeat.set_state("warming up")
-        _warm_up(run, session, store)
-    heartbeat.set_state("loading")
-    load_began = time.perf_counter()
+@dataclass(frozen=True)
+class _RankProcess:
+    """One rank of a run, once it has met the others."""
 
-    def enter(state: str, step: int) -> None:
-        if "load" not in phases.seconds:
-            phases.add("load", time.perf_counter() - load_began)
-            if leads:
-                write_start_up(run, phases, session.kernels)
-        heartbeat.step = step
-        heartbeat.set_state(state)
-        alarm.set(state)
-        time_left.enter(state)
+    shared: SharedRun
+    own: OwnRank
+    store: SealedStore
+    stop: StopRequest
+    phases: Phases
+    at_end: ExitStack
+    watched: bool
+    """Whether ppctl's own launcher (`launch/watch.py`) watches and reports the job."""
 
-    outcome = train(
-        session,
-        run.checkpoints,
-        resume=partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints),
-        write=metrics_writer(shared, at_end) if leads else None,
-        keep=(lambda measured: run.write_measured_step(measured.step, measured.to_json())) if leads else None,
-        gradients=run.gradients,
-        profiles=run.path,
-        stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
-        enter=enter,
-        writer=writer,
-        note_save=time_left.note_save,
-    )
-    heartbeat.set_state("generating")
-    write_results(shared, session, outcome, phases, leads=leads)
-    if leads:
-        launcher.end(outcome)
-    # No rank exits before the result is written: the others may fail when it does.
-    dist.all_reduce(torch.zeros(1))
-    heartbeat.set_state("done")
-    alarm.off()
-    if publisher is not None:
-        publisher.stop()
-    _disconnect(session)
-    return outcome
+    @property
+    def leads(self) -> bool:
+        """Whether it is rank 0."""
+        return self.own.rank == 0
 
+    def run(self) -> TrainingEnd:
+        """Connect, build, warm up, train, and write what came of it. A collective over the world."""
+        run, config = self.shared.run, self.shared.config
+        writer = self._writer()
+        device = _device(self.shared, self.own)
+        directory = node_directory(self.own, self.store, self.at_end)
+        heartbeat = HeartbeatFile(directory, self.own.rank)
+        self.at_end.callback(heartbeat.close)
+        listener = Listener()
+        dump_on_request(run, self.own.rank, listener)
+        limits = Limits.of(config.launch)
+        alarm, watch = Alarm(limits), None if self.watched else make_watch(self.shared, limits)
+        publisher = self._publisher(directory, limits, run.write_heartbeats if watch is None else watch)
+        with self.phases("groups"):
+            self._join(directory, device, limits, watch)
+        with self.phases("build"):
+            session = build_session(config, self.shared.plan, self.own.rank, device, heartbeat)
+        if self.leads and not self.watched:
+            show_begin(run, listener, heartbeat)
+        with self.phases("warm-up"):
+            heartbeat.set_state("warming up")
+            self._warm_up(session)
+        outcome = self._train(session, writer, heartbeat, alarm)
+        heartbeat.set_state("generating")
+        write_results(self.shared, session, outcome, self.phases, leads=self.leads)
+        if self.leads and not self.watched:
+            show_end(outcome)
+        # No rank exits before the result is written: the others may fail when it does.
+        dist.all_reduce(torch.zeros(1))
+        heartbeat.set_state("done")
+        alarm.off()
+        if publisher is not None:
+            publisher.stop()
+        _disconnect(session)
+        return outcome
 
-def _warm_up(run: RunDir, session: Session, store: SealedStore) -> None:
-    """Send the first message over every connection and group of the session. A collective over the world."""
-    launch, messages, ties = session.config.launch, session.communicator, session.ties.group
-    edges = warm_up(store, launch, session.device, messages, session.groups, ties, session.exchanges)
-    if edges is not None:
-        run.write_edges(edges)
+    def _writer(self) -> Callable[[], WriterAddress]:
+        """Start the node's writer of checkpoints on its first rank, before that uses a GPU; its address comes later."""
+        store, name = self.store, f"checkpoint writer {self.own.rank - self.own.local_rank}"
+        key = store.key_for(name)
+        if self.own.local_rank == 0 and self.shared.config.checkpoint.in_background:
+            try:
+                address = WriterProcess(key).address
+            except OSError as error:
+                why = f"no checkpoint writer could be started, ranks write themselves: {error}"
+                print(f"warning: {why}", file=sys.stderr)
+                address = WriterAddress()
+            store.set(name, address.name)
+        return lambda: WriterAddress(str(store.get(name)), key)
 
+    def _publisher(self, directory: Path, limits: Limits, write: Write) -> Publisher | None:
+        """On one rank of a node, the thread that publishes the states of all its ranks."""
+        if self.own.local_rank != 0:
+            return None
+        ranks = range(self.own.rank, self.own.rank + self.own.local_world_size)
+        publisher = Publisher(directory, ranks, write, limits.look)
+        publisher.start()
+        return publisher
 
-def _writer(shared: SharedRun, own: OwnRank, store: SealedStore) -> Callable[[], WriterAddress]:
-    """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
-    name, config = f"checkpoint writer {own.rank - own.local_rank}", shared.config.checkpoint
-    key = store.key_for(name)
-    if own.local_rank == 0 and config.in_background:
-        try:
-            address = WriterProcess(key).address
-        except OSError as error:
-            print(f"warning: no checkpoint writer could be started, ranks write themselves: {error}", file=sys.stderr)
-            address = WriterAddress()
-        store.set(name, address.name)
-    return lambda: WriterAddress(str(store.get(name)), key)
+    def _join(self, directory: Path, device: torch.device, limits: Limits, watch: NodeWatch | None) -> None:
+        """Join the world once all ranks have come and their hosts reach each other."""
+        own, store, launch = self.own, self.store, self.shared.config.launch
+        edge_limit, patience = float(seconds(launch.edge_limit)), _patience(self.shared).total_seconds()
+        digest = self.shared.digest
+        hosts = call_roll(store, own.rank, own.world_size, digest, edge_limit=edge_limit, patience=patience)
+        if watch is not None:
+            watch.meet(hosts)
+        nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
+        backends = group_backends(device.type, nccl, os.environ, share=launch.share_gpu)
+        refuse_backend(self.shared.config, backends, nccl)
+        if len(hosts) == 1:
+            for name, value in loopback_variables().items():
+                os.environ.setdefault(name, value)
+        groups = store_of_groups(store, own, directory, hosts)
+        join_world(groups, own.rank, own.world_size, backends, limits.of_groups)
+
+    def _warm_up(self, session: Session) -> None:
+        """Send the first message over every connection and group of the session. A collective over the world."""
+        launch, messages, ties = session.config.launch, session.pipeline.communicator, session.replica.ties.group
+        exchanges = session.groups.exchanges(session.config.model.cp_comm_type)
+        edges = warm_up(self.store, launch, session.device, messages, session.groups, ties, exchanges)
+        if edges is not None:
+            self.shared.run.write_edges(edges)
+
+    def _train(
+        self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
+    ) -> TrainingEnd:
+        """Load and train, followed by all that saves, records and watches."""
+        run, config = self.shared.run, self.shared.config
+        heartbeat.set_state("loading")
+        clock = time_left(config.train.exit_after) if self.leads else TimeLeft()
+        clock.saved_bytes = sum(shard.tensor.nbytes for shard in session_shards(session))
+        began = time.perf_counter()
+
+        def loaded() -> None:
+            self.phases.add("load", time.perf_counter() - began)
+            if self.leads:
+                write_start_up(run, self.phases, session.model.kernels)
+
+        writers: list[Callback] = [*metrics_writers(self.shared, self.at_end)] if self.leads else []
+        saves = Saves(session, run.checkpoints, writer=writer, note=clock.note_save)
+        callbacks = Callbacks(
+            saves,
+            LiveState(heartbeat, alarm, clock, self.stop, loaded),
+            TorchProfile(session, run.path),
+            KeptGradients(session, run.gradients),
+            ReplicaCheck(session),
+            StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
+            *writers,
+        )
+        start = saves.start(partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints))
+        return train(session, start, callbacks)
 
 
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
@@ -266,50 +306,13 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     return device
 
 
-def _publisher(directory: Path, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
-    """On one rank of a node, the thread that publishes the states of all its ranks."""
-    if own.local_rank != 0:
-        return None
-    publisher = Publisher(directory, range(own.rank, own.rank + own.local_world_size), write, limits.look)
-    publisher.start()
-    return publisher
-
-
-def _join(
-    shared: SharedRun,
-    own: OwnRank,
-    store: SealedStore,
-    directory: Path,
-    device: torch.device,
-    limits: Limits,
-    watch: NodeWatch | None,
-) -> None:
-    """Join the world once all ranks have come and their hosts reach each other."""
-    edge_limit, patience = float(seconds(shared.config.launch.edge_limit)), _patience(shared).total_seconds()
-    hosts = call_roll(store, own.rank, own.world_size, shared.digest, edge_limit=edge_limit, patience=patience)
-    if watch is not None:
-        watch.meet(hosts)
-    nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
-    backends = group_backends(device.type, nccl, os.environ, share=shared.config.launch.share_gpu)
-    refuse_backend(shared.config, backends, nccl)
-    if len(hosts) == 1:
-        for name, value in loopback_variables().items():
-            os.environ.setdefault(name, value)
-    groups = store_of_groups(store, own, directory, hosts)
-    join_world(groups, own.rank, own.world_size, backends, limits.of_groups)
-
-
-def _time_left(exit_after: str | None) -> TimeLeft:
-    return TimeLeft(None if exit_after is None else time.time() - process_age() + seconds(exit_after), job_end())
-
-
 def _disconnect(session: Session) -> None:
     """End the connections, on all ranks in one order. The result is written: an error here does not change it."""
     patience = Timer(GRACE, os._exit, (0,))
     patience.daemon = True
     patience.start()
     try:
-        session.close()
+        session.pipeline.close()
         dist.destroy_process_group()
     except Exception:
         traceback.print_exc()

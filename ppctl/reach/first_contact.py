@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, cast
@@ -22,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channel_ends import other_end
 from ppctl.comm.channels import DirectEnd, Pending, Transport
-from ppctl.comm.sealed_store import SealedStore
+from ppctl.comm.connections import other_end
 from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
+from ppctl.reach.store import SealedStore
 from ppctl.schedule.action import Channel
 
 _ROUNDS = 3
@@ -45,7 +46,7 @@ class Contact(NamedTuple):
     """A message or a collective of several ranks."""
 
     name: str
-    """As a person reads it: `channel 0->1 F`, `group dp`."""
+    """Its name for a person: `channel 0->1 F`, `group dp`."""
     ranks: tuple[int, ...]
     """Global ranks; of an edge the sender first."""
     run: Callable[[], None]
@@ -70,10 +71,10 @@ def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: 
     for end in sorted(ends, key=lambda end: (_turn(end.channel, len(ranks)), end.channel)):
         name, between = f"channel {end.channel}", (ranks[end.channel.source], ranks[end.channel.target])
         if isinstance(end, VariableEnd):
-            contacts.append(Contact(name, between, _message(end.headers, end.header_device, rank)))
-            contacts.append(Contact(name, between, _message(end.body, device, rank)))
+            contacts.append(Contact(name, between, partial(_message, end.headers, end.header_device, rank)))
+            contacts.append(Contact(name, between, partial(_message, end.body, device, rank)))
         else:
-            contacts.append(Contact(name, between, _message(end, device, rank)))
+            contacts.append(Contact(name, between, partial(_message, end, device, rank)))
     return contacts
 
 
@@ -95,12 +96,12 @@ def group_contacts(
         for edge in sorted((edge for edge in edges if rank in edge[:2]), key=lambda edge: _turn(edge, size)):
             end = DirectEnd(edge, gloo, other_end(edge, rank), _TAG)
             between = (ranks[edge.source], ranks[edge.target])
-            contacts.append(Contact(f"edge of group {name}", between, _message(end, _CPU, rank)))
+            contacts.append(Contact(f"edge of group {name}", between, partial(_message, end, _CPU, rank)))
     devices = [_CPU] * (gloo is not None) + [device] * (gloo is None or device != _CPU)
-    contacts += [Contact(f"group {name} ({on.type})", ranks, _collective(group, on)) for on in devices]
+    contacts += [Contact(f"group {name} ({on.type})", ranks, partial(_all_reduce, group, on)) for on in devices]
     ways = {"round": _round, "all to all": _all_to_all}
     return contacts + [
-        Contact(f"group {name} ({device.type}), {each}", ranks, way(group, device))
+        Contact(f"group {name} ({device.type}), {each}", ranks, partial(way, group, device))
         for each, way in ways.items()
         if each in exchanges
     ]
@@ -124,47 +125,35 @@ def _turn(edge: Channel, size: int) -> tuple[int, int]:
     return (2 if size % 2 and index == size - 1 else index % 2), index
 
 
-def _message(end: DirectEnd, device: torch.device, rank: int) -> Callable[[], None]:
-    def send_or_receive() -> None:
-        number = (torch.zeros(1, device=device),)
-        works: Sequence[Pending] = end.start_send(number) if end.channel.source == rank else end.receive_into(number)
-        for work in works:
-            work.wait()
-        _synchronize(device)
-
-    return send_or_receive
+def _message(end: DirectEnd, device: torch.device, rank: int) -> None:
+    number = (torch.zeros(1, device=device),)
+    works: Sequence[Pending] = end.start_send(number) if end.channel.source == rank else end.receive_into(number)
+    for work in works:
+        work.wait()
+    _synchronize(device)
 
 
-def _collective(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    def all_reduce() -> None:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _synchronize(device)
-
-    return all_reduce
+def _all_reduce(group: ProcessGroup, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _synchronize(device)
 
 
-def _round(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    def hop() -> None:
-        rank, size = group.rank(), group.size()
-        sent, arriving = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        ops = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        _synchronize(device)
-
-    return hop
+def _round(group: ProcessGroup, device: torch.device) -> None:
+    rank, size = group.rank(), group.size()
+    sent, arriving = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    ops = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    _synchronize(device)
 
 
-def _all_to_all(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    def exchange() -> None:
-        sent = torch.zeros(group.size(), device=device)
-        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-        _synchronize(device)
-
-    return exchange
+def _all_to_all(group: ProcessGroup, device: torch.device) -> None:
+    sent = torch.zeros(group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    _synchronize(device)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -212,7 +201,7 @@ class FirstContact:
         self.store.set(f"{_KEY}/{self.rank}", {"host": self.host, "over": False, **entry})
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """What these ranks had written when they were first read."""
+        """The entries of these ranks when they were first read."""
         for rank in ranks:
             if rank not in self._entries:
                 self._entries[rank] = self.store.get(f"{_KEY}/{rank}")
@@ -220,9 +209,9 @@ class FirstContact:
 
     def _arrive(self) -> None:
         """Wait until all ranks have arrived: their limits begin at the same time."""
-        if self.store.add(f"{_KEY}/arrived", 1) == self.world:
+        if self.store.plain.add(f"{_KEY}/arrived", 1) == self.world:
             self.store.set(f"{_KEY}/all", True)
-        self.store.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
+        self.store.plain.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
 
     def _fail(self, contact: Contact, how: str) -> None:
         at = [contact.name, list(contact.ranks)]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.groups import gather_values
-from ppctl.devices import device_type, group_backends
+from ppctl.host.devices import device_type, group_backends
 from ppctl.reach.store import connect
 
 LIMIT = 20.0
@@ -92,7 +92,7 @@ def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> d
 def _seconds(source: int, target: int, elements: int, device: torch.device) -> float:
     """One way, half of a round trip: the median of several."""
     tensor = torch.zeros(elements, device=device)
-    found = []
+    times = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
         if dist.get_rank() == source:
@@ -103,8 +103,8 @@ def _seconds(source: int, target: int, elements: int, device: torch.device) -> f
             dist.send(tensor, source)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - began) / 2)
-    return sorted(found)[_ROUNDS // 2]
+        times.append((time.perf_counter() - began) / 2)
+    return sorted(times)[_ROUNDS // 2]
 
 
 if __name__ == "__main__":

@@ -1,26 +1,34 @@
-"""The store through which ranks find each other: a file where they are on one machine, else a port of rank 0's.
+"""The store through which ranks find each other, and values of ours in it that have proofs.
 
-Knows the rank variables and who serves a store. Must not know what is in it. torch's own rendezvous listens on all
-addresses of a machine; here rank 0 binds one address and hands the socket over.
+Knows the rank variables, and who serves a store: a file where the ranks are on one machine, else a port of rank 0's.
+torch's own rendezvous listens on all addresses of a machine; here rank 0 binds one address and hands the socket over.
+
+Whoever reaches the port of torch's store reads and writes in it. So every value of ours is JSON, and stands behind an
+HMAC over the start, the key and the value; its secret is known to the ranks alone (`ppctl.runs.run_starts`). Counts
+(`add`) carry no proof: whoever changes one can delay or end a start, and nothing else. What torch itself keeps in the
+store is not sealed (SECURITY.md).
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
+import json
 import os
 import re
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import FileStore, TCPStore
 
 from ppctl.errors import ConfigError, Problem, TrainingError, pasted
-from ppctl.heartbeat import host_name
-from ppctl.private_files import NODE_DIRECTORY
+from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.reach.hosts import family_of, own_address
+from ppctl.runs.heartbeat import host_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -101,3 +109,51 @@ def _why_no_store(text: str, rank: int, waited: float) -> Problem | None:
     message = f"rank {rank} on {host_name()} did not reach rank 0's store at {host} port {port} within {waited:g} s"
     remedy = pasted("python", "-c", f"import socket; socket.create_connection({(host, port)}, 5)")
     return Problem("PP-E708", message, remedy)
+
+
+_PROOF = 64
+"""Hexadecimal digits of an HMAC with SHA-256."""
+
+
+class SealedStore:
+    """JSON values by key in `plain`, torch's store, of which the start has the number `start`. No secret: no proofs."""
+
+    def __init__(self, plain: Store, secret: bytes | None, start: str) -> None:
+        self.plain = plain
+        self.has_proofs = secret is not None
+        self._secret = secret
+        self._start = start
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value that JSON can hold."""
+        text = json.dumps(value)
+        self.plain.set(key, self._proof(key, text) + text)
+
+    def get(self, key: str) -> Any:
+        """The value, once it is there. Raises TrainingError (PP-E776) where no rank of this start wrote it."""
+        proof, text = halves(self.plain.get(key))
+        if not hmac.compare_digest(proof.encode(), self._proof(key, text).encode()):
+            raise TrainingError(unproved(key))
+        return json.loads(text)
+
+    def key_for(self, purpose: str) -> bytes:
+        """A key that the ranks of this start have in common, for one purpose; empty without a secret."""
+        return b"" if self._secret is None else hmac.digest(self._secret, purpose.encode(), "sha256")
+
+    def _proof(self, key: str, text: str) -> str:
+        if self._secret is None:
+            return "-" * _PROOF
+        said = json.dumps([self._start, key, text]).encode()  # no two triples give one text
+        return hmac.new(self._secret, said, hashlib.sha256).hexdigest()
+
+
+def unproved(key: str) -> Problem:
+    """The problem of a value that no rank of this start has written."""
+    message = f"the value of {key!r} in the rendezvous store is from nobody who knows this start's secret"
+    return Problem("PP-E776", message, "ppctl explain PP-E776")
+
+
+def halves(data: bytes) -> tuple[str, str]:
+    """The proof and the text of a value as it stands in the store."""
+    text = data.decode("latin-1")  # one character a byte, whatever stands there
+    return text[:_PROOF], text[_PROOF:]

@@ -1,5 +1,5 @@
 """A rank of the real job at full size on this machine: its own code on tensors without values (`ppctl rehearse`).
 
-`rank` is the program; `ledger` counts what a GPU would do, `fused_kernels` are those that it would take, `parts`
-stand in for the other ranks, the data and the initial weights.
+`rank` is the program; `ledger` counts what a GPU would do, `stand_ins` take the places of the other ranks, the data,
+the initial weights and the kernels that a GPU fuses.
 """

@@ -1,4 +1,4 @@
-"""What a device would do and hold while a rank runs: counted where torch hands operations to their kernels.
+"""Counts what a device would do and hold while a rank runs, where torch hands operations to their kernels.
 
 Knows torch's operators and storages. Must not know stages, schedules or plans. Tensors are on torch's `meta` device:
 they have shapes, dtypes and memory that can be counted, and no values. What would copy values to the host is answered
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.foreign.measured_pass import GROUPED, grouped
-from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, Operations, Traffic
+from ppctl.records.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
 
 BLOCK = 512
 """CUDA's caching allocator rounds every allocation up to a multiple of this."""
@@ -41,7 +41,7 @@ _SIZES_FROM_VALUES = {
 }
 
 
-class Ledger(TorchDispatchMode):
+class DeviceLedger(TorchDispatchMode):
     """Counts while it is entered. `during` says what the rank is doing; whoever drives the rank sets it."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def during(self) -> str:
-        """What an operation belongs to. In a thread of its own runs the backward of a pair, beside a forward."""
+        """The phase of an operation. In a thread of its own runs the backward of a pair, beside a forward."""
         return self._during if threading.get_ident() == self._thread else BACKWARD
 
     @during.setter
@@ -123,9 +123,11 @@ class Ledger(TorchDispatchMode):
         return tuple(HostWait(*key, count) for key, count in sorted(self._waits.items()))
 
     @property
-    def traffic(self) -> tuple[Traffic, ...]:
+    def traffic(self) -> tuple[MeasuredTraffic, ...]:
         """Messages and collectives by kind and group."""
-        return tuple(Traffic(*key, count, self._message_bytes[key]) for key, count in sorted(self._messages.items()))
+        return tuple(
+            MeasuredTraffic(*key, count, self._message_bytes[key]) for key, count in sorted(self._messages.items())
+        )
 
     @property
     def operations(self) -> tuple[Operations, ...]:

@@ -24,15 +24,14 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
-from ppctl.rehearsal.fused_kernels import FusedKernels
-from ppctl.rehearsal.ledger import BLOCK, Ledger
-from ppctl.rehearsal.stand_ins import Samples, rehearsal_parts
-from ppctl.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
-from ppctl.rundir import RunDir
+from ppctl.records.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
+from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
+from ppctl.rehearsal.stand_ins import FusedKernels, Samples, rehearsal_parts
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import BACKWARDS, Action, Op
 from ppctl.train.session import Session, build_session, reads_data
-from ppctl.train.sharded import ShardedWeights
 from ppctl.train.step import Trainer
+from ppctl.train.trained_weights import ShardedWeights
 
 _DURING = {Op.F: FORWARD, **dict.fromkeys(BACKWARDS, BACKWARD)}
 
@@ -40,7 +39,7 @@ _DURING = {Op.F: FORWARD, **dict.fromkeys(BACKWARDS, BACKWARD)}
 class MemoryRecorder(Recorder):
     """Notes memory where a recorder of a run notes times."""
 
-    def __init__(self, ledger: Ledger, pp_rank: int, actions: Sequence[Action], **more: Any) -> None:
+    def __init__(self, ledger: DeviceLedger, pp_rank: int, actions: Sequence[Action], **more: Any) -> None:
         super().__init__(pp_rank, actions, **more)
         self.ledger = ledger
         self.before: dict[int, int] = {}
@@ -80,7 +79,7 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
-    ledger = Ledger()
+    ledger = DeviceLedger()
     recorders: list[MemoryRecorder] = []
 
     def make_recorder(pp_rank: int, actions: Sequence[Action], device: torch.device, **more: Any) -> Recorder:
@@ -93,7 +92,7 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
         _refuse_experts_one_by_one(session)
         ledger.axes |= {group.group_name: axis for axis, group in session.groups.items()}
         reads = any(reads_data(spec, config.data) for spec in session.own.stages)
-        trainer = Trainer(session, Samples(config, plan) if reads else None, lambda: 0)  # type: ignore[arg-type]  # no Batches
+        trainer = Trainer(session, Samples(config, plan) if reads else None)  # type: ignore[arg-type]  # no Batches
         recorders[0].state = lambda: _state(session)
         ledger.begin_step()
         started = time.perf_counter()
@@ -107,13 +106,15 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 def _refuse_experts_one_by_one(session: Session) -> None:
     """Raise ConfigError where the host would need to know how many rows each expert gets: that is a value."""
     model = session.config.model
-    if model.num_moe_experts is not None and not session.kernels.groups_experts:
+    if model.num_moe_experts is not None and not session.model.kernels.groups_experts:
         message = "experts that do not run as one grouped product have sizes that a rehearsal does not know"
         raise ConfigError(Problem("PP-E128", message, "parallel.bf16=true, and widths that are multiples of 8"))
 
 
-def _figures(session: Session, ledger: Ledger, recorder: MemoryRecorder, in_update: int, seconds: float) -> Rehearsed:
-    weights, state = session.weights, session.optimizer.state
+def _figures(
+    session: Session, ledger: DeviceLedger, recorder: MemoryRecorder, in_update: int, seconds: float
+) -> Rehearsed:
+    weights, state = session.replica.weights, session.replica.optimizer.state
     moments = [tensor for entry in state.values() for tensor in entry.values() if tensor.is_meta]
     own = {id(parameter) for parameter in weights.model.values()}
     masters = [master for master in weights.master.values() if id(master) not in own]
@@ -138,11 +139,11 @@ def _figures(session: Session, ledger: Ledger, recorder: MemoryRecorder, in_upda
 
 def _state(session: Session) -> tuple[int, int]:
     """Bytes of weights and of gradients, wherever they are now."""
-    weights = session.weights
+    weights = session.replica.weights
     parameters = (*weights.model.values(), *weights.master.values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sums = weights.sums.values() if isinstance(weights, ShardedWeights) else ()
-    buffers = [tensor for stage in session.stages.values() for tensor in stage.canonical_buffers().values()]
+    buffers = [tensor for stage in session.model.stages.values() for tensor in stage.canonical_buffers().values()]
     return _bytes([*weights.model.values(), *buffers]), _bytes([*gradients, *sums])
 
 

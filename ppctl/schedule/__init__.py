@@ -8,6 +8,6 @@ verify           proof that a schedule is complete, ordered and free of deadlock
 simulate, trace  a schedule and costs in, a trace out; compare sets all policies side by side
 search           finds a schedule for given costs and memory: search_task, lane_orders, list_scheduler
 sync_events      when gradients may be communicated
-measured_step    a traced step of all ranks; message_times and what_if read it
-picture          what is drawn, by text_timeline, page, perfetto and svg
+measured_step    a traced step of all ranks; what_if reads it
+picture          what is drawn, by text_timeline, drawings (HTML, SVG) and perfetto
 """

@@ -284,14 +284,14 @@ class Schedule:
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
     """A rank's list with a pair in place of its two actions, where these stand one directly behind the other."""
-    found: list[Action | Pair] = []
+    units: list[Action | Pair] = []
     for action in row:
-        before = found[-1] if found and pairs else None
+        before = units[-1] if units and pairs else None
         if isinstance(before, Action) and (before, action) in pairs:
-            found[-1] = Pair(before, action)
+            units[-1] = Pair(before, action)
         else:
-            found.append(action)
-    return found
+            units.append(action)
+    return units
 
 
 def _read_cells(text: str) -> tuple[list[list[Action]], frozenset[Pair], list[Problem]]:

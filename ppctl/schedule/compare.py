@@ -20,7 +20,7 @@ REFERENCE = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PolicyFigures:
     """A policy's figures. `step` and `activations` are multiples of 1F1B's step and of what its first rank holds."""
 
     policy: Policy
@@ -37,32 +37,37 @@ class Compared:
 
 def compare(
     pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
-) -> tuple[list[Compared], dict[str, str]]:
+) -> tuple[list[PolicyFigures], dict[str, str]]:
     """The policies that fit, and by name why others do not.
 
     Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of so many stages, with so
     many chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
     """
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
-    found, left_out = [], {}
+    figures, left_out = [], {}
     for name, policy in POLICIES.items():
         if not policy.trains:
             continue
         try:
-            found.append(_figured(policy, pp, num_microbatches, vpp or policy.chunks, costs, reference))
+            figures.append(_figured(policy, pp, num_microbatches, vpp or policy.chunks, costs, reference))
         except ScheduleError as refusal:
             left_out[name] = refusal.problems[0].message
-    return found, left_out
+    return figures, left_out
 
 
 def _figured(
-    policy: Policy, pp: int, num_microbatches: int, vpp: int, costs: Callable[[int, int], Costs], first: Compared | None
-) -> Compared:
+    policy: Policy,
+    pp: int,
+    num_microbatches: int,
+    vpp: int,
+    costs: Callable[[int, int], Costs],
+    first: PolicyFigures | None,
+) -> PolicyFigures:
     """A policy's figures, with its step as a multiple of `first`'s; without one, of its own."""
     schedule = make_schedule(policy.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
     trace = simulate(schedule, costs(pp * vpp, vpp))
     step = step_time(first.trace if first else trace)
-    return Compared(
+    return PolicyFigures(
         policy,
         vpp,
         trace,

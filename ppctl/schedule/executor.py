@@ -34,7 +34,7 @@ class Execution:
     stuck: dict[int, int]
 
 
-class _Line:
+class _ChannelState:
     """The running state of one channel.
 
     A message starts when it is sent, its receive is posted and the one before it is through; then it takes `seconds`.
@@ -92,19 +92,19 @@ class _Work(NamedTuple):
     """One operation of one stage: its input, the line that brings that, its cost and its result."""
 
     needs: _Ready
-    comes_by: _Line
+    comes_by: _ChannelState
     seconds: float
     gives: _Ready
-    goes_by: _Line | None
+    goes_by: _ChannelState | None
     """None where the lists hold the message as an action of its own, and where nothing goes on."""
 
 
-class _Tables(NamedTuple):
+class _Lookup(NamedTuple):
     """Everything that a list can refer to, by operation and stage."""
 
     work: dict[Op, list[_Work]]
-    sends: dict[Op, list[_Line]]
-    receives: dict[Op, list[tuple[_Line, _Ready]]]
+    sends: dict[Op, list[_ChannelState]]
+    receives: dict[Op, list[tuple[_ChannelState, _Ready]]]
 
 
 def execute(
@@ -131,8 +131,13 @@ def execute(
 
 
 def _run(
-    pp_rank: int, row: Sequence[Action], tables: _Tables, starts: list[float], ends: list[float], stuck: dict[int, int]
-) -> Iterator[_Line]:
+    pp_rank: int,
+    row: Sequence[Action],
+    tables: _Lookup,
+    starts: list[float],
+    ends: list[float],
+    stuck: dict[int, int],
+) -> Iterator[_ChannelState]:
     """One rank, from its first action to its last; yields the line whose next message it waits for."""
     work, sends, receives = tables
     clock = 0.0
@@ -163,12 +168,17 @@ def _run(
 
 
 def _run_batched(
-    pp_rank: int, row: Sequence[Action], tables: _Tables, starts: list[float], ends: list[float], stuck: dict[int, int]
-) -> Iterator[_Line]:
+    pp_rank: int,
+    row: Sequence[Action],
+    tables: _Lookup,
+    starts: list[float],
+    ends: list[float],
+    stuck: dict[int, int],
+) -> Iterator[_ChannelState]:
     """One rank whose neighbouring messages are started together and waited for together, sends and receives alike."""
     work, sends, receives = tables
     clock = 0.0
-    batch: list[tuple[int, _Line, int]] = []
+    batch: list[tuple[int, _ChannelState, int]] = []
     for index, (op, stage, mb) in enumerate((*row, _END)):
         if op in sends:
             line = sends[op][stage]
@@ -204,7 +214,7 @@ def _tables(
     seconds: Mapping[Op, Sequence[float]],
     message_seconds: Callable[[Channel], float],
     awake: list[int],
-) -> _Tables:
+) -> _Lookup:
     stages = range(schedule.placement.num_stages)
     ahead, back, silent = _lines(schedule, message_seconds, awake)
     at_once: _Ready = [0.0] * schedule.num_microbatches
@@ -223,7 +233,7 @@ def _tables(
     def alone(op: Op, s: int) -> _Work:
         return _Work(at_once, ahead[0], seconds[op][s], at_once, None)
 
-    return _Tables(
+    return _Lookup(
         {
             Op.F: [forward(s) for s in stages],
             **{op: [backward(op, s) for s in stages] for op in INPUT_GRADIENTS},
@@ -239,7 +249,7 @@ def _tables(
 
 def _lines(
     schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int]
-) -> tuple[list[_Line], list[_Line], list[bool]]:
+) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
     """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
 
     Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line, in a
@@ -247,18 +257,18 @@ def _lines(
     """
     place = schedule.placement
     ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
-    lines: dict[Channel, _Line] = {}
+    lines: dict[Channel, _ChannelState] = {}
 
-    def line(channel: Channel) -> _Line:
+    def line(channel: Channel) -> _ChannelState:
         queue = schedule.queue(channel)
         if queue not in lines:
             local = channel.source == channel.target
             capacity = schedule.capacities.get(channel)
             free_sends = maxsize if capacity is None else send_slots(capacity)
-            lines[queue] = _Line(0.0 if local else message_seconds(channel), free_sends, awake)
+            lines[queue] = _ChannelState(0.0 if local else message_seconds(channel), free_sends, awake)
         return lines[queue]
 
-    nowhere = _Line(0.0, 0, awake)
+    nowhere = _ChannelState(0.0, 0, awake)
     ahead = [line(Channel(before, after, "F")) for before, after in pairwise(ranks)]
     back = [line(Channel(after, before, "B")) for before, after in pairwise(ranks)]
     silent = [not in_lists for in_lists in schedule.messages_into[1:]]

@@ -51,11 +51,11 @@ def wanted_lanes(schedule: Schedule) -> list[Wanted]:
 
 def _by_stage(schedule: Schedule) -> Mapping[int, set[int]]:
     """The microbatches that exist and whose backward is split, by stage."""
-    found: dict[int, set[int]] = {}
+    started: dict[int, set[int]] = {}
     for stage, mb in schedule.split:
         if 0 <= mb < schedule.num_microbatches:
-            found.setdefault(stage, set()).add(mb)
-    return found
+            started.setdefault(stage, set()).add(mb)
+    return started
 
 
 def _backwards(stage: int, count: int, split: Iterable[int]) -> Wanted:
@@ -74,11 +74,11 @@ def located(row: Sequence[Action], wanted: Wanted, num_microbatches: int) -> Lan
     if not len(position) == len(row) == sum(map(len, wanted.values())):
         return None
     try:
-        found = {key: list(map(position.__getitem__, actions)) for key, actions in wanted.items()}
+        places = {key: list(map(position.__getitem__, actions)) for key, actions in wanted.items()}
     except KeyError:
         return None
     for key, actions in wanted.items():
         if key[0] in BACKWARDS and len(actions) < num_microbatches:
-            of = {action.mb: at for action, at in zip(actions, found[key], strict=True)}
-            found[key] = [of.get(mb, -1) for mb in range(num_microbatches)]
-    return found
+            of = {action.mb: at for action, at in zip(actions, places[key], strict=True)}
+            places[key] = [of.get(mb, -1) for mb in range(num_microbatches)]
+    return places

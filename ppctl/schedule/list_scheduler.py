@@ -44,7 +44,7 @@ class Rule:
     """The same for a W, and what arrives before its end."""
 
 
-class _Run:
+class _StepInProgress:
     """A step that runs while its order is made: `choose` says what a free rank works on.
 
     It is given up as soon as it cannot end by `latest` seconds.
@@ -117,7 +117,7 @@ class _Run:
             self._wake(receiver, at)
 
 
-class _ByRule(_Run):
+class _ByRule(_StepInProgress):
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
         super().__init__(lanes)
         self.rule = rule
@@ -230,7 +230,7 @@ def list_schedule(lanes: Lanes, rule: Rule, limits: Sequence[float]) -> Rows | N
     return _ByRule(lanes, rule, limits).made()
 
 
-class _InOrder(_Run):
+class _InOrder(_StepInProgress):
     def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float) -> None:
         super().__init__(lanes, latest)
         self.order = [[lane for lane in row if lane % KINDS != 2] for row in rows]

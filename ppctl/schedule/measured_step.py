@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from ppctl.json_reader import Count, read
+from ppctl.records.json_reader import Count, read
 from ppctl.schedule.action import COMPUTE, PASSED_ON, Op, Placement, Schedule
 from ppctl.schedule.trace import Span, Trace
 
@@ -54,8 +54,8 @@ class MeasuredStep:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
         """The inverse of `to_json`. Raises ValueError where it is none of its results."""
-        found = read(_File, data)
-        return cls(found["step"], tuple(_rank_of(*rank) for rank in found["ranks"]))
+        fields = read(_File, data)
+        return cls(fields["step"], tuple(_rank_of(*rank) for rank in fields["ranks"]))
 
     def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
         """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError where the step
@@ -84,7 +84,7 @@ def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Seque
 
 
 @dataclass(slots=True)
-class Ledger:
+class TimeLedger:
     """Where one rank's step went, in seconds: its rows add up to the time of the step, from the first rank's begin to
     the last one's end."""
 
@@ -119,7 +119,7 @@ class Ledger:
         return {"compute": self.compute, "gradients": self.gradients, **waits, **rest}
 
 
-def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> list[Ledger]:
+def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> list[TimeLedger]:
     """The ledgers of one pipeline, by pp_rank."""
     trace = step.trace(schedule, pipeline)
     made = {(op is Op.F, stage, mb): over for _, (op, stage, mb), _, over in trace.spans if op in PASSED_ON}
@@ -140,9 +140,9 @@ def _ledger(
     placement: Placement,
     begin: float,
     end: float,
-) -> Ledger:
+) -> TimeLedger:
     """One rank's ledger: a clock that goes from begin to end, and every stretch of it in one row."""
-    ledger, clock = Ledger(), begin
+    ledger, clock = TimeLedger(), begin
 
     def until(time: float) -> float:
         """Seconds from the clock to `time`, to which it goes; 0 for what is past."""

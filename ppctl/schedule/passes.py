@@ -247,7 +247,7 @@ def least_capacities(schedule: Schedule) -> dict[Channel, int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _ChannelMessages:
     """The messages of a channel, each named by its RECV: in the order of the sends, and in the order of use.
 
     `sent_at`, `needed_at` and `used_at` say when that is in a simulation.
@@ -271,7 +271,7 @@ class _Line:
 class _Route(NamedTuple):
     """One edge of the model in one direction: its line, which edges may share, and its messages by microbatch."""
 
-    line: _Line
+    line: _ChannelMessages
     sends: Sequence[Action]
     receives: Sequence[Action]
 
@@ -281,19 +281,19 @@ class _Routes(NamedTuple):
 
     comes: dict[Op, list[_Route | None]]
     goes: dict[Op, list[_Route | None]]
-    lines: list[_Line]
+    lines: list[_ChannelMessages]
 
 
 def _routes(schedule: Schedule) -> _Routes:
     place, count = schedule.placement, schedule.num_microbatches
-    lines: dict[Channel, _Line] = {}
+    lines: dict[Channel, _ChannelMessages] = {}
 
     def route(send: Op, sender: int, receive: Op, receiver: int) -> _Route | None:
         source, target = place.rank_of(sender), place.rank_of(receiver)
         if source == target or (send is Op.SEND_B and not schedule.gradient_leaves(sender)):
             return None
         channel = Channel(source, target, "F" if send is Op.SEND_F else "B")
-        line = lines.setdefault(channel, _Line(channel))
+        line = lines.setdefault(channel, _ChannelMessages(channel))
         return _Route(line, lane(send, sender, count), lane(receive, receiver, count))
 
     edges = list(pairwise(range(place.num_stages)))
@@ -335,7 +335,7 @@ def _timed(schedule: Schedule) -> _Routes:
     return routes._replace(lines=[line for line in routes.lines if line.sent])
 
 
-def _least_capacity(line: _Line) -> int:
+def _least_capacity(line: _ChannelMessages) -> int:
     deadlines = line.deadlines()
     enough = 3  # what most channels need
     while not _in_time(line, deadlines, enough):
@@ -344,7 +344,7 @@ def _least_capacity(line: _Line) -> int:
     return tried.start + bisect_left(tried, True, key=lambda capacity: _in_time(line, deadlines, capacity))
 
 
-def _in_time(line: _Line, deadlines: list[float], capacity: int) -> bool:
+def _in_time(line: _ChannelMessages, deadlines: list[float], capacity: int) -> bool:
     """Whether at this capacity no send waits for an older one, and every message is there when it is needed.
 
     Message n starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or

@@ -71,7 +71,7 @@ class Named(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSchedule:
     """The result of a search. The schedule is compute-only; it may be a named one under that name."""
 
     schedule: Schedule
@@ -117,13 +117,13 @@ class _Point:
     seed: int = 0
 
 
-def find_schedule(task: Task, allowance: int = ALLOWANCE) -> Found:
+def find_schedule(task: Task, allowance: int = ALLOWANCE) -> FoundSchedule:
     """Search. `allowance` is in units of work (`ALLOWANCE`).
 
     Raises ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank.
     """
     check_limits(task)
-    return _Search(task, allowance).run()
+    return _OrderSearch(task, allowance).run()
 
 
 def first_order(task: Task) -> Schedule | None:
@@ -133,25 +133,25 @@ def first_order(task: Task) -> Schedule | None:
     return None if rows is None else schedule_of(rows, lanes, AUTO)
 
 
-def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
+def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedule:
     """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
 
     Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) where all are.
     """
-    found: list[Found] = []
+    results: list[FoundSchedule] = []
     refused: list[Problem] = []
     for task in tasks:
         try:
-            found.append(find_schedule(task, allowance // len(tasks)))
+            results.append(find_schedule(task, allowance // len(tasks)))
         except ScheduleError as error:
             refused += error.problems
-    if not found:
+    if not results:
         raise ScheduleError(refused)
-    least = min(each.seconds for each in found) * (1 + ROUNDING)
-    return next(each for each in found if each.seconds <= least)
+    least = min(each.seconds for each in results) * (1 + ROUNDING)
+    return next(each for each in results if each.seconds <= least)
 
 
-class _Search:
+class _OrderSearch:
     def __init__(self, task: Task, allowance: int) -> None:
         self.task = task
         self.lanes = lanes_of(task)
@@ -170,7 +170,7 @@ class _Search:
         self.rows: Rows | None = None
         self.value = _Value(float("inf"), 0.0, 0.0)
 
-    def run(self) -> Found:
+    def run(self) -> FoundSchedule:
         named = self._start_with_names()
         self._start_with_rules()
         self._change_points(self.left // 2)
@@ -332,7 +332,7 @@ class _Search:
             return None
         return [*rows[:pp_rank], row, *rows[pp_rank + 1 :]]
 
-    def _found(self, named: list[Named]) -> Found:
+    def _found(self, named: list[Named]) -> FoundSchedule:
         """The best order as a schedule; a named one where that is as fast."""
         # Rounded, so that of equal ones the first is taken: whole backwards before split ones.
         ranked = tuple(sorted(named, key=lambda each: (self._relative(each.seconds), self._relative(each.span))))
@@ -345,7 +345,7 @@ class _Search:
             if slower or best.span <= span * (1 + ROUNDING):
                 schedule, seconds = best.schedule, best.seconds
         held = self.lanes.peaks(rows_of(schedule) or self.rows)
-        return Found(schedule, seconds, self.bound, ranked, self.tried, tuple(held))
+        return FoundSchedule(schedule, seconds, self.bound, ranked, self.tried, tuple(held))
 
 
 def _other_rules(rule: Rule) -> list[Rule]:

@@ -149,13 +149,13 @@ def _reason(
 
 def seconds_by_kind(path: list[Span]) -> dict[str, float]:
     """How a critical path's time divides: what lies between two spans is a message on its way."""
-    found = dict.fromkeys(_KINDS, 0.0)
+    seconds = dict.fromkeys(_KINDS, 0.0)
     for index, (_, (op, _, _), start, end) in enumerate(path):
         kind = "forward" if op is F else "backward" if op in BACKWARDS else "gradients"
-        found[kind] += end - start
+        seconds[kind] += end - start
         if index:
-            found["messages"] += start - path[index - 1].end
-    return found
+            seconds["messages"] += start - path[index - 1].end
+    return seconds
 
 
 def to_slots(schedule: Schedule) -> str:

@@ -1,6 +1,7 @@
 """When things ran: Span and Trace, one type for predicted and for measured time.
 
-Knows durations and the figures that are read off them. Must not know how a trace came about. Standard library only.
+Knows durations and the figures that are read off them, those of messages among them. Must not know how a trace came
+about. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from statistics import median
 from typing import Any, NamedTuple
 
-from ppctl.schedule.action import COMPUTE, Action, Pair
+from ppctl.schedule.action import COMPUTE, PASSED_ON, Action, Channel, F, Pair, Placement
 
 
 class Span(NamedTuple):
@@ -87,3 +89,29 @@ def bubble_fraction(trace: Trace) -> float:
     """1 - (time in F, B, I, W summed over pp_ranks) / (pp x pipeline time); 0 for an empty trace."""
     total = trace.pp * step_time(trace)
     return 1.0 - busy_time(trace.spans) / total if total > 0 else 0.0
+
+
+def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict[Channel, float]:
+    """Median seconds from the end of what makes a message to the start of what uses it, by channel.
+
+    Counted are messages that a rank stood idle for, between two of its actions: sending, waiting and waking up, as a
+    schedule feels them. Other messages give only a bound; a channel that has no message that counts is left out. Spans
+    are on a common clock, those of a rank in the order in which it ran them.
+    """
+    waits: dict[Channel, list[float]] = {}
+    for spans in steps:
+        for channel, seconds in _waits(list(spans), placement):
+            waits.setdefault(channel, []).append(seconds)
+    return {channel: median(each) for channel, each in sorted(waits.items())}
+
+
+def _waits(spans: list[Span], placement: Placement) -> Iterator[tuple[Channel, float]]:
+    made = {(op is F, stage, mb): end for _, (op, stage, mb), _, end in spans if op in PASSED_ON}
+    idle_since: dict[int, float] = {}
+    for pp_rank, (op, stage, mb), start, end in spans:
+        before, idle_since[pp_rank] = idle_since.get(pp_rank), end
+        maker = stage - 1 if op is F else stage + 1
+        sent = made.get((op is F, maker, mb)) if op in PASSED_ON else None
+        source = placement.rank_of(maker) if sent is not None else pp_rank
+        if sent is not None and source != pp_rank and before is not None and before <= sent:
+            yield Channel(source, pp_rank, "F" if op is F else "B"), start - sent

@@ -56,9 +56,10 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
     that the oldest unfinished microbatch needs next is there, and it has room on either stage.
     """
     placement = Placement("v", len(blocks), 2 * len(blocks))
-    done = _Done.nothing(placement.num_stages)
+    done = _Finished.nothing(placement.num_stages)
     ranks = [
-        _Rank(placement.stages_of(pp_rank), block, most, num_microbatches, done) for pp_rank, block in enumerate(blocks)
+        _OpenRow(placement.stages_of(pp_rank), block, most, num_microbatches, done)
+        for pp_rank, block in enumerate(blocks)
     ]
     left = 3 * placement.num_stages * num_microbatches
     while left:
@@ -70,7 +71,7 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
     return Schedule(name, placement, num_microbatches, tuple(tuple(rank.row) for rank in ranks))
 
 
-class _Done(NamedTuple):
+class _Finished(NamedTuple):
     """Stage -> how many microbatches have finished F, I and W."""
 
     forward: list[int]
@@ -78,19 +79,19 @@ class _Done(NamedTuple):
     weights: list[int]
 
     @classmethod
-    def nothing(cls, num_stages: int) -> _Done:
+    def nothing(cls, num_stages: int) -> _Finished:
         return cls([0] * num_stages, [0] * num_stages, [0] * num_stages)
 
 
 @dataclass(slots=True)
-class _Rank:
+class _OpenRow:
     """One rank's list on its way: what it may run in the next slot, and which of that is due first."""
 
     stages: tuple[int, ...]
     block: _Block
     most: int
     num_microbatches: int
-    done: _Done
+    done: _Finished
     row: list[Action] = field(default_factory=list)
     owed: deque[int] = field(default_factory=deque)
     """The stages of which a weight gradient is put off, the oldest first."""

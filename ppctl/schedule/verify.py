@@ -56,8 +56,8 @@ def verify(schedule: Schedule) -> list[Problem]:
     if rows != pp:
         return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
     wanted = wanted_lanes(schedule)
-    found = [located(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
-    lanes = [own for own in found if own is not None]
+    placed = [located(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
+    lanes = [own for own in placed if own is not None]
     if len(lanes) < pp:
         return list(_incomplete(schedule, wanted))
     wrong = [*_disordered(schedule, lanes), *_crossed(schedule, lanes), *_beyond_slots(schedule, lanes)]
@@ -69,7 +69,7 @@ def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
 
     Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules.
     """
-    found: dict[int, tuple[Action, Action]] = {}
+    misplaced: dict[int, tuple[Action, Action]] = {}
     for row in schedule.actions:
         last: dict[tuple[bool, int], Action] = {}
         for action in row:
@@ -77,9 +77,9 @@ def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
                 if action.op in sums:
                     before = last.get((sums is INPUT_GRADIENTS, action.stage))
                     if before is not None and before.mb > action.mb:
-                        found.setdefault(action.stage, (before, action))
+                        misplaced.setdefault(action.stage, (before, action))
                     last[sums is INPUT_GRADIENTS, action.stage] = action
-    return found
+    return misplaced
 
 
 def _some(things: Iterable[object]) -> str:
@@ -92,15 +92,15 @@ def _some(things: Iterable[object]) -> str:
 def _incomplete(schedule: Schedule, lanes: Sequence[Wanted]) -> Iterator[Problem]:
     """Per rank: what is missing, what stands there twice, and what does not belong there."""
     for pp_rank, (row, own) in enumerate(zip(schedule.actions, lanes, strict=True)):
-        found, wanted = set(row), set(chain.from_iterable(own.values()))
-        if missing := sorted(wanted - found):
+        present, wanted = set(row), set(chain.from_iterable(own.values()))
+        if missing := sorted(wanted - present):
             place = _rows_around(schedule, pp_rank, len(row), f"the end, without {_some(missing)}")
             yield Problem("PP-E310", f"rank {pp_rank} lacks {_some(missing)}", place=place)
-        if len(found) < len(row):
+        if len(present) < len(row):
             twice = [action for action, times in Counter(row).items() if times > 1]
             place = _rows_around(schedule, pp_rank, row.index(twice[0], row.index(twice[0]) + 1), "once more")
             yield Problem("PP-E311", f"rank {pp_rank} has more than once: {_some(twice)}", place=place)
-        if foreign := sorted(found - wanted):
+        if foreign := sorted(present - wanted):
             reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
             place = _rows_around(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
             yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {_some(reasons)}", place=place)

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.schedule.action import Op, Schedule
-from ppctl.schedule.message_times import message_times
 from ppctl.schedule.simulate import Costs, simulate
-from ppctl.schedule.trace import Trace, step_time
+from ppctl.schedule.trace import Trace, message_times, step_time
 
 SHARE = 0.1
 """The share by which a stage is made faster or slower."""

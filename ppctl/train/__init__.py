@@ -1,13 +1,13 @@
 """The training loop and what one step needs.
 
-loop, session      the loop; what one rank holds
-step               the order of a step; programs: its stages with the loss
-figures            a step's metrics, from the ranks' reports (rank_reports); metrics writes them
-summed_weights     with which ranks gradients and norms are summed; grad_norm
-precision          weights and their masters; sharded: divided over replicas; loss_scale
-optimizer, muon    AdamW and Muon (decisions 61 and 67)
-replica_check      compares copies of parameters; router_balance: losses and biases of routers
+loop               step after step; callback: what follows a run, at which places of it
+session            one rank of a run; it is made of a rank_model (what it computes) and a replica (what it trains)
+step               the order of a step; programs: its stages with the objective
+trained_weights    weights and their masters, whole or divided over replicas; mixed_precision: autocast, loss scale
+grad_norm          the gradients' norm; optimizer: AdamW and Muon (decisions 61 and 67)
+reports            a step's numbers: the ranks' reports, and the figures made of them
 evaluate, generate evaluation, and text from the trained model
-snapshot           the state that a checkpoint saves; saving: when; local_start: a start from memory
-step_tracer, kept_gradients, torch_profile    what is recorded of chosen steps; measured_costs: a profile
+snapshot           the state that a checkpoint saves
+metrics, saving, recordings, replica_check    callbacks: where records are written, checkpoints and starts from them,
+                   what is recorded of chosen steps, comparisons of parameters' copies
 """

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ppctl.comm.groups import gather_rows
-from ppctl.data.batches import check_same_samples
-from ppctl.train.step import Trainer
+from ppctl.data.batches import StepBatch, check_same_samples
+from ppctl.data.sampler import SAMPLE_ORDER
+from ppctl.train.programs import StagePrograms
+from ppctl.train.session import Session
 
 _READS_NOTHING = -1.0
 
 
 class Evaluator:
-    """Evaluates the stages of a trainer. Calling it is a collective of the world."""
+    """Evaluates a session's stages on batches of the run's global size. Making and calling it are collectives of the
+    world."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        training = trainer.batches  # ranks that read training data read the held-out data, in the same order
-        self.batches = None if training is None else trainer.session.held_out_batches(training.sample_order)
+    def __init__(self, session: Session, sample_order: int = SAMPLE_ORDER) -> None:
+        self.session = session
+        self.batches = session.data.held_out_batches(sample_order)
+        plan, self._stages = session.plan, StagePrograms(session)
+        calls = range(plan.gradient_accumulation_steps)
+        self._programs = [self._stages.make(call * plan.num_microbatches) for call in calls]
         counts = [] if self.batches is None else [self.batches.num_batches, self.batches.num_samples]
         # Ranks that read nothing take part in the same number of forwards.
         self.num_batches, self.num_samples = (
@@ -29,7 +36,7 @@ class Evaluator:
 
     def is_due(self, done: int) -> bool:
         """Whether an evaluation follows the `done`-th step."""
-        return done % self.trainer.session.config.train.eval_interval == 0
+        return done % self.session.config.train.eval_interval == 0
 
     def __call__(self) -> dict[str, Any]:
         """`eval_loss`, the mean over all tokens in nats, and `eval_samples`, the number of samples.
@@ -39,21 +46,38 @@ class Evaluator:
         loss = tokens = 0.0
         for number in range(int(self.num_batches)):
             batch = None if self.batches is None else self.batches.batch(number)
-            losses = self.trainer.forward_only(batch)
-            if self.trainer.session.own.tp_rank > 0:  # they have the losses of the first
+            losses = self.losses(batch)
+            if self.session.own.tp_rank > 0:  # they have the losses of the first
                 losses = []
             loss += sum(losses)
-            if losses and batch is not None and self.trainer.session.own.cp_rank == 0:  # it has whole sequences
+            if losses and batch is not None and self.session.own.cp_rank == 0:  # it has whole sequences
                 tokens += float(batch.loss_mask.sum())
         checksum = _READS_NOTHING if self.batches is None else float(self.batches.checksum)
         rows = self._gather([loss, tokens, checksum])
         seen = {rank: int(row[2]) for rank, row in enumerate(rows) if row[2] != _READS_NOTHING}
-        check_same_samples(self.trainer.session.config.train.steps, seen)
+        check_same_samples(self.session.config.train.steps, seen)
         total = sum(row[0] for row in rows), sum(row[1] for row in rows)
         return {"eval_loss": total[0] / total[1], "eval_samples": int(self.num_samples)}
 
+    def losses(self, batch: StepBatch | None) -> list[float]:
+        """The losses of `batch` by microbatch, on the rank that owns the loss; weights and gradients stay as they are.
+
+        A collective of the pipeline. The stages are in evaluation mode meanwhile.
+        """
+        s, gathered = self.session, self.session.replica.gathered
+        self._stages.begin(batch)
+        for module in s.model.stages.values():
+            module.train(False)
+        for programs in self._programs:
+            s.pipeline.forward_only(s.plan.forward_schedule, programs)
+        if gathered is not None:
+            gathered.release_all()
+        for module in s.model.stages.values():
+            module.train()
+        losses = [self._stages.losses[mb] for mb in sorted(self._stages.losses)]
+        return list(map(float, torch.stack(losses).tolist())) if losses else []  # waits for the device once
+
     def _gather(self, own: list[float] | list[int]) -> list[list[float]]:
         """Every rank's numbers, by rank."""
-        s = self.trainer.session
-        found: list[list[float]] = gather_rows(own, s.own.rank, s.world_groups).tolist()
-        return found
+        rows: list[list[float]] = gather_rows(own, self.session.own.rank, self.session.groups.world).tolist()
+        return rows

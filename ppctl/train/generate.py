@@ -24,7 +24,7 @@ from ppctl.model.stage_model import StageModel
 from ppctl.parallel.tensor import gather_runs
 from ppctl.plan import StageSpec
 from ppctl.sequence_halves import Halves
-from ppctl.tensor_halves import own_positions
+from ppctl.tensors.tensor_halves import own_positions
 from ppctl.train.session import Session
 
 
@@ -34,7 +34,7 @@ class Generator:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.schedule = session.plan.forward_only(num_microbatches=1)
-        self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
+        self.programs = [self._program(spec, session.model.stages[spec.stage]) for spec in session.own.stages]
         length, samples = session.config.data.seq_length, session.config.train.micro_batch_size
         # The edges were planned for this shape; every row holds the same window.
         self.window = torch.zeros(samples, length, dtype=torch.int64, device=session.device)
@@ -57,15 +57,15 @@ class Generator:
         # Later positions do not matter: attention is causal.
         self.window[:, : len(seen)] = torch.tensor(seen)
         self.packing = self._packing()
-        run_schedule(self.schedule, self.programs, self.session.communicator)
+        run_schedule(self.schedule, self.programs, self.session.pipeline.communicator)
         if self.session.plan.sizes.pp > 1:
             dist.broadcast(self.next_token, self.last_rank, group=self.session.groups["pp"])
         return int(self.next_token)
 
     def _packing(self) -> Packing:
         """The documents in the window: as in training, every rank finds them itself."""
-        positions, documents = find_documents(self.window[None].cpu(), self.session.document_end)
-        at_once = self.session.kernels.attend_documents is not None
+        positions, documents = find_documents(self.window[None].cpu(), self.session.data.end)
+        at_once = self.session.model.kernels.attend_documents is not None
         bounds = bounds_of(documents, self.window.device) if documents is not None and at_once else None
         return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0, bounds)
 
@@ -82,7 +82,7 @@ class Generator:
 
     def _at_position(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [words] of the last token, from logits [s, words], on every rank that shares the sequence."""
-        place = self.session.parts.cp
+        place = self.session.model.parts.cp
         if place.size == 1:
             return logits[self.position]
         positions = own_positions(Halves(place.rank, place.size, self.window.shape[1]), logits.device)
@@ -123,17 +123,19 @@ def write_sample(session: Session) -> dict[str, str] | None:
     None where the tokens have no text. A collective of all ranks: every pipeline writes the same sample, since its
     ranks share experts and split weights with those of others.
     """
-    with nullcontext() if session.gathered is None else session.gathered.all_held():  # a collective of all ranks
+    with (
+        nullcontext() if session.replica.gathered is None else session.replica.gathered.all_held()
+    ):  # a collective of all ranks
         return _sample(session)
 
 
 def _sample(session: Session) -> dict[str, str] | None:
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
-    if session.corpus is not None:
+    if session.data.training is not None:
         line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
-        found = prompt_from(session.corpus.corpora[0].tokens, line_end)
-        prompt[-len(found) :] = torch.from_numpy(found.astype("int64"))
+        start = prompt_from(session.data.training.corpora[0].tokens, line_end)
+        prompt[-len(start) :] = torch.from_numpy(start.astype("int64"))
     if session.plan.sizes.pp > 1:
         dist.broadcast(prompt, dist.get_global_rank(session.groups["pp"], 0), group=session.groups["pp"])
     tokens = prompt.tolist()

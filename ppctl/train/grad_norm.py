@@ -30,14 +30,14 @@ class Location(NamedTuple):
 
 def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[Location]:
     """All parameters in the model's order, in which a norm adds them up; shared ones once, as their owner."""
-    found = [
+    locations = [
         Location(name, spec.stage, spec.pp_rank)
         for spec in stages
         for name in canonical_names(model, spec.layers)
         if owner_of(name, model) == name
     ]
     foreign = foreign_of(model)
-    return found if foreign is None else sorted(found, key=lambda each: foreign.anatomy.place(each.name))
+    return locations if foreign is None else sorted(locations, key=lambda each: foreign.anatomy.place(each.name))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
-"""AdamW over parameters by canonical name.
+"""AdamW, and Muon for the matrices of hidden layers (decisions 61 and 67), over parameters by canonical name.
 
-Knows which parameters decay and how the optimizer's state is named. Must not know stages, ranks or how gradients came.
+Knows which parameters decay, which are orthogonalised, and how the optimizer's state is named. Must not know stages,
+ranks or how gradients came. Matrices of Muon are whole here: what a rank does not own of one
+(`geometry/matrix_owners.py`) it has nothing of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +17,12 @@ from torch.optim.adamw import adamw
 
 from ppctl.config.schema import OptimConfig
 from ppctl.geometry.rows import Parameter
+from ppctl.parallel.replicate import buckets
+from ppctl.topology import BUCKET_ELEMENTS
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Keller Jordan's coefficients, torch's default."""
+EPS = 1e-7
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar, on the CPU), "exp_avg", "exp_avg_sq" (the parameter's shape and dtype)}."""
@@ -97,3 +107,124 @@ def _by_updates(names: Iterable[str], state: State) -> dict[float, list[str]]:
     for name in names:
         alike.setdefault(state[name]["step"].item(), []).append(name)
     return alike
+
+
+class _Stack(NamedTuple):
+    """A matrix or the experts' of a layer, [number, rows, columns]: what is moved together, as views."""
+
+    master: Tensor
+    gradient: Tensor
+    momentum: Tensor
+
+
+class Muon:
+    """torch's Muon, to the bit on the CPU, beside `AdamW` over what it is not for.
+
+    Of a matrix the state is one momentum buffer and the count of updates, which AdamW's parameters have as well.
+    Matrices of one shape go through the iteration together, as many as fit into a bucket. On a GPU the host does not
+    wait: it is a chain of kernels on the current stream.
+    """
+
+    def __init__(self, masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]) -> None:
+        self.optim = optim
+        self.lr = optim.lr
+        self.matrices = {name: master for name, master in masters.items() if rows[name].hidden_matrix}
+        self.shapes = {name: rows[name].shape[-2:] for name in self.matrices}
+        """Shape of one matrix: [rows, columns]."""
+        on_cpu = any(master.device.type == "cpu" for master in masters.values())
+        self.together = 1 if on_cpu else BUCKET_ELEMENTS
+        """Elements of one shape that go through the iteration at once, unless one matrix has more."""
+        rest = {name: master for name, master in masters.items() if name not in self.matrices}
+        self.adamw = AdamW(rest, optim, rows)
+        own: State = {
+            name: {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(master)}
+            for name, master in self.matrices.items()
+        }
+        both = own | self.adamw.state
+        self.state: State = {name: both[name] for name in masters}
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made, those before a checkpoint included; 0 for a rank without parameters."""
+        return max((int(entry["step"]) for entry in self.state.values()), default=0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        self.adamw.lr = self.lr
+        self.adamw.step()
+        alike: dict[tuple[int, ...], list[_Stack]] = {}
+        for name, master in self.matrices.items():
+            if master.grad is None:
+                continue
+            entry, shape = self.state[name], self.shapes[name]
+            entry["step"] += 1
+            if master.numel():
+                views = (each.view(-1, *shape) for each in (master.data, master.grad, entry["momentum_buffer"]))
+                alike.setdefault(shape, []).extend(_pieces(_Stack(*views), self.together))
+        for stacks in alike.values():
+            for some in buckets(stacks, lambda stack: stack.master.numel(), lambda _: None, self.together):
+                self._move(some)
+
+    def _move(self, stacks: Sequence[_Stack]) -> None:
+        """Update matrices of one shape."""
+        optim, rows, columns = self.optim, *stacks[0].master.shape[1:]
+        numbers = [len(stack.master) for stack in stacks]
+        # As wide as torch's iteration computes; it is filled stack by stack, so that one is there in float32 at most.
+        directions = torch.empty(sum(numbers), rows, columns, dtype=torch.bfloat16, device=stacks[0].master.device)
+        for stack, own in zip(stacks, directions.split(numbers), strict=True):
+            stack.momentum.lerp_(stack.gradient, 1 - optim.muon_momentum)
+            nesterov = optim.muon_nesterov
+            own.copy_(stack.gradient.lerp(stack.momentum, optim.muon_momentum) if nesterov else stack.momentum)
+        directions = orthogonalised(directions, optim.muon_ns_steps)
+        rate = self.lr * _factor(optim.muon_adjust_lr, rows, columns)
+        for stack, own in zip(stacks, directions.split(numbers), strict=True):
+            stack.master.mul_(1 - self.lr * optim.weight_decay)
+            stack.master.add_(own, alpha=-rate)
+
+
+def orthogonalised(x: Tensor, steps: int) -> Tensor:
+    """Matrices [number, rows, columns] in bfloat16 with singular values moved to about 1; overwrites x.
+
+    On a GPU all go through the iteration at once. On the CPU each goes through torch's own, in memory of its own: there
+    a product of several matrices, or of one that begins elsewhere than memory is given out, rounds otherwise.
+    """
+    if x.device.type != "cpu":
+        return newton_schulz(x, steps)
+    from torch.optim._muon import _zeropower_via_newtonschulz  # few runs need it
+
+    return torch.stack([_zeropower_via_newtonschulz(one.clone(), NEWTON_SCHULZ, steps, EPS) for one in x])
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """Orthogonalise all matrices at once, in as many kernels as one takes.
+
+    torch's iteration, with Jordan's quintic polynomial (https://kellerjordan.github.io/posts/muon/).
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS))
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _factor(adjust: str, rows: int, columns: int) -> float:
+    """On the rate of a matrix, as torch's `_adjust_lr`."""
+    return 0.2 * sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else sqrt(max(1, rows / columns))
+
+
+def _pieces(stack: _Stack, elements: int) -> Iterator[_Stack]:
+    """The stack in pieces of so many elements, or of one matrix that has more."""
+    most = max(1, elements // stack.master[0].numel())
+    return (_Stack(*pieces) for pieces in zip(*(each.split(most) for each in stack), strict=True))
+
+
+def make_optimizer(
+    masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]
+) -> AdamW | Muon:
+    """The optimizer that the config names."""
+    return (Muon if optim.name == "muon" else AdamW)(masters, optim, rows)

@@ -1,14 +1,16 @@
-"""What the engine calls for each stage in a step: the module, given tokens where it reads them, closed by the loss.
+"""The programs of a rank's stages in a step: the module, given tokens where it reads them, closed by the objective.
 
-Must not know the order of a step, nor what becomes of gradients.
+Knows the losses, and what routers add to them. Must not know the order of a step, nor what becomes of gradients.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -16,25 +18,28 @@ from torch import Tensor
 
 from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
+from ppctl.config.schema import ModelConfig
 from ppctl.data.batches import StepBatch
 from ppctl.data.sampler import microbatches
 from ppctl.engine.stage import StageProgram
-from ppctl.geometry.layers import Layer
+from ppctl.geometry.layers import Layer, routers_with_losses
 from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.linear import own_words
 from ppctl.model.loss import Words, microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing, bounds_of
+from ppctl.model.router import Router
+from ppctl.parallel.tensor import SharedTokens
 from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.sequence_halves import Halves
-from ppctl.tensor_halves import own_halves
-from ppctl.train.precision import in_precision
+from ppctl.tensors.tensor_halves import own_halves
+from ppctl.train.mixed_precision import in_precision
 from ppctl.train.session import Session
 
 
 class StagePrograms:
-    """The programs of a rank's stages, in chunk order, and what they read and note in a step."""
+    """Makes the programs of a rank's stages, and holds what these read and note in a step."""
 
     def __init__(self, session: Session, said: set[int] | None = None) -> None:
         self.session = session
@@ -47,13 +52,11 @@ class StagePrograms:
         self.samples: Tensor | None = None
         """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
-        """The same of the MTP modules: the mean over them."""
+        """For each microbatch, the mean of its MTP modules' shares of the step's losses."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor
         """Weight of the MTP modules' losses in the loss of the step."""
         self.added: dict[int, Tensor] = {}
-        """What the model itself adds to the loss of each microbatch."""
-        self.first = 0
-        """The step's microbatch that is number 0 of the schedule call."""
+        """For each microbatch, the loss that the model itself adds."""
         self.keeping = _keep_activations(session)
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
         self._said = set() if said is None else said
@@ -66,17 +69,20 @@ class StagePrograms:
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
         """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
 
-    def make(self) -> list[StageProgram]:
-        """The programs, in the precision of the config."""
+    def make(self, first: int) -> list[StageProgram]:
+        """The programs of a schedule call in chunk order, in the precision of the config.
+
+        `first` is the step's microbatch that is number 0 of the call.
+        """
         s = self.session
-        autocast = autocast_dtype(s.config.parallel)
-        return [in_precision(self._program(spec), autocast, s.device, s.loss_scale) for spec in s.own.stages]
+        autocast, scale = autocast_dtype(s.config.parallel), s.replica.loss_scale
+        return [in_precision(self._program(spec, first), autocast, s.device, scale) for spec in s.own.stages]
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
         """Forget the losses of the step before, and take the samples of this one; None is no step of training."""
         self.samples = None if step is None else sample_keys(self.session, step)
         self.batch = None if batch is None else _moved(batch, self.session.device)
-        documents = None if batch is None or self.session.kernels.attend_documents is None else batch.documents
+        documents = None if batch is None or self.session.model.kernels.attend_documents is None else batch.documents
         self.bounds = None if documents is None else bounds_of(documents, self.session.device)
         self.losses, self.mtp_losses, self.added = {}, {}, {}
 
@@ -86,21 +92,22 @@ class StagePrograms:
         assert self.batch is not None  # only stages with E, m or L ask, and their ranks read data
         return self.batch
 
-    def _program(self, spec: StageSpec) -> StageProgram:
-        module, recompute = self.session.stages[spec.stage], self.session.recompute[spec.stage]
-        gathered = self.session.gathered
+    def _program(self, spec: StageSpec, first: int) -> StageProgram:
+        module, recompute = self.session.model.stages[spec.stage], self.session.model.recompute[spec.stage]
+        gathered = self.session.replica.gathered
         embeds, predicts, ends = (Layer(kind) in spec.layers for kind in ("embedding", "mtp", "loss"))
 
         def forward(mb: int, inputs: Message) -> Message:
             recompute.on = (spec.stage, mb) not in self.keeping
-            tokens = self.own_batch.tokens[self.first + mb] if embeds or predicts else None
+            number = first + mb
+            tokens = self.own_batch.tokens[number] if embeds or predicts else None
             given = inputs if tokens is None or not embeds else (tokens,)
-            outputs = module(*given, tokens=tokens, packing=self._packing(self.first + mb))
+            outputs = module(*given, tokens=tokens, packing=self._packing(number))
             if not ends:
                 return outputs
             added = outputs[-1] if module.adds_to_loss and torch.is_grad_enabled() else None
             logits = outputs if added is None else outputs[:-1]
-            return (self._objective(self.first + mb, self._loss(self.first + mb, *logits), added),)
+            return (self._objective(number, self._loss(number, *logits), added),)
 
         def prepare(mb: int) -> None:
             assert gathered is not None
@@ -124,7 +131,7 @@ class StagePrograms:
         if stage in self._said or not self.session.own.in_first_pipeline:
             return
         self._said.add(stage)
-        own = self.session.stages[stage].canonical_parameters()
+        own = self.session.model.stages[stage].canonical_parameters()
         names = {id(parameter): name for name, parameter in own.items()}
         waiting = {id(parameter) for parameter in parameters}
         rest = [name for key, name in names.items() if key not in waiting]
@@ -169,7 +176,7 @@ class StagePrograms:
         return loss + auxiliary_weight(self.session) * added
 
     def _packing(self, mb: int) -> Packing:
-        """What layers have to know of the step's microbatch `mb`; those of ranks without data ask for no documents."""
+        """The packing of the step's microbatch `mb` for the layers; ranks without data ask for no documents."""
         draws = None if self.samples is None or not torch.is_grad_enabled() else Draws(self.samples[mb])
         if self.batch is None:
             return ROWS._replace(draws=draws)
@@ -183,14 +190,14 @@ def auxiliary_weight(session: Session) -> float:
 
 def own_words_of(session: Session) -> Words | None:
     """The words whose logits the rank has, where tensor-parallel ranks divide them."""
-    split = session.split
+    split = session.groups.split
     return None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
 
 
 def kinds_of_names(names: Iterable[str]) -> str:
     """Names of parameters, those that differ in numbers alone as one: `layers.*.attention.wq`."""
-    found = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
-    return ", ".join(sorted(found)) or "nothing"
+    kinds = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
+    return ", ".join(sorted(kinds)) or "nothing"
 
 
 def sample_keys(session: Session, step: int) -> Tensor | None:
@@ -219,3 +226,51 @@ def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
     tensors = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions")}
     on_device = {n: t.pin_memory().to(device, non_blocking=True) for n, t in tensors.items() if t is not None}
     return replace(batch, **on_device)
+
+
+class RouterBalance:
+    """Keeps the load of the experts in this rank's layers even.
+
+    `others` are the ranks that route other tokens through the same layers, `weight` the factor of an auxiliary loss in
+    the objective.
+    """
+
+    def __init__(self, routers: Sequence[Router], model: ModelConfig, *, weight: float, others: SharedTokens) -> None:
+        self.routers = tuple(routers)
+        self.rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else 0.0
+        self.weight = weight
+        self.others = others
+
+    def begin(self, loss_scale: float) -> None:
+        """Forget the last step; the objective of the next one is multiplied with `loss_scale`."""
+        for router in self.routers:
+            router.ledger.clear()
+            router.ledger.scale = self.weight * loss_scale
+
+    def losses(self) -> list[float]:
+        """The auxiliary losses of each router's layer, summed over this rank's microbatches; exact, in any order."""
+        ledgers = [router.ledger.losses for router in self.routers if router.ledger.losses]
+        if not ledgers:
+            return []
+        numbers = iter(torch.stack([*chain.from_iterable(ledgers)]).tolist())  # waits for the device once
+        return [math.fsum(islice(numbers, len(losses))) for losses in ledgers]
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
+
+        Tokens are counted over the step's microbatches of all ranks. A collective of these.
+        """
+        if not (self.rate and self.routers):
+            return
+        counts = torch.stack([router.counts_of_step() for router in self.routers])
+        self.others.sum(counts)
+        loads = counts.float()
+        for router, step in zip(self.routers, (loads.mean(-1, keepdim=True) - loads).sign(), strict=True):
+            assert router.expert_bias is not None
+            router.expert_bias += self.rate * step
+
+
+def auxiliary_width(stages: Sequence[Sequence[StageSpec]], model: ModelConfig) -> int:
+    """The most routers with auxiliary losses that a rank has; `stages` are the stages of each rank."""
+    return max(sum(routers_with_losses(model, spec.layers) for spec in own) for own in stages)

@@ -18,17 +18,19 @@ from ppctl.comm.groups import gather_rows, gather_values
 from ppctl.errors import Problem, TrainingError
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import RankGrid
+from ppctl.train.callback import Callback, StepResult
 from ppctl.train.session import Session
-from ppctl.train.sharded import ShardedWeights
+from ppctl.train.trained_weights import ShardedWeights
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HALF = 2**32
+HALF = 2**32
+"""A float64 holds half of a 64-bit sum."""
 _SHOWN = 8
 PIECE = 2**22
 """Elements of a tensor that are read at once: torch makes what it sums 8 bytes wide before."""
 
 
-class Copy(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor of this rank of which others may have copies: those with the same name and part."""
 
     name: str
@@ -38,7 +40,7 @@ class Copy(NamedTuple):
     tensor: Tensor
 
 
-class ReplicaCheck:
+class ReplicaCheck(Callback):
     """Compares copies every `train.check_replicas` steps: a pass over the weights, and one gather of a few numbers."""
 
     def __init__(self, session: Session) -> None:
@@ -47,9 +49,10 @@ class ReplicaCheck:
         self._names: list[list[tuple[int, str]]] = []
         """For each pp_rank the stage and name of its tensors; exchanged once."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether copies are compared after this many steps."""
-        return self.every > 0 and step % self.every == 0
+    def post_update(self, result: StepResult) -> None:
+        """Compare copies, if the step is one of those, and add to its figures how many there are."""
+        if self.every > 0 and result.step % self.every == 0:
+            result.record["replicas_compared"] = self.compare(result.step)
 
     def compare(self, step: int) -> int:
         """How many parts of parameters have copies. A collective over the world.
@@ -73,9 +76,9 @@ class ReplicaCheck:
         sums = torch.stack([bit_sum(copy.tensor) for copy in own]).tolist() if own else []  # waits for the device once
         row = [0.0] * 3 * max(map(len, self._names))
         for number, (copy, total) in enumerate(zip(own, sums, strict=True)):
-            row[3 * number : 3 * number + 3] = copy.part, *divmod(total, _HALF)  # float64 holds half of 64 bits
-        table = gather_rows(row, s.own.rank, s.world_groups).tolist()
-        found: dict[tuple[str, int], dict[tuple[float, float], set[int]]] = {}
+            row[3 * number : 3 * number + 3] = copy.part, *divmod(total, HALF)
+        table = gather_rows(row, s.own.rank, s.groups.world).tolist()
+        holders_of: dict[tuple[str, int], dict[tuple[float, float], set[int]]] = {}
         places = [
             (stage, i, name, pp) for pp, listed in enumerate(self._names) for i, (stage, name) in enumerate(listed)
         ]
@@ -83,8 +86,8 @@ class ReplicaCheck:
         for _, i, name, pp in sorted(places):
             for rank in holders[pp]:
                 part, high, low = table[rank][3 * i : 3 * i + 3]
-                found.setdefault((name, int(part)), {}).setdefault((high, low), set()).add(rank)
-        return found
+                holders_of.setdefault((name, int(part)), {}).setdefault((high, low), set()).add(rank)
+        return holders_of
 
     def _holders(self) -> list[list[int]]:
         """The ranks at each pp_rank."""
@@ -95,26 +98,26 @@ class ReplicaCheck:
         return holders
 
 
-def copies(session: Session) -> Iterator[Copy]:
-    """What this rank holds from step to step, in canonical order within a stage: masters, weights, routers' biases."""
-    weights = session.weights
-    for number, stage in session.stages.items():
+def copies(session: Session) -> Iterator[HeldTensor]:
+    """The masters, weights and biases that this rank keeps from step to step; in canonical order within a stage."""
+    weights = session.replica.weights
+    for number, stage in session.model.stages.items():
         for name, parameter in stage.canonical_parameters().items():
-            row, master = session.rows[name], weights.master[name]
+            row, master = session.model.rows[name], weights.master[name]
             shared, part = row.copy_of or name, _part(session, row)
             apart = master is not parameter
             group = weights.group_of(name) if isinstance(weights, ShardedWeights) else None
             of_master = part if group is None else part * group.size() + group.rank()
-            yield Copy(f"{shared} (master)" if apart else shared, number, of_master, master)
-            if apart and session.gathered is None:  # else there is nothing of it between steps
-                yield Copy(shared, number, part, parameter)
+            yield HeldTensor(f"{shared} (master)" if apart else shared, number, of_master, master)
+            if apart and session.replica.gathered is None:  # else there is nothing of it between steps
+                yield HeldTensor(shared, number, part, parameter)
         for name, buffer in stage.canonical_buffers().items():
-            yield Copy(name, number, 0, buffer)
+            yield HeldTensor(name, number, 0, buffer)
 
 
 def _part(session: Session, row: Parameter) -> int:
     """Which part of a parameter this rank's model has."""
-    part, parts = 0, session.parts
+    part, parts = 0, session.model.parts
     for axis in parts.splits(row):
         part = part * parts.on(axis).size + parts.on(axis).rank
     return part

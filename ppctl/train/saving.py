@@ -1,40 +1,47 @@
-"""Saves a run's checkpoints, in the background if training continues, and reports them in log and metrics.
+"""Starts a run from its newest copies in memory or on the disk, and saves checkpoints beside training.
 
-Knows the keys of `checkpoint` and who is told. Must not know when a checkpoint is due, nor files.
+Knows the keys of `checkpoint`, when a checkpoint is due and where it is reported. Must not know files, nor how copies
+travel (`ppctl.checkpoint.local_copies`).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ppctl.checkpoint.local_copies import LocalCopies
-from ppctl.checkpoint.local_copy import directory_of
+from ppctl.checkpoint.local_copy import CHANGED, directory_of
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.saver import BackgroundSaver, Saved, Saver
 from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
+from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
-from ppctl.train.snapshot import session_shards, state_of
+from ppctl.train.snapshot import Loaded, check_optimizer, continued, load_first, session_shards, start_from, state_of
 
+Candidates = Callable[[], list[FoundCheckpoint]]
+"""Looks for checkpoints, the first to be tried first; called on rank 0."""
 SETTLE = 5.0
 """Seconds for which a rank that fails waits for a save under way: others learn of the failure as late."""
 
 
-class Saves:
-    """Saves while it is entered; called by all ranks together.
+class Saves(Callback):
+    """A run's checkpoints: `start` finds and loads one, then each due step is saved.
 
     `writer` gives the address of the node's writer (without one, ranks write themselves); `say` takes lines for the
     user on rank 0, `note` there the seconds of every save. Memory for the copies is made now, where `checkpoint.local`
-    is set by `make_room`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks where one
+    is set by `start`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks where one
     has none.
     """
 
@@ -47,8 +54,10 @@ class Saves:
         say: Callable[[str], None] = print,
         note: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.session, self._say, self._note, self._directory, self._writer = session, say, note, directory, writer
-        self._leads = dist.get_rank() == 0
+        self.session, self._note, self._directory, self._writer = session, note, directory, writer
+        leads = dist.get_rank() == 0
+        self._say = say if leads else lambda line: None
+        self._warn = partial(_warn, say if leads else partial(print, file=sys.stderr))
         self._figures: dict[str, Any] = {}
         config = session.config.checkpoint
         self.local: LocalCopies | None = None
@@ -62,13 +71,13 @@ class Saves:
         with connecting_on_first_use():
             self._group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
         if config.local is None:
-            self.make_room()
+            self._make_room()
             return
         parts = [shard.part for shard in session_shards(session)]
         copies = directory_of(Path(config.local), directory.parent)
         self.local = LocalCopies(copies, parts, AgreeingRanks(self._group), replicas=config.local_replicas)
 
-    def make_room(self) -> HostMemory:
+    def _make_room(self) -> HostMemory:
         """Memory for the copies of what is saved, with what lies there. A collective; raises as making this does."""
         config = self.session.config.checkpoint
 
@@ -88,40 +97,98 @@ class Saves:
         assert self._background is not None  # else it has raised
         return self._background.memory
 
-    @property
-    def failed(self) -> bool:
-        """Whether the save under way has failed on all ranks: the next call of `save` or `finish` raises."""
-        return self._background is not None and self._background.failed
+    def start(self, candidates: Candidates) -> Start:
+        """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`.
 
-    @property
-    def waits(self) -> bool:
-        """Whether `finish` has a save to wait for."""
-        return self._background is not None and self._background.under_way is not None
+        A collective over the world. Raises CheckpointError where all are damaged, or one does not fit the run.
+        """
+        from_disk = partial(load_first, self.session, candidates, self._say)
+        loaded = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
+        if loaded is not None:
+            state = loaded.state
+            return Start(state["step"], state["consumed_samples"], state["sample_order"], loaded.path)
+        if (model := self.session.config.model.from_) is not None:
+            start_from(self.session, Path(model))
+        return Start()
 
-    def is_due(self, step: int) -> bool:
-        """Whether something is saved after so many steps."""
-        config = self.session.config.checkpoint
-        return any(every > 0 and step % every == 0 for every in (config.interval, config.local_every))
-
-    def save(
+    def _load_local(
         self,
-        step: int,
-        consumed_samples: int,
-        sample_order: int,
-        *,
-        last: bool,
-        waited: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Save what the ranks hold after `step` completed steps; returns when training may change it. To the disk at
-        `checkpoint.interval` and where it is the `last` save, else in memory alone. `waited` is called when the save
-        before this one is over.
+        local: LocalCopies,
+        candidates: Candidates,
+        from_disk: Callable[[], Loaded | None],
+    ) -> Loaded | None:
+        """Take the copies that an earlier start of this run has left in memory, where all ranks have those of one step
+        and start, later than that of the checkpoint that the run would go on from; else what `from_disk` loads.
 
+        Rank 0 says what was chosen, and why. A start from an earlier checkpoint than the newest of the directory means
+        that one. What is of no use is deleted, and room made, when the start is sure to go on: a checkpoint that does
+        not fit, another optimizer or other data raise before that.
+        """
+        choice = AgreeingRanks(None).agree(
+            "choose between memory and disk",
+            lambda: None,
+            lambda _: _choose(local, self._directory, candidates),
+            result=_Choice,
+        )
+        loaded, memory = None, None
+        if choice.takes:
+            local.clear(but_chosen=True)
+            memory = self._make_room()
+            record = local.load(memory)
+            if record is None:
+                choice = _Choice(line=CHANGED)
+            else:
+                state = json.loads(record.state)
+                check_optimizer(state, self.session, local.directory)
+                memory.fill(session_shards(self.session))
+                loaded = Loaded(choice.newest, continued(self.session, state, local.directory))
+        if choice.line:
+            self._say(choice.line)
+        used = loaded is not None
+        if not used:
+            loaded = from_disk()
+        if memory is None:
+            local.clear(but_chosen=False)
+            memory = self._make_room()
+        local.settle(memory if used else None)
+        return loaded
+
+    def pre_train(self, run: TrainingRun) -> None:
+        """Remember where the run began."""
+        self._run = run
+
+    def stop_requested(self) -> int:
+        """SAVE_FAILED where the save under way has failed on all ranks: `post_step` then raises."""
+        return SAVE_FAILED if self._background is not None and self._background.failed else 0
+
+    def post_update(self, result: StepResult) -> None:
+        """Say which checkpoints have become complete; does not wait."""
+        self._look()
+
+    def log_metrics(self, record: dict[str, Any]) -> None:
+        """Add the figures of saves since the line before.
+
+        `save_stall_s` says for how long training waited; `saved_step` and `save_s` which checkpoint became complete,
+        and how long after its begin.
+        """
+        record |= self._figures
+        self._figures = {}
+
+    def post_step(self, result: StepResult) -> None:
+        """Save, if something is due after this step; returns when training may change it.
+
+        The step goes to the disk at `checkpoint.interval` and where the run ends with it, else into memory alone.
         Raises TrainingError on all ranks where this save or the one before could not be written: the earlier
         checkpoints are as they were.
         """
-        began, interval = time.perf_counter(), self.session.config.checkpoint.interval
-        to_disk = last or (interval > 0 and step % interval == 0)
-        shards, state = session_shards(self.session), state_of(self.session, step, consumed_samples, sample_order)
+        config, step, ends = self.session.config.checkpoint, result.step, result.last or bool(result.stop)
+        on_disk, in_memory = (every > 0 and step % every == 0 for every in (config.interval, config.local_every))
+        if not (on_disk or in_memory or ends):
+            return
+        self._run.enter("saving", step - 1)
+        began, order = time.perf_counter(), self._run.start.sample_order
+        shards = session_shards(self.session)
+        state = state_of(self.session, step, result.record["consumed_samples"], order)
         with _as_training_error():
             if self._background is None:
                 assert self._saver is not None
@@ -130,63 +197,48 @@ class Saves:
             else:
                 before = self._background.under_way
                 if before is not None and not self._background.finish(0.0):
-                    self._tell(f"saving step {step} waits for step {before}, which is still being written")
+                    self._say(f"saving step {step} waits for step {before}, which is still being written")
                     self._background.finish()
-                    waited()
-                self._background.begin(step, shards, state, to_disk=to_disk)
+                    self._run.enter("saving", step - 1)  # with a limit of its own
+                self._background.begin(step, shards, state, to_disk=on_disk or ends)
         self._figures["save_stall_s"] = round(time.perf_counter() - began, 6)
 
-    def finish(self) -> Path | None:
-        """Wait for the last save; the path of the newest checkpoint. Raises as `save` does."""
+    def post_train(self, end: TrainingEnd) -> None:
+        """Wait for the last save, and give the newest checkpoint to the end. Raises as `post_step` does."""
         if self._background is not None:
+            if self._background.under_way is not None:
+                self._run.enter("saving", end.step - 1)  # with a limit of its own
             with _as_training_error():
                 self._background.finish()
-            self.look()
-        return self._path
+            self._look()
+        end.checkpoint = self._path or end.checkpoint
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def close(self, error: BaseException | None) -> None:
         """No save follows. Before a process fails, a save under way gets some seconds."""
         if self._background is None:
             return
-        if error is not None and issubclass(error, Exception):
+        if isinstance(error, Exception):
             with suppress(CheckpointError):
                 self._background.finish(SETTLE)
-            self.look()
+            self._look()
         elif error is None and self.local is not None:
             self.local.remove()  # the last checkpoint on the disk is as new
         self._background.close()
 
-    def look(self) -> None:
-        """Tell which checkpoints have become complete; does not wait."""
+    def _look(self) -> None:
         if self._background is not None:
             for saved in self._background.news():
                 self._take(saved, "in the background, ")
 
-    def figures(self) -> dict[str, Any]:
-        """What a step's record says of saves since the step before: `save_stall_s`, for how long training waited;
-        `saved_step` and `save_s`, which checkpoint became complete and how long after its begin."""
-        found, self._figures = self._figures, {}
-        return found
-
     def _take(self, saved: Saved, how: str) -> None:
         self._path = saved.path
         self._figures |= {"saved_step": saved.step, "save_s": round(saved.seconds, 6)}
-        if self._leads:
-            self._note(saved.seconds)
-        self._tell(f"saved step {saved.step} ({how}{saved.seconds:.1f} s)")
+        self._note(saved.seconds)
+        self._say(f"saved step {saved.step} ({how}{saved.seconds:.1f} s)")
 
-    def _tell(self, line: str) -> None:
-        if self._leads:
-            self._say(line)
 
-    def _warn(self, problem: Problem) -> None:
-        if self._leads:
-            self._say(f"warning: {problem}")
-        else:
-            print(f"warning: {problem}", file=sys.stderr)
+def _warn(say: Callable[[str], None], problem: Problem) -> None:
+    say(f"warning: {problem}")
 
 
 @contextmanager
@@ -196,3 +248,42 @@ def _as_training_error() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise TrainingError(error.problems) from error
+
+
+class _Choice(NamedTuple):
+    """Rank 0's choice between copies in memory and a checkpoint on the disk."""
+
+    takes: bool = False
+    newest: Path | None = None
+    """The newest checkpoint on the disk."""
+    line: str = ""
+    """For the user."""
+
+
+def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Choice:
+    """On rank 0. Raises CheckpointError (PP-E775) where all that the run has done is in copies of no use to it."""
+    chosen, note = local.survey.chosen, local.survey.note
+    if chosen is None and not note:
+        return _Choice()
+    listed = candidates()
+    newest, path = find(directory), listed[0].path if listed else None
+    if path is not None and (newest is None or path != newest.path):
+        return _Choice()  # the start means that one
+    if path is None and local.survey.other:
+        raise CheckpointError(_only_others(local))
+    on_disk = f"{path.name} on the disk" if path is not None else "no checkpoint on the disk"
+    if chosen is None:
+        return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
+    if chosen.step <= step_of(path):
+        return _Choice()
+    where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
+    return _Choice(True, path, f"going on from {where}; there is {on_disk}")
+
+
+def _only_others(local: LocalCopies) -> Problem:
+    message = (
+        f"there is no checkpoint on the disk, and the copies of step {local.survey.other} in memory are of another cut "
+        "or optimizer: a start from step 0 would delete them"
+    )
+    remedy = "start the run once more as it was, which goes on from them\ncheckpoint.local=null"
+    return Problem("PP-E775", message, remedy, place=str(local.directory))

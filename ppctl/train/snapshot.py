@@ -21,7 +21,6 @@ from ppctl.checkpoint.reading import CheckpointReader, fill, load
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
-from ppctl.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.data.tokenizer import tokenizer_path
@@ -31,6 +30,7 @@ from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.safetensors_values import DirectoryReader
+from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint
 from ppctl.train.session import Session
 
 
@@ -41,30 +41,30 @@ def session_shards(session: Session) -> list[Shard]:
     master that is a run of its parameter read flat is several boxes. All are views of what is trained.
     """
     shards: list[Shard] = []
-    for name, master in session.weights.master.items():
+    for name, master in session.replica.weights.master.items():
         places = list(_places(session, name))
-        for key, tensor in {"": master.detach(), **session.optimizer.state[name]}.items():
+        for key, tensor in {"": master.detach(), **session.replica.optimizer.state[name]}.items():
             prefix, suffix = ("optim", f".{key}") if key else ("model", "")
             if tensor.dim():
                 shards += [place.shard(prefix, suffix, tensor) for place in places]
             else:
-                owner = session.rows[name].copy_of or name
+                owner = session.model.rows[name].copy_of or name
                 shards.append(Shard(f"{prefix}.{owner}{suffix}", (), (), tensor))
-    for stage in session.stages.values():
+    for stage in session.model.stages.values():
         buffers = stage.canonical_buffers()
-        shards += whole_shards({f"model.{session.rows[name].copy_of or name}": buffers[name] for name in buffers})
+        shards += whole_shards({f"model.{session.model.rows[name].copy_of or name}": buffers[name] for name in buffers})
     return shards
 
 
 def gradient_shards(session: Session) -> list[Shard]:
-    """What this rank has of every gradient, by the parameter's name; each use of a shared parameter has its own.
+    """This rank's part of every gradient, by the parameter's name; each use of a shared parameter has its own.
 
     Zeros where nothing reached a parameter. All but those are views of what the optimizer reads.
     """
     shards: list[Shard] = []
-    for name, master in session.weights.master.items():
+    for name, master in session.replica.weights.master.items():
         gradient = torch.zeros_like(master) if master.grad is None else master.grad
-        own = name if session.rows[name].copy_of else None
+        own = name if session.model.rows[name].copy_of else None
         for place in _places(session, name):
             shards.append(place._replace(name=own or place.name).shard("gradient", "", gradient))
     return shards
@@ -93,10 +93,10 @@ class _Place(NamedTuple):
 
 
 def _places(session: Session, name: str) -> Iterator[_Place]:
-    """What this rank's master of a parameter is, as boxes of tensors that checkpoints know."""
-    row, shape = session.rows[name], tuple(session.weights.model[name].shape)
-    origin = tuple(run.start for run in session.parts.runs(row))
-    run, start = session.weights.run(name), 0
+    """The boxes of tensors of a checkpoint that this rank's master of a parameter is."""
+    row, shape = session.model.rows[name], tuple(session.replica.weights.model[name].shape)
+    origin = tuple(run.start for run in session.model.parts.runs(row))
+    run, start = session.replica.weights.run(name), 0
     for box in boxes_of_run(shape, run.start, run.stop):
         local, placed = box.within((0,) * len(shape)), box.moved(origin)
         if not row.experts:
@@ -110,7 +110,7 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
 
 
 def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
-    """What is saved beside the tensors after `step` completed steps.
+    """The state that is saved beside the tensors after `step` completed steps.
 
     `consumed_samples` and `sample_order` are the position in the data, and the rule that says which samples come next.
     """
@@ -125,12 +125,12 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
         "tokenizer": session.config.data.tokenizer,
         **{f"data_{name}": getattr(session.config.data, name) for name in READ_AS},
         "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
-        "data_digest": None if session.corpus is None else session.corpus.digest,
+        "data_digest": None if session.data.training is None else session.data.training.digest,
         "optimizer": session.config.optim.name,
         "layout": session.plan.layout,
         "parallel": asdict(session.plan.sizes),
         "model": asdict(session.config.model),
-        "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
+        "loss_scale": None if session.replica.loss_scale is None else session.replica.loss_scale.state(),
     }
 
 
@@ -157,7 +157,7 @@ def start_from(session: Session, path: Path) -> None:
         shapes = {name: shape for name, shape in model_tensors(session.config.model).items() if not is_adapter(name)}
         given = [shard for shard in shards if not is_adapter(shard.name)]
         _fill_from_directory(StoredWeights(path, config_from(foreign.config), shapes).tensor, given)
-    session.weights.publish()
+    session.replica.weights.publish()
 
 
 def _check_weights(reader: CheckpointReader, model: ModelConfig) -> None:
@@ -202,11 +202,11 @@ def load_first(
     Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
-    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])
+    given = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])
     said = say if ranks.rank == 0 else lambda line: None
-    if not found and session.config.checkpoint.resume == AUTO:
+    if not given and session.config.checkpoint.resume == AUTO:
         said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
-    for one, following in zip_longest(found, found[1:]):
+    for one, following in zip_longest(given, given[1:]):
         if one.warning:
             said(f"warning: {one.warning}")
         try:
@@ -243,7 +243,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
 
 
 def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None:
-    """Raise CheckpointError where the state of another optimizer was saved; a checkpoint of before has AdamW's."""
+    """Raise CheckpointError where another optimizer's state was saved; without an entry it is AdamW's."""
     saved, own = state.get("optimizer", "adamw"), session.config.optim.name
     if saved != own:
         message = f"the checkpoint has the state of optim.name={saved}, and the run has optim.name={own}"
@@ -253,10 +253,10 @@ def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None
 
 def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The state of tensors that have been filled, once the session goes on from it."""
-    session.weights.publish()
-    if session.loss_scale is not None and state.get("loss_scale") is not None:
-        session.loss_scale.restore(state["loss_scale"])
-    digest = None if session.corpus is None else session.corpus.digest
+    session.replica.weights.publish()
+    if session.replica.loss_scale is not None and state.get("loss_scale") is not None:
+        session.replica.loss_scale.restore(state["loss_scale"])
+    digest = None if session.data.training is None else session.data.training.digest
     problems = misplaced(path, state, session.config, digest)
     state.setdefault("sample_order", 1)
     if state["sample_order"] > SAMPLE_ORDER:

@@ -42,4 +42,4 @@ def test_all_processes_of_python_are_started_by_the_one_function_that_leaves_it_
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.List | ast.Tuple) and {"sys.executable", "'-m'"} <= set(map(ast.unparse, node.elts))
     }
-    assert found == {"processes.py"}
+    assert found == {"host/processes.py"}

@@ -186,7 +186,7 @@ def _arm_update() -> None:
 
 def _arm_unsummed() -> None:
     from ppctl.parallel import replicate, ties
-    from ppctl.train import step
+    from ppctl.train import replica, step
 
     _, _, number, which = os.environ["PPCTL_FAULT"].split()
     done, run = [0], step.Trainer.step
@@ -208,7 +208,7 @@ def _arm_unsummed() -> None:
     if which == "ties":
         left_out(ties.TiedGradients, "sum", lambda self: self.group is not None)
     elif which == "tp":
-        left_out(step, "sum_partial_gradients", lambda parameters, group: True)
+        left_out(replica, "sum_partial_gradients", lambda parameters, group: True)
     else:
         left_out(replicate.GradientReducer, "_start", lambda self, parameters, group: group is not None)
 

@@ -33,7 +33,7 @@ import torch
 
 from ppctl.config.compose import compose
 from ppctl.config.keys import text_keys
-from ppctl.devices import SEVERAL_RANKS, nccl_shares_gpus
+from ppctl.host.devices import SEVERAL_RANKS, nccl_shares_gpus
 from ppctl.plan import build_plan
 from ppctl.plan.plan_picture import picture
 from ppctl.schedule.action import Op
@@ -163,8 +163,8 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     store = dist.HashStore()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
     session = build_session(config, plan, 0, device)
-    trainer = Trainer(session, session.batches(), lambda: False)
-    recorder, held = session.recorder, []
+    trainer = Trainer(session, session.data.batches())
+    recorder, held = session.pipeline.recorder, []
     end, now = recorder.end, torch.cuda.memory_allocated if cuda else (lambda: None)
 
     def count(index: int) -> None:

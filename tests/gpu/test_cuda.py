@@ -26,16 +26,16 @@ from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
-from ppctl.devices import nccl_shares_gpus
-from ppctl.engine.device_memory import AllocatorFigures, reserve
+from ppctl.engine.dry_pass import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
+from ppctl.host.devices import nccl_shares_gpus
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels
 from ppctl.model.linear import multiply_in_float32, multiply_scaled, product_in_fp8
 from ppctl.model.packing import Documents, bounds_of
-from ppctl.rank.hang_dump import recorders
+from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
 

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from ppctl.heartbeat import HeartbeatFile, leave_failure
-from ppctl.private_files import NODE_DIRECTORY
-from ppctl.rank_records import RankFailure
-from ppctl.rundir import RunDir
+from ppctl.host.private_files import NODE_DIRECTORY
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.heartbeat import HeartbeatFile, leave_failure
+from ppctl.runs.rundir import RunDir
 
 RUN = RunDir(Path(sys.argv[1]))
 RANK = int(os.environ["RANK"])

@@ -14,7 +14,7 @@ from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.disk import file_name, write_file
 from ppctl.checkpoint.manifest import Manifest, ShardRecord, TensorRecord, record_whole
 from ppctl.checkpoint.tensor_parts import TensorPart
-from ppctl.checkpoint_folder import MANIFEST, STATE, prepare, publish
+from ppctl.runs.checkpoint_folder import MANIFEST, STATE, prepare, publish
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -18,12 +18,12 @@ from axis_runs import train_all
 from ppctl.geometry.parts import tp_sums
 from ppctl.model import router
 from ppctl.parallel import context, dispatch, shard
+from ppctl.parallel.axis_groups import AxisGroups
 from ppctl.parallel.context_gradients import GradientSums, RingGradients, ScatteredGradients
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients
-from ppctl.train import session, sharded
-from ppctl.train.session import Session
+from ppctl.train import replica, trained_weights
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -34,7 +34,7 @@ def _without_gradients(kind: str) -> Any:
     def some(row: Any, tp: int, *, sequence_parallel: bool) -> bool:
         return row.gradient != kind and tp_sums(row, tp, sequence_parallel=sequence_parallel)
 
-    return patch.object(session, "tp_sums", some)
+    return patch.object(replica, "tp_sums", some)
 
 
 @contextmanager
@@ -124,12 +124,12 @@ def _inside(function: str) -> bool:
 @contextmanager
 def _without_norms_over(axis: str) -> Iterator[None]:
     """Of the norms of parts."""
-    shared = session.norm_groups
+    shared = replica.norm_groups
 
     def some(rows: Any, parts: Any, groups: Any, **how: bool) -> list[Any]:
         return [(names, group) for names, group in shared(rows, parts, groups, **how) if group is not groups[axis]]
 
-    with patch.object(session, "norm_groups", some):
+    with patch.object(replica, "norm_groups", some):
         yield
 
 
@@ -181,14 +181,14 @@ MUTANTS: dict[str, tuple[Mutant, str, dict[str, Any]]] = {
     "gradients over dp": (partial(_without_reduction, "group"), "latent", dict(dp=2)),
     "gradients over edp": (partial(_without_reduction, "expert_group"), "experts", dict(cp=2)),
     "gradients of shards": (
-        lambda: patch.object(sharded, "scatter_sums", _own_parts),
+        lambda: patch.object(trained_weights, "scatter_sums", _own_parts),
         "grouped",
         dict(dp=2, data_parallel_sharding="optimizer_gradients"),
     ),
     "counts of auxiliary losses over tp": (_without_counts_of_losses, "experts", dict(tp=2, sp=True)),
     "counts of auxiliary losses over cp": (_without_counts_of_losses, "experts", dict(cp=2)),
     "counts that move biases": (
-        lambda: patch.object(Session, "other_tokens", property(lambda self: SharedTokens([]))),
+        lambda: patch.object(AxisGroups, "other_tokens", property(lambda self: SharedTokens([]))),
         "deepseek",
         dict(dp=2),
     ),

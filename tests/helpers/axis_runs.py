@@ -26,7 +26,7 @@ from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.router import Router
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
-from ppctl.train import step as step_module
+from ppctl.train import replica
 from ppctl.train.session import Session, build_session
 from ppctl.train.step import Trainer
 
@@ -185,9 +185,9 @@ class MaskedBatches:
 
 def whole(session: Session, name: str, tensor: torch.Tensor) -> dict[str, np.ndarray]:
     """A parameter's tensor as one process has it, by the names of checkpoints. A collective."""
-    row = session.rows[name]
+    row = session.model.rows[name]
     made = whole_of(session, name, tensor)
-    experts = session.parts.experts(row.experts)
+    experts = session.model.parts.experts(row.experts)
     named = {key: part.detach().numpy().copy() for key, part in pieces(name, made, row._replace(copy_of=None), experts)}
     return named
 
@@ -202,10 +202,10 @@ def _train(config: RunConfig) -> dict[str, Any]:
     plan = build_plan(config, {} if config.parallel.expert_tensor_parallel_size is None else {etp: "command line"})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank), lambda: False)  # type: ignore[arg-type]
+    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank))  # type: ignore[arg-type]
     gradients: dict[str, np.ndarray] = {}
     scales: list[float] = []
-    clip = step_module.clip_gradients
+    clip = replica.clip_gradients
 
     def keep(masters: Any, norm: Any, most: float) -> None:
         if not gradients:
@@ -216,14 +216,14 @@ def _train(config: RunConfig) -> dict[str, Any]:
         largest = max(before, key=before.__getitem__)
         scales.append(masters[largest].grad.abs().max().item() / before[largest])
 
-    with patch.object(step_module, "clip_gradients", keep):
+    with patch.object(replica, "clip_gradients", keep):
         records = [trainer.step(step).record for step in range(config.train.steps)]
     weights: dict[str, np.ndarray] = {}
-    for name, master in session.weights.master.items():
+    for name, master in session.replica.weights.master.items():
         weights.update(whole(session, name, master))
-    for stage in session.stages.values():
+    for stage in session.model.stages.values():
         weights |= {name: buffer.numpy().copy() for name, buffer in stage.canonical_buffers().items()}
-    session.close()
+    session.pipeline.close()
     return {"records": records, "gradients": gradients, "weights": weights, "scales": scales}
 
 

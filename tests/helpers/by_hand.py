@@ -14,7 +14,7 @@ from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
 from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights
+from ppctl.train.trained_weights import Weights
 
 
 class HandPipeline:

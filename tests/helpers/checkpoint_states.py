@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ppctl import checkpoint_folder
-from ppctl.checkpoint_folder import LATEST, MANIFEST, STATE, prepare, publish, retain, step_path
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import LATEST, MANIFEST, STATE, prepare, publish, retain, step_path
 
 DATA = "rank-00000.safetensors"
 
@@ -108,8 +108,8 @@ MARK = "new"
 def killed_states(name: str, root: Path) -> list[Path]:
     """The directories that the save `name` leaves when it is killed, in the order of the lines; the last is finished.
 
-    The process dies (no handler runs) before a line of `checkpoint_folder.py` or of `save` here, or before a change to
-    the directory inside the standard library: at each of those before which the directory has changed.
+    The process dies (no handler runs) before a line of `runs/checkpoint_folder.py` or of `save` here, or before a
+    change to the directory inside the standard library: at each of those before which the directory has changed.
     """
     one, home = SAVES[name], root / name.replace(" ", "-")
     states = [home / "before"]

@@ -77,9 +77,9 @@ def train_cut(mapping: dict, loss_fn: Callable | None = None) -> tuple[list[floa
     assert not plan.problems, plan.problems
     rank = dist.get_rank()
     session = build_session(config, plan, rank, torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     records = [trainer.step(step).record for step in range(STEPS)]
-    weights = {name: p.detach().numpy().copy() for name, p in session.weights.master.items()}
+    weights = {name: p.detach().numpy().copy() for name, p in session.replica.weights.master.items()}
     return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights
 
 
@@ -132,4 +132,4 @@ def session_of(mapping: dict[str, object]) -> Session:
 
 def trainer_of(session: Session, done: int = 0) -> Trainer:
     position = done * session.config.train.global_batch_size
-    return Trainer(session, session.batches(done, position), lambda: False)
+    return Trainer(session, session.data.batches(done, position))

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ppctl.engine.pace import DevicePace
-from ppctl.rank_records import RankState
+from ppctl.records.rank_records import RankState
 from ppctl.schedule.action import COMPUTE, MESSAGES, SENDS, Action, Schedule, deps
 
 

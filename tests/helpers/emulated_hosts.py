@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ppctl import turns
+from ppctl.comm import turns
 from ppctl.weight_gradients.put_off import keep_collecting
 
 
@@ -116,7 +116,8 @@ def take_turns() -> None:
 
 
 class HostPair(turns.Turns):
-    """`ppctl.turns.Turns`: both halves of a pair are the actor that runs it, with `enter()` in the second's thread."""
+    """`ppctl.comm.turns.Turns`: both halves of a pair are the actor that runs it, with `enter()` in the second's
+    thread."""
 
     enter: Callable[[], object] = staticmethod(_nothing)
 
@@ -140,7 +141,7 @@ class HostPair(turns.Turns):
 
 
 def hand_over() -> None:
-    """`ppctl.turns.hand_over`, of the caller's rank."""
+    """`ppctl.comm.turns.hand_over`, of the caller's rank."""
     pair = current_actor().pair
     if pair is not None:
         pair.hand_over()

@@ -20,14 +20,13 @@ from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
 from torch.autograd.variable import Variable
 
-from ppctl.comm import channel_ends, message_batches
+from ppctl.comm import message_batches
 from ppctl.comm.buffers import BufferPool
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.connections import Connections, connection_name
+from ppctl.comm.connections import Connections, _pair_ends, connection_name
 from ppctl.comm.modes import Modes
 from ppctl.engine import interpreter, pace, pair_runner
-from ppctl.engine.device_memory import reserve
-from ppctl.engine.dry_pass import dry_pass
+from ppctl.engine.dry_pass import dry_pass, reserve
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.pace import Heartbeat
 from ppctl.engine.stage import StageProgram
@@ -81,9 +80,7 @@ class EmulatedCommunicator(Communicator):
         self._ends = {}
         if not self.fused or modes.variable:
             own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]
-            self._ends = channel_ends._pair_ends(
-                connections, "nccl", CPU, own, variable=modes.variable, connect=connect
-            )
+            self._ends = _pair_ends(connections, "nccl", CPU, own, variable=modes.variable, connect=connect)
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from observed_runs import train_noted
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.plan.build import build_plan
-from ppctl.train.loop import train
 from ppctl.train.session import build_session
 
 SEQ, STEPS = 16, 4
@@ -46,17 +46,8 @@ def run(mapping: dict, directory: str) -> tuple[list[dict], list[str]]:
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    records: list[dict] = []
-    states: list[str] = []
-    train(
-        session,
-        Path(directory),
-        resume=list,
-        write=lambda record: records.append(dict(record)),
-        stop_requested=lambda: False,
-        enter=lambda state, step: states.append(state),
-    )
-    return records, states
+    _, notes = train_noted(session, Path(directory))
+    return notes.records, [state for state in notes.states if state != "updating"]
 
 
 def records_of(config: RunConfig, directory: Path) -> tuple[list[dict], list[str]]:

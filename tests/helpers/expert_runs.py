@@ -81,10 +81,10 @@ def train_cut(mapping: dict) -> tuple[list[dict], dict]:
     plan = build_plan(config, given)
     assert not plan.problems, plan.problems
     session = build_session(config, plan, torch.distributed.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     records = [trainer.step(step).record for step in range(STEPS)]
-    tensors = dict(session.weights.master)
-    for stage in session.stages.values():
+    tensors = dict(session.replica.weights.master)
+    for stage in session.model.stages.values():
         tensors |= stage.canonical_buffers()
     return records, {name: t.detach().numpy().copy() for name, t in tensors.items()}
 

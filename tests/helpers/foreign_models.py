@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.files import write_atomically
 from ppctl.foreign.describe import describe
 from ppctl.geometry.foreign_model import Adapters, ForeignModel
+from ppctl.host.files import write_atomically
 from ppctl.launch import described as launched
 from ppctl.launch import weights
 

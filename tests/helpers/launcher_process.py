@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 from ppctl.errors import PpctlError
-from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import LocalJob
-from ppctl.private_files import own_directory, shared_memory
-from ppctl.rundir import RunDir
+from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.launch.watch import LocalJob, supervise
+from ppctl.runs.rundir import RunDir
 
 run, world, *behaviours = sys.argv[1:]
 actor = Path(__file__).with_name("acting_rank.py")

@@ -118,7 +118,7 @@ def count_in_flight(mapping):
     """(most activations alive at once, what the plan says) on this rank."""
     session = session_of(mapping)
     trainer, census = trainer_of(session), Census()
-    trainer.programs = [census.watch(program) for program in trainer.programs]
+    trainer.programs = [[census.watch(program) for program in call] for call in trainer.programs]
     trainer.step(0)
     assert not census.alive
     return census.peak, session.plan.pp_ranks[session.own.pp_rank].in_flight

@@ -30,7 +30,7 @@ def tiny_config(text: Path, device: str) -> RunConfig:
 def trainer_of(mapping: dict, device: torch.device) -> Trainer:
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), 0, device)
-    return Trainer(session, session.batches(), lambda: False)
+    return Trainer(session, session.data.batches())
 
 
 def waits_in_a_pipeline(mapping: dict) -> tuple[list[str], int]:

@@ -13,22 +13,21 @@ from dataclasses import dataclass, field
 
 from ppctl.cli import plan as plan_command
 from ppctl.cli.main import main, parse
-from ppctl.cli.plan import planned
 from ppctl.config.argv import ALIASES
 from ppctl.config.flags import MEGATRON
 from ppctl.config.keys import text_keys
-from ppctl.config.limits import MOST_RANKS, MOST_STAGES
+from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.errors import Problem
+from ppctl.launch.planning import planned
 from ppctl.plan.schedule_choice import MOST_ACTIONS
 
-ABOUT_A_WORD = ("PP-E101", "PP-E104", "PP-E105", "PP-E107", "PP-E108", "PP-E121", "PP-E122", "PP-E124")
+ABOUT_A_WORD = ("PP-E101", "PP-E104", "PP-E105", "PP-E107", "PP-E108", "PP-E121", "PP-E122")
 """Codes whose remedy stands for the word that the message names."""
 
 
 def problems(typed: list[str]) -> list[Problem]:
     """What is wrong with a command line."""
-    args = parse("plan", plan_command, typed)
-    return planned(args.overrides, args.problems)[2]
+    return planned(parse("plan", plan_command, typed).line)[2]
 
 
 def name_of(word: str) -> str:

@@ -64,8 +64,8 @@ class SentByAxis(TorchDispatchMode):
     def watch(self, session):
         names = {"cp-inner": "cp", "cp-outer": "cp"}
         self.axes = {group.group_name: names.get(axis, axis) for axis, group in session.groups.items()}
-        if session.ties.group is not None:
-            self.axes[session.ties.group.group_name] = "ties"
+        if session.replica.ties.group is not None:
+            self.axes[session.replica.ties.group.group_name] = "ties"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.counts and func.namespace == "c10d":

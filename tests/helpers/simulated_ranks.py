@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl import wire
 from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.disk import WrittenParts
 from ppctl.checkpoint.tensor_parts import TensorPart, Writers
+from ppctl.records import wire
 
 DENSE, EXPERTS, WIDTH = 8, 12, 4099
 

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from ppctl.comm.sealed_store import SealedStore
+from ppctl.reach.store import SealedStore
 
 SECRET = bytes(range(32))
 

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from ppctl.hang.limits import Limits
-from ppctl.heartbeat import HeartbeatFile, Publisher
-from ppctl.rank.hang_dump import write_stacks_on_request
-from ppctl.rank.watchdog import NodeWatch
-from ppctl.rundir import RunDir
+from ppctl.hang.progress import Limits
+from ppctl.rank.watchdog import NodeWatch, write_stacks_on_request
+from ppctl.runs.heartbeat import HeartbeatFile, Publisher
+from ppctl.runs.rundir import RunDir
 
 run, rank, hosts = RunDir(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3].split(",")
 os.environ["SLURMD_NODENAME"] = hosts[rank]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppctl.parallel.tensor import gather_runs
 from ppctl.train.session import Session
-from ppctl.train.sharded import ShardedWeights
+from ppctl.train.trained_weights import ShardedWeights
 
 
 @torch.no_grad()
@@ -15,13 +15,13 @@ def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
     """The whole of a parameter, or of a tensor of its shape; a stack has the rank's own experts. A collective."""
     if not own.dim():
         return own
-    if isinstance(session.weights, ShardedWeights):
-        made = torch.empty(session.weights.model[name].shape, dtype=own.dtype)
-        session.weights.start_gather([name], [own.detach()], own.dtype).into([made])
+    if isinstance(session.replica.weights, ShardedWeights):
+        made = torch.empty(session.replica.weights.model[name].shape, dtype=own.dtype)
+        session.replica.weights.start_gather([name], [own.detach()], own.dtype).into([made])
         own = made
-    row = session.rows[name]
+    row = session.model.rows[name]
     shape = (row.experts, *row.shape) if row.experts else row.shape
-    for axis, dim in session.parts.splits(row).items():
+    for axis, dim in session.model.parts.splits(row).items():
         if axis != "ep":
             own = gather_runs(own, dim, shape[dim], session.groups[axis])
     return own

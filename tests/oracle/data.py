@@ -1,6 +1,6 @@
 """What one process reads of a run's data: for the reference, and for whoever else computes without ranks."""
 
-from ppctl.config.batch_rampup import read_rampup
+from ppctl.config.pieces import read_rampup
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import Batches
 from ppctl.data.load import load_data

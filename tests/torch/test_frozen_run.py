@@ -27,6 +27,7 @@ from ppctl.checkpoint.shards import whole_shards
 from ppctl.config.compose import compose
 from ppctl.model.stage import meta_stage
 from ppctl.plan import build_plan
+from ppctl.train.callback import Callback, Start, StepResult, TrainingEnd, TrainingRun
 
 OLD_CHECKPOINT = Path(__file__).parents[1] / "golden" / "checkpoint" / "step-3"
 ENGINES_OWN = ("batch", "batched", "end", "end_in", "ends")
@@ -57,6 +58,15 @@ def test_calls_of_megatrons_functions() -> None:
     top = [getattr(package, name) for name in package.__all__ if name.islower() and not name.startswith("_")]
     now = {function.__name__: signature(function) for function in top}
     hold_calls("signatures", now | members(P2PCommunicator, *ENGINES_OWN))
+
+
+def test_a_callback_is_called_as_it_was() -> None:
+    """Users' classes override these methods: here a parameter that is added breaks them as one that goes does."""
+    methods = {name: value for name, value in vars(Callback).items() if not name.startswith("_")}
+    now: dict[str, Any] = {name: ", ".join(signature(method)) for name, method in methods.items()}
+    for kind in (Start, StepResult, TrainingEnd, TrainingRun):
+        now[kind.__name__] = [*signature(kind)]
+    hold("callbacks", now)
 
 
 # Names of parameters

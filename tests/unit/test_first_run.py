@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.cli.plan import planned
 from ppctl.config.keys import text_keys
+from ppctl.launch.planning import planned
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/gpu/first_run.sh"

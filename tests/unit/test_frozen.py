@@ -31,7 +31,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.pipeline_config import calculate_virtual_stages, stage_ids_this_rank
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, PpctlError
-from ppctl.launch import supervisor
+from ppctl.launch import outcome
 
 RICH = (
     "+recipe=quickstart", "launch.device=cpu", "data.path=corpus.txt", "model.num_layers=6", "model.mtp_num_layers=1",
@@ -263,7 +263,7 @@ def test_words_that_keys_take() -> None:
     words = {key: list(values) for key, values in frozen("words").items()}
     if IS_WRITTEN:
         from ppctl.config.keys import keys_with
-        from ppctl.config.limits import OneOf
+        from ppctl.config.metadata import OneOf
         from ppctl.schedule.policies import SPELLINGS
 
         choices = {name: key.limit.names for name, key in keys_with("limit").items() if isinstance(key.limit, OneOf)}
@@ -295,7 +295,7 @@ def test_error_codes_have_their_pages() -> None:
 
 def test_exit_codes() -> None:
     errors = {error.__name__: error.exit_code for error in (PpctlError, *_all_kinds(PpctlError))}
-    ends = {name: getattr(supervisor, name) for name in ("DONE", "STOPPED", "INTERRUPTED", "TERMINATED")}
+    ends = {name: getattr(outcome, name) for name in ("DONE", "STOPPED", "INTERRUPTED", "TERMINATED")}
     hold("exit codes", {"errors": {name: errors[name] for name in sorted(errors)}, "ends of a run": ends})
 
 

@@ -20,12 +20,11 @@ LAZY = {
     "ppctl.data": "numpy",
     "ppctl.launch.weights": "ppctl.families, for model.from alone",
     "ppctl.config.yaml_file": "yaml",
-    "ppctl.cli.overrides": "ppctl.config, which commands without overrides do not need",
-    "ppctl.cli.compare_runs": "ppctl.config, for runs --compare alone",
-    "ppctl.cli.plan": "the planner and Hydra, for layout --suggest and ckpt verify --for alone",
+    "ppctl.launch.planning": "the planner and Hydra, for layout --suggest and ckpt verify --for alone",
     "ppctl.checkpoint.arrays": "numpy, for ckpt diff alone",
     "ppctl.config": "the schema, for an option or a problem alone",
     "difflib": "a misspelt command",
+    "statistics": "fractions and decimals, for runs --compare alone",
 }
 """What a function of a command may import, and what stands behind it."""
 

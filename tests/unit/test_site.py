@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ppctl.cli.explain import pages
 from ppctl.cli.main import COMMANDS, main
-from ppctl.cli.reference import pages
 from ppctl.config.keys import text_keys
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from soak import MOST_S, START_FOR_S, UNFINISHED, parsed, shard_of
+from tiers import LEFT_TO_TEST_ALL, mark_whole
 
 TESTS = Path(__file__).parents[1]
 
@@ -84,6 +85,34 @@ def test_every_mark_has_a_target_and_test_all_runs_what_test_runs(mark: str, tar
     assert run == targets
 
 
+class Item:
+    """A collected test, which is marked."""
+
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = nodeid
+        self.marks: list[str] = []
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.name)
+
+
+def test_what_is_left_to_test_all_is_there() -> None:
+    for name in LEFT_TO_TEST_ALL:
+        file, _, function = name.partition("::")
+        assert re.search(rf"^def {function}\(", (TESTS.parent / file).read_text(), re.MULTILINE), name
+
+
+def test_of_a_test_that_is_left_to_test_all_its_smoke_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LEFT_TO_TEST_ALL, "a.py::test_a", {"1"})
+    monkeypatch.setitem(LEFT_TO_TEST_ALL, "a.py::test_b", ())
+    items = [Item(name) for name in ("a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_b", "a.py::test_c")]
+    mark_whole(items, complete=True)  # type: ignore[arg-type]
+    assert [item.marks for item in items] == [[], ["whole"], ["whole"], []]
+    with pytest.raises(pytest.UsageError, match=r"a.py::test_a\[1\]"):
+        mark_whole(items[1:], complete=True)  # type: ignore[arg-type]
+    mark_whole(items[1:], complete=False)  # type: ignore[arg-type]
+
+
 def test_shards_share_all_tests_out_and_none_twice() -> None:
     names = [f"test_{n}" for n in range(23)]
     for count in (1, 4, 23, 30):
@@ -116,7 +145,7 @@ def test_of_the_soak(n):
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with four tests of the soak, and a tool that ends a call at the first test's end."""
-    for name in ("conftest.py", "helpers/soak.py"):
+    for name in ("conftest.py", "helpers/soak.py", "helpers/tiers.py"):
         shutil.copy(TESTS / name, tmp_path)
     shutil.copy(TESTS.parent / ".gitignore", tmp_path)
     (tmp_path / "test_some.py").write_text(SOAKS)

@@ -1,6 +1,6 @@
 """Nothing of ppctl runs what it reads: no pickles, collectives of objects, or code from data, but for what is listed.
 
-Dumps of torch's own (`rank/hang_dump.py`, `train/torch_profile.py`) are written by torch, and read by nothing of ppctl.
+Dumps of torch's own (`rank/watchdog.py`, `train/recordings.py`) are written by torch, and read by nothing of ppctl.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from background_saves import PROGRAM, forked, kill, saver_of, writer_ends
 from command import alive
 from evaluated_runs import config_of, text
+from observed_runs import train_noted
 from one_save import save
 from ranks import run_ranks
 from verified import verify
@@ -28,12 +29,11 @@ from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint_folder import find
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
 from ppctl.plan.build import build_plan
 from ppctl.plan.memory_limit import amount
-from ppctl.train.loop import train
+from ppctl.runs.checkpoint_folder import find
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import session_shards
 
@@ -84,13 +84,9 @@ def test_a_save_in_the_background_writes_the_same_bytes_while_training_changes_t
 
 
 def trained(mapping: dict, directory: str) -> list[dict]:
-    config, records = from_mapping(mapping), []
+    config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    train(
-        session, Path(directory), resume=list, write=records.append,
-        stop_requested=lambda: 0, enter=lambda state, step: None,
-    )  # fmt: skip
-    return records
+    return train_noted(session, Path(directory))[1].records
 
 
 def test_a_run_saves_the_same_checkpoints_beside_training_and_says_how_long_it_waited(text, tmp_path):

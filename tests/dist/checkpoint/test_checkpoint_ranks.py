@@ -19,8 +19,8 @@ from ppctl.checkpoint import reading
 from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint_folder import find
 from ppctl.errors import CheckpointError
+from ppctl.runs.checkpoint_folder import find
 
 LAYERS = 8
 TIED = "model.tok_embeddings.weight"

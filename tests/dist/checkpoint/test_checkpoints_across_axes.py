@@ -66,11 +66,11 @@ def through(mappings: dict[str, dict[str, Any]], directory: str, first: str | No
     if first is None:
         first = next(iter(mappings))
         session = build(from_mapping(mappings[first]))
-        trainer = Trainer(session, session.batches(), lambda: False)
+        trainer = Trainer(session, session.data.batches())
         for step in range(STEPS):
             trainer.step(step)
         save_checkpoint(session, Path(directory) / "first", STEPS, STEPS * SAMPLES)
-        session.close()
+        session.pipeline.close()
     return {cut: one_cut(from_mapping(mapping), Path(directory), cut) for cut, mapping in mappings.items()}
 
 
@@ -78,12 +78,12 @@ def one_cut(config: RunConfig, directory: Path, cut: str) -> dict[str, Any]:
     session = build(config)
     load_checkpoint(session, directory / "first" / f"step-{STEPS}")
     save_checkpoint(session, directory / cut, STEPS, STEPS * SAMPLES)
-    with nullcontext() if session.gathered is None else session.gathered.all_held():
+    with nullcontext() if session.replica.gathered is None else session.replica.gathered.all_held():
         spoken = Generator(session).continue_prompt([1, 2, 3], 4)
-    trainer = Trainer(session, session.batches(STEPS, STEPS * SAMPLES), lambda: False)
-    evaluated = Evaluator(trainer)()
+    trainer = Trainer(session, session.data.batches(STEPS, STEPS * SAMPLES))
+    evaluated = Evaluator(session)()
     record = trainer.step(STEPS).record
-    session.close()
+    session.pipeline.close()
     return {"spoken": spoken, **evaluated, **{key: record[key] for key in ("loss", "grad_norm")}}
 
 

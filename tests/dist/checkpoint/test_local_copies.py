@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from evaluated_runs import config_of, text
+from observed_runs import Notes, train_noted
 from ranks import run_ranks
 
 from ppctl.checkpoint.local_copy import directory_of
-from ppctl.checkpoint_folder import AUTO, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
-from ppctl.train.loop import train
+from ppctl.runs.checkpoint_folder import AUTO, candidates
+from ppctl.train.callback import Callback
 from ppctl.train.session import build_session
 
 __all__ = ["text"]
@@ -32,21 +33,20 @@ def going_on(
 
     `hosts` has a letter for each rank: those with the same one share memory.
     """
-    config, records, lines = from_mapping(mapping), [], []
+    config, notes, lines = from_mapping(mapping), Notes(), []
     if hosts:
         config.checkpoint.local += f"/{hosts[dist.get_rank()]}"
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
 
-    def enter(state: str, step: int) -> None:
-        if state == "training" and step == fail_in:
-            raise RuntimeError("struck by a test")
+    class Struck(Callback):
+        def enter(self, state: str, step: int) -> None:
+            if state == "training" and step == fail_in:
+                raise RuntimeError("struck by a test")
 
+    on_disk = partial(candidates, AUTO, Path(directory))
     with suppress(RuntimeError):
-        train(
-            session, Path(directory), resume=partial(candidates, AUTO, Path(directory)), write=records.append,
-            stop_requested=lambda: 0, enter=enter, say=lines.append,
-        )  # fmt: skip
-    return [(record["step"], record["loss"]) for record in records], lines
+        train_noted(session, Path(directory), notes, Struck(), candidates=on_disk, say=lines.append)
+    return [(record["step"], record["loss"]) for record in notes.records], lines
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ def some_steps(mapping: dict, directory: str, resume: str | None, steps: int) ->
     rank = torch.distributed.get_rank()
     session = build_session(config, build_plan(config, {}), rank, torch.device("cpu"))
     first = 0 if resume is None else load_checkpoint(session, Path(resume))["step"]
-    trainer = Trainer(session, session.batches(first, first * config.train.global_batch_size), lambda: False)
+    trainer = Trainer(session, session.data.batches(first, first * config.train.global_batch_size))
     records = [trainer.step(first + i).record for i in range(steps)]
     save_checkpoint(session, Path(directory), first + steps, (first + steps) * config.train.global_batch_size)
-    tensors = dict(session.weights.master)
-    for stage in session.stages.values():
+    tensors = dict(session.replica.weights.master)
+    for stage in session.model.stages.values():
         tensors |= stage.canonical_buffers()
     spoken = Generator(session).continue_prompt([1, 2, 3], 2)
     return records, {name: t.detach().numpy().copy() for name, t in tensors.items()}, spoken

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from evaluated_runs import config_of, text
+from observed_runs import train_noted
 from ranks import RanksFailed, run_ranks
 
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint_folder import AUTO, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
-from ppctl.train.loop import train
+from ppctl.runs.checkpoint_folder import AUTO, candidates
 from ppctl.train.session import build_session
 
 __all__ = ["text"]
@@ -26,18 +26,14 @@ def go_on(mapping: dict, directory: str) -> tuple[list[float], list[str]]:
     """In a rank: the losses of the steps that were still to do, and the lines for the user."""
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    losses: list[float] = []
     lines: list[str] = []
-    train(
+    _, notes = train_noted(
         session,
         Path(directory),
-        resume=partial(candidates, config.checkpoint.resume, Path(directory)),
-        write=lambda record: losses.append(record["loss"]),
-        stop_requested=lambda: False,
-        enter=lambda state, step: None,
+        candidates=partial(candidates, config.checkpoint.resume, Path(directory)),
         say=lambda line: None if line.startswith(("saved", "saving")) else lines.append(line),
     )
-    return losses, lines
+    return [record["loss"] for record in notes.records], lines
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import new_run
 from ppctl.plan.build import build_plan
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 
@@ -98,7 +98,7 @@ def first_norm(mapping: dict) -> float:
     plan = build_plan(config, {"pipeline.pp_batch_size": "command line"} if config.pipeline.pp_batch_size > 1 else {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    norm: float = Trainer(session, session.batches(), lambda: 0).step(0).record["grad_norm"]
+    norm: float = Trainer(session, session.data.batches()).step(0).record["grad_norm"]
     return norm
 
 

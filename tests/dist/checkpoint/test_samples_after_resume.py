@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from evaluated_runs import config_of
+from observed_runs import train_noted
 from ranks import run_ranks
 
-from ppctl.checkpoint_folder import candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.plan.build import build_plan
-from ppctl.train.loop import train
+from ppctl.runs.checkpoint_folder import candidates
 from ppctl.train.session import build_session
 
 STEPS, SAVED, SAMPLES = 6, 3, 8
@@ -43,10 +43,7 @@ def reading(mapping: dict[str, Any], directory: str, resume: str | None) -> list
 
     Batches.step = told
     try:
-        train(
-            session, Path(directory), resume=lambda: candidates(resume, Path(directory)), write=None,
-            stop_requested=lambda: 0, enter=lambda state, step: None,
-        )  # fmt: skip
+        train_noted(session, Path(directory), candidates=lambda: candidates(resume, Path(directory)))
     finally:
         Batches.step = step_of
     return rows

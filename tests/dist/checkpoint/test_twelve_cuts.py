@@ -79,7 +79,7 @@ def all_from_all(mappings: dict[str, dict[str, Any]], directory: str) -> list[st
             load(root / other / "step-1", shards)
             equal = all(torch.equal(shard.tensor, own) for shard, own in zip(shards, expected, strict=True))
             wrong += [] if equal else [f"{cut} from {other}"]
-        session.close()
+        session.pipeline.close()
     return wrong
 
 
@@ -97,7 +97,7 @@ Steps = list[tuple[float, float]]
 
 def steps_of(session: Session, first: int, count: int) -> Steps:
     """Loss and norm of the gradients of each step."""
-    trainer = Trainer(session, session.batches(first, first * SAMPLES), lambda: False)
+    trainer = Trainer(session, session.data.batches(first, first * SAMPLES))
     records = [trainer.step(step).record for step in range(first, first + count)]
     return [(record["loss"], record["grad_norm"]) for record in records]
 
@@ -116,7 +116,7 @@ def gone_on(mappings: dict[str, dict[str, Any]], directory: str, target: str, wr
         load_checkpoint(sessions[target], root / cut / f"step-{BEFORE}")
         found[cut] = steps_of(sessions[target], BEFORE, AFTER)
     for session in sessions.values():
-        session.close()
+        session.pipeline.close()
     return found
 
 

@@ -14,6 +14,7 @@ from frozen import fields, hold
 
 from ppctl.cli.main import main
 from ppctl.cli.rehearse import _failure, _planned_for_gpus, _rehearse
+from ppctl.config.argv import normalise
 from ppctl.errors import ConfigError
 
 TWO = ("+recipe=quickstart", *(each for each in TINY if not each.startswith("launch.device")), "pp=2", "vpp=1")
@@ -22,7 +23,7 @@ KEPT = "ranks[].measured.kept_bytes_per_microbatch"
 
 @pytest.fixture(scope="module")
 def rehearsal():
-    composed, plan, _ = _planned_for_gpus([*TWO, "launch.device_memory=80GiB"], [])
+    composed, plan, _ = _planned_for_gpus(normalise([*TWO, "launch.device_memory=80GiB"]))
     return _rehearse(composed.config, plan, None)
 
 
@@ -138,9 +139,9 @@ def test_a_broken_rank_ends_the_command_with_its_error(tmp_path, monkeypatch, ca
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'ppctl.rehearsal.rank' in sys.orig_argv:\n"
-        "    import ppctl.model.rotary, ppctl.train.session as session\n"
+        "    import ppctl.model.rotary, ppctl.train.rank_model as rank_model\n"
         "    def broken(*a, **k): raise ValueError('this stage is broken')\n"
-        "    session.build_stage = broken\n"
+        "    rank_model.build_stage = broken\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main(["rehearse", *TWO, "--rank", "0"]) == 1

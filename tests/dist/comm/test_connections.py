@@ -12,11 +12,10 @@ from ranks import run_ranks
 
 import ppctl.comm.communicator as communicator_module
 from ppctl.comm import connections
-from ppctl.comm.channel_ends import _pair_ends, loop_channels
-from ppctl.comm.connections import Connections, connection_name, connections_of
+from ppctl.comm.connections import Connections, _pair_ends, connection_name, connections_of, loop_channels
 from ppctl.comm.groups import limit_of, make_group
 from ppctl.errors import ScheduleError
-from ppctl.plan import memory_reserve
+from ppctl.plan import memory_limit
 from ppctl.schedule.action import Channel
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
@@ -135,4 +134,4 @@ def test_every_group_and_every_connection_obeys_the_worlds_limit() -> None:
 
 
 def test_the_plan_keeps_memory_for_as_many_channels_as_a_connection_may_have():
-    assert memory_reserve.MESSAGE_CHANNELS == connections.MAX_CTAS
+    assert memory_limit.MESSAGE_CHANNELS == connections.MAX_CTAS

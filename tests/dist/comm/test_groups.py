@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ppctl import wire
 from ppctl.comm import groups
 from ppctl.comm.groups import broadcast_bytes, gather_bytes, gather_values, make_group
+from ppctl.records import wire
 
 
 def of_an_older_torch(*groups):

@@ -53,7 +53,9 @@ def counted(mapping):
     joined = connections() - before
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
-    warm_up(sealed_store(), config.launch, CPU, session.communicator, session.groups, session.ties.group)
+    warm_up(
+        sealed_store(), config.launch, CPU, session.pipeline.communicator, session.groups, session.replica.ties.group
+    )
     return joined, connections() - before
 
 

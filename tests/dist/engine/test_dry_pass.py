@@ -18,8 +18,8 @@ from ppctl.parallel.replicate import GradientReducer
 from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.session import build_session
-from ppctl.train.sharded import GradientScatter
 from ppctl.train.step import Trainer
+from ppctl.train.trained_weights import GradientScatter
 
 STEPS = 2
 LAYOUT = "Et|tt|t|tmL"
@@ -50,12 +50,12 @@ def trainer_of(mapping: dict) -> Trainer:
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    return Trainer(session, session.batches(), lambda: False)
+    return Trainer(session, session.data.batches())
 
 
 def state_of(trainer: Trainer) -> dict:
-    tensors = {name: t.detach().clone() for name, t in trainer.session.weights.master.items()}
-    for stage in trainer.session.stages.values():
+    tensors = {name: t.detach().clone() for name, t in trainer.session.replica.weights.master.items()}
+    for stage in trainer.session.model.stages.values():
         tensors |= {name: t.clone() for name, t in stage.canonical_buffers().items()}
     return tensors
 
@@ -106,12 +106,12 @@ def with_and_without(mapping: dict) -> tuple[bool, set, int]:
             trainer.dry_pass(0)
             after = state_of(trainer)
             assert all(torch.equal(before[name], after[name]) for name in before)
-            assert all(p.grad is None for p in trainer.session.weights.master.values())
+            assert all(p.grad is None for p in trainer.session.replica.weights.master.values())
             assert torch.equal(dice, torch.get_rng_state())
-            assert all(stage.training for stage in trainer.session.stages.values())
+            assert all(stage.training for stage in trainer.session.model.stages.values())
         operations.seen = executed = set()
         trainer._run_pipeline(0)
-        losses = [Evaluator(trainer)()["eval_loss"]]
+        losses = [Evaluator(trainer.session)()["eval_loss"]]
         losses += [trainer.step(step).record["loss"] for step in range(STEPS)]
         ends.append((losses, state_of(trainer)))
     (losses, tensors), (dry_losses, dry_tensors) = ends
@@ -135,7 +135,7 @@ def test_a_dry_pass_runs_every_kernel_of_the_stages_and_changes_nothing(case: st
 
 def fails_in_a_dry_pass(mapping: dict) -> str:
     trainer = trainer_of(mapping)
-    module = trainer.session.stages[3]
+    module = trainer.session.model.stages[3]
     module.forward = lambda *_, **__: 1 / 0
     with pytest.raises(EngineError) as caught:
         trainer.dry_pass(0)

@@ -27,7 +27,7 @@ from emulated_pipeline import (
 from emulated_world import Deadlock, World
 from unit_plan import plan
 
-from ppctl.comm import channel_ends
+from ppctl.comm import connections
 from ppctl.comm.channels import DirectEnd, PeerLost
 from ppctl.comm.modes import Modes
 from ppctl.engine.interpreter import EngineError
@@ -35,7 +35,7 @@ from ppctl.engine.pace import AHEAD
 from ppctl.engine.stage import StageProgram
 from ppctl.hang.verdict import verdict
 from ppctl.plan import Plan
-from ppctl.rank_records import RankState
+from ppctl.records.rank_records import RankState
 from ppctl.schedule.action import COMPUTE, RECEIVES, Action, B, F, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
@@ -357,7 +357,7 @@ def test_a_lifetime_that_is_too_short_shows_in_the_bits(monkeypatch) -> None:
         return run_step(world, schedule).equals(expected(schedule))
 
     assert is_right(record_streams=True) and is_right(record_streams=False)
-    monkeypatch.setattr(channel_ends, "DirectEnd", Forgetful)
+    monkeypatch.setattr(connections, "DirectEnd", Forgetful)
     assert is_right(record_streams=True)
     assert not is_right(record_streams=False)
 

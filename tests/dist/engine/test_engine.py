@@ -99,6 +99,7 @@ def one_v(schedule):
     return pipeline.run_case(schedule, pipeline.make_communicator(schedule))
 
 
+@pytest.mark.shows("pipeline.p2p_capacity")
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
 def test_capacity_changes_nothing_but_time(capacity):
     schedule = lower(make_schedule("1f1b", pp=3, num_microbatches=7), capacity=capacity)

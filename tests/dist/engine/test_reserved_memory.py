@@ -14,7 +14,7 @@ from unit_plan import plan
 
 from ppctl.engine.pace import HELD
 from ppctl.hang.verdict import verdict
-from ppctl.rank_records import RankState
+from ppctl.records.rank_records import RankState
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule

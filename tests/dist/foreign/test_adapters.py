@@ -97,15 +97,15 @@ def train(mapping: dict, directory: str, resumed: str | None = None) -> tuple[li
     else:
         load_checkpoint(session, Path(resumed))
     first = 0 if resumed is None else 2
-    trainer = Trainer(session, session.batches(first, first * config.train.global_batch_size), lambda: 0)
+    trainer = Trainer(session, session.data.batches(first, first * config.train.global_batch_size))
     records = []
     for step in range(first, STEPS):
         records.append(trainer.step(step).record)
         if step == 1:
             save_checkpoint(session, Path(directory), 2, 2 * config.train.global_batch_size)
-    frozen = {n: t.detach().clone() for s in session.stages.values() for n, t in s.canonical_buffers().items()}
-    weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
-    gradients = {n for s in session.stages.values() for n, p in s.model.named_parameters() if p.grad is not None}
+    frozen = {n: t.detach().clone() for s in session.model.stages.values() for n, t in s.canonical_buffers().items()}
+    weights = {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
+    gradients = {n for s in session.model.stages.values() for n, p in s.model.named_parameters() if p.grad is not None}
     return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights, frozen, gradients
 
 
@@ -293,7 +293,7 @@ def test_replicas_train_the_adapters_of_one_process(text: Path, tmp_path: Path) 
 
 
 def test_the_plan_counts_optimizer_and_gradients_of_what_is_trained(text: Path) -> None:
-    from ppctl.cost.parameters import on_device, stage_count, trained_count, untrained_bytes
+    from ppctl.cost.parameter_counts import on_device, stage_count, trained_count, untrained_bytes
 
     config = run_config(text, "pp=2")
     plan = build_plan(config, {})

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
-from ppctl.cli.plan import planned
+from ppctl.launch.planning import planned
 
 # Each describes a model, some ten seconds of a quiet machine, and starts several runs.
 pytestmark = pytest.mark.timeout(400)

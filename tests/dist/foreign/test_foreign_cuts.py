@@ -21,7 +21,6 @@ from oracle.reference import muon_of, update
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from ppctl.checkpoint_folder import step_path
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -29,6 +28,7 @@ from ppctl.launch.weights import model_values
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
 from ppctl.pretrained.hugging_face import export_checkpoint
+from ppctl.runs.checkpoint_folder import step_path
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
@@ -93,14 +93,14 @@ def train_all(mappings: list[dict], out: Path | None = None) -> list[Run]:
         config = from_mapping(mapping)
         session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
         start_from(session, Path(str(config.model.from_)))
-        trainer = Trainer(session, session.batches(), lambda: 0)
+        trainer = Trainer(session, session.data.batches())
         records, gradients = list[dict[str, Any]](), list[dict[str, Tensor]]()
         for step in range(STEPS):
             records.append(trainer.step(step).record)
-            gradients.append(gradients_of(session.weights.master))
+            gradients.append(gradients_of(session.replica.weights.master))
         if out is not None:
             save_checkpoint(session, out / str(place), STEPS, STEPS * config.train.global_batch_size)
-        weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
+        weights = {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
         losses, norms, added = ([r.get(name) for r in records] for name in ("loss", "grad_norm", "aux_loss"))
         found.append(Run(losses, norms, added, gradients, weights))
     return found

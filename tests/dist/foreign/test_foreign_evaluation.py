@@ -22,7 +22,6 @@ from ppctl.train import generate
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
-from ppctl.train.step import Trainer
 
 # Models are described, which takes ten seconds of a quiet machine.
 pytestmark = pytest.mark.timeout(400)
@@ -50,7 +49,7 @@ def evaluated_and_sampled(mapping: dict[str, Any]) -> tuple[dict[str, Any], list
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), CPU)
     start_from(session, Path(str(config.model.from_)))
-    found = Evaluator(Trainer(session, session.batches(), lambda: 0))()
+    found = Evaluator(session)()
     generate._LIKELIEST = 1
     return found, generate.Generator(session).continue_prompt(PROMPT, COUNT)
 

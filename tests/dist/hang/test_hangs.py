@@ -19,7 +19,7 @@ import pytest
 from command import STARTED, TINY, alive, environment, free_port, metrics, only_run, ppctl, start
 from pairwise import pairwise
 
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 KINDS = ("raise", "kill", "stop", "hold", "slow", "deaf", "cut", "full", "dumb", "room", "nan", "update")
 """What strikes (tests/faults/sitecustomize.py)."""

@@ -13,7 +13,7 @@ from command import TINY, alive, losses, metrics, only_run, start
 from oracle.reference import reference_losses
 from verified import verify
 
-from ppctl.checkpoint_folder import find, step_of
+from ppctl.runs.checkpoint_folder import find, step_of
 
 STEPS, INTERVAL = 300, 5
 WHOM = ("launcher", "rank", "writer, launcher", "all")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command import TINY, environment, free_port, metrics, only_run, ppctl
 
-from ppctl.checkpoint_folder import LATEST, MANIFEST
+from ppctl.runs.checkpoint_folder import LATEST, MANIFEST
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import pytest
 
-from ppctl import heartbeat
-from ppctl.private_files import NODE_DIRECTORY
-from ppctl.rundir import RunDir
+from ppctl.host.private_files import NODE_DIRECTORY
+from ppctl.runs import heartbeat
+from ppctl.runs.rundir import RunDir
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 GONE_WITHIN = 10.0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from pipeline import P2P_MODES
 from ranks import RanksFailed, run_ranks
 
-from ppctl.comm.channel_ends import loop_channels
+from ppctl.comm.connections import loop_channels
 from ppctl.comm.groups import make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.comm.variable_shapes import MessageError
@@ -57,6 +57,7 @@ def in_a_line(mode):
     return [] if first else values(got, *pair), [] if last else values(gradient)
 
 
+@pytest.mark.shows("parallel.batch_p2p_sync")
 @in_every_mode
 def test_activations_go_down_and_gradients_come_back(mode):
     assert run_ranks(in_a_line, 3, mode) == [

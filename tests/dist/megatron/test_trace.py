@@ -116,6 +116,7 @@ def check_against_original(rank, args, events, store, gradients):
         assert sums == pytest.approx(rank["grad_abs_sum_per_chunk"], rel=1e-12), args
 
 
+@pytest.mark.shows("parallel.grad_sync_func", "parallel.param_sync_func")
 @pytest.mark.parametrize("pp", sorted(by_size(RECORDS)))
 def test_a_sample_of_the_traces(pp):
     check(sampled()[pp])

@@ -65,6 +65,7 @@ def sharded(holds_back: bool) -> tuple[dict[str, Tensor], int, list[str]]:
     return gradients, counted.sums, [*refused, error.value.problems[0].code]
 
 
+@pytest.mark.shows("pipeline.patch_stage_backward_maybe_with_nosync")
 @pytest.mark.parametrize("holds_back", [True, False])
 def test_sharded_stages_sum_behind_the_last_backward_or_behind_each(holds_back: bool) -> None:
     model, whole = made("plain"), []

@@ -102,6 +102,7 @@ def test_a_users_module_cut_by_names_has_the_bits_of_a_plain_loop(kind: str, fie
     hold(run_ranks(by_stages, 2, kind, fields, kind == "plain"), by_a_plain_loop(made(kind), ties))
 
 
+@pytest.mark.shows("pipeline.patch_inner_model", "pipeline.patch_causal_lm_model")
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -23,7 +23,7 @@ from ppctl.train.optimizer import AdamW
 def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """(losses, norms, weights) of STEPS steps, all forwards of a step ahead of all backwards, reduced in the last."""
     session = session_of(mapping)
-    config, batches = session.config, session.batches()
+    config, batches = session.config, session.data.batches()
     (spec,) = session.own.stages
     stage = build_stage(spec, config.model, seed=config.train.seed, dtype=torch.float32, device=CPU)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -59,8 +59,8 @@ def with_ppctl(mapping: dict) -> tuple[list[float], list[float], dict[str, torch
     session = session_of(mapping)
     trainer = trainer_of(session)
     records = [trainer.step(step).record for step in range(STEPS)]
-    with session.gathered.all_held():
-        weights = {name: parameter.detach().clone() for name, parameter in session.weights.model.items()}
+    with session.replica.gathered.all_held():
+        weights = {name: parameter.detach().clone() for name, parameter in session.replica.weights.model.items()}
     return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights
 
 

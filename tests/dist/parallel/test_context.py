@@ -18,7 +18,7 @@ from ranks import run_ranks
 from sent_bytes import SentBytes
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.context import context_traffic, exchanging, live_more
+from ppctl.cost.context_parallelism import context_traffic, exchanging, live_more
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
 from ppctl.model.block_attention import FLASH_ON_CPU, UNFUSED, BlockAttention
@@ -27,7 +27,7 @@ from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
 from ppctl.parallel.context import RingAttention, context_attention
 from ppctl.sequence_halves import Halves, Lengths
-from ppctl.tensor_halves import own_halves, own_positions, to_ranks, to_whole
+from ppctl.tensors.tensor_halves import own_halves, own_positions, to_ranks, to_whole
 from ppctl.topology import ParallelSizes, levels
 
 S, B = 32, 2

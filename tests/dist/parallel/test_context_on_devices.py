@@ -17,7 +17,7 @@ from ppctl.model.packing import Documents
 from ppctl.parallel import all_to_all, context, context_gradients
 from ppctl.parallel.context import Attend, GatherAttention, HeadExchange, RingAttention
 from ppctl.sequence_halves import Halves, Lengths
-from ppctl.tensor_halves import own_halves, to_whole
+from ppctl.tensors.tensor_halves import own_halves, to_whole
 
 B, HEADS, S, WIDTH = 2, 4, 32, 2
 """With four ranks, scores of a block are as large as keys and values: what is freed too early is used by them."""

@@ -19,6 +19,7 @@ from whole_tensors import whole_of
 
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import part_of, scatter_sums, start_gather
+from ppctl.train.evaluate import Evaluator
 from ppctl.train.generate import write_sample
 from ppctl.train.snapshot import load_checkpoint
 
@@ -57,15 +58,17 @@ def train(mapping: dict) -> Trained:
     session = session_of(mapping)
     trainer = trainer_of(session)
     records = [trainer.step(step).record for step in range(STEPS - 1)]
-    batches = session.batches()
-    evaluated = trainer.forward_only(None if batches is None else batches.step(0))
+    batches = session.data.batches()
+    evaluated = Evaluator(session).losses(None if batches is None else batches.step(0))
     records.append(trainer.step(STEPS - 1).record)
-    gathered = session.gathered
-    assert gathered is None or all(p.isnan().all() for p in session.weights.model.values()), "nothing between steps"
+    gathered = session.replica.gathered
+    assert gathered is None or all(p.isnan().all() for p in session.replica.weights.model.values()), (
+        "nothing between steps"
+    )
     with nullcontext() if gathered is None else gathered.all_held():
-        weights = {name: p.detach().clone() for name, p in session.weights.model.items()}
-    state = [t for entry in session.optimizer.state.values() for t in entry.values() if t.dim()]
-    elements = sum(t.numel() for t in (*state, *session.weights.master.values()))
+        weights = {name: p.detach().clone() for name, p in session.replica.weights.model.items()}
+    state = [t for entry in session.replica.optimizer.state.values() for t in entry.values() if t.dim()]
+    elements = sum(t.numel() for t in (*state, *session.replica.weights.master.values()))
     return Trained([r["loss"] for r in records], [r["grad_norm"] for r in records], evaluated, weights, elements)
 
 
@@ -108,6 +111,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.shows("parallel.data_parallel_sharding")
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_way_of_sharding_agrees_with_replicas(text: Path, cut: dict) -> None:
     dp = cut.get("dp", 2)
@@ -197,10 +201,12 @@ def save_and_load(saves: list[dict], loads: list[tuple[dict, int]], root: str) -
 def tensors_of(session) -> dict[str, torch.Tensor]:
     """Masters and moments, whole, and what is trained without a gradient."""
     found = {
-        name: buffer.clone() for stage in session.stages.values() for name, buffer in stage.canonical_buffers().items()
+        name: buffer.clone()
+        for stage in session.model.stages.values()
+        for name, buffer in stage.canonical_buffers().items()
     }
-    for name, master in session.weights.master.items():
-        for key, own in {"master": master.detach(), **session.optimizer.state[name]}.items():
+    for name, master in session.replica.weights.master.items():
+        for key, own in {"master": master.detach(), **session.replica.optimizer.state[name]}.items():
             found[f"{name} {key}"] = whole_of(session, name, own).clone()
     return found
 

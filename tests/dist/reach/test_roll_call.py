@@ -14,9 +14,9 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import TrainingError
 from ppctl.plan import build_plan
 from ppctl.rank.rendezvous import OwnRank, SharedRun, meet
-from ppctl.reach import roll_call
+from ppctl.reach import start
 from ppctl.reach.hosts import listen
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 
 def answer(absent=(), deaf=(), hosts=3, patience=60.0):
@@ -25,13 +25,13 @@ def answer(absent=(), deaf=(), hosts=3, patience=60.0):
     os.environ["SLURMD_NODENAME"] = f"host{rank % hosts}"
     config = RunConfig()
     if rank in deaf:
-        roll_call.listen = not_listening
+        start.listen = not_listening
     try:
         if rank not in absent:
             shared = SharedRun(RunDir(Path("nowhere")), config, build_plan(config, {}))
-            return roll_call.call_roll(sealed_store(), rank, world, shared.digest, edge_limit=5.0, patience=patience)
+            return start.call_roll(sealed_store(), rank, world, shared.digest, edge_limit=5.0, patience=patience)
     finally:
-        roll_call.listen = listen
+        start.listen = listen
         del os.environ["SLURMD_NODENAME"]
 
 

@@ -65,9 +65,14 @@ def axes_of_a_session(mapping):
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config), dist.get_rank(), CPU)
     record = warm_up(
-        sealed_store(), config.launch, CPU, session.communicator, session.groups, exchanges=session.exchanges
+        sealed_store(),
+        config.launch,
+        CPU,
+        session.pipeline.communicator,
+        session.groups,
+        exchanges=session.groups.exchanges(config.model.cp_comm_type),
     )
-    session.close()
+    session.pipeline.close()
     return record
 
 

@@ -78,12 +78,12 @@ def loss_and_gradients(mapping: dict, save: Path | None = None) -> tuple[float, 
     start_from(session, Path(str(config.model.from_)))
     if save is not None:
         save_checkpoint(session, save, 0, 0)
-    loss = Trainer(session, session.batches(), lambda: False).step(0).record["loss"]
-    experts = next(stage.experts for stage in session.stages.values())
+    loss = Trainer(session, session.data.batches()).step(0).record["loss"]
+    experts = next(stage.experts for stage in session.model.stages.values())
     gradients = {
         piece: part.clone()
-        for name, master in session.weights.master.items()
-        for piece, part in pieces(name, whole_of(session, name, master.grad), session.rows[name], experts)
+        for name, master in session.replica.weights.master.items()
+        for piece, part in pieces(name, whole_of(session, name, master.grad), session.model.rows[name], experts)
     }
     return loss, gradients
 

@@ -123,6 +123,15 @@ def results(world: int, more: bool) -> dict[Case, list[dict[str, Any]]]:
 PARAMETERS = [pytest.param(*case, marks=pytest.mark.whole if case in MORE else ()) for case in SAMPLE + MORE]
 
 
+@pytest.mark.shows(
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel",
+    "parallel.context_parallel_size",
+    "parallel.hierarchical_context_parallel_sizes",
+    "parallel.expert_tensor_parallel_size",
+    "model.cp_comm_type",
+    "parallel.cross_entropy_loss_fusion",
+)
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("kind", "tensor", "context", "experts", "dp", "sharding", "cut"), PARAMETERS)
 def test_any_axes_agree_with_one_process(kind, tensor, context, experts, dp, sharding, cut):

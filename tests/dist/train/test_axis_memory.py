@@ -95,11 +95,11 @@ def _live_and_planned(config: Any) -> tuple[int, int]:
     batches = Batches(config, plan.num_microbatches)
     with LiveBytes() as live, patch.object(Router, "_choose", evenly):
         session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-        trainer = Trainer(session, batches, lambda: False)  # type: ignore[arg-type]
+        trainer = Trainer(session, batches)  # type: ignore[arg-type]
         trainer.step(0)
         live.peak = 0
         trainer.step(1)
-    session.close()
+    session.pipeline.close()
     return live.peak, plan.pp_ranks[session.own.pp_rank].peak_bytes
 
 

@@ -48,11 +48,21 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.shows(
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "parallel.overlap_p2p_comm",
+    "parallel.batch_p2p_comm",
+    "parallel.variable_seq_lengths",
+    "parallel.pipeline_model_parallel_comm_backend",
+    "parallel.overlap_p2p_comm_warmup_flush",
+)
 @pytest.mark.parametrize(("pp", "vpp", "m", "tied", "deallocate", "mode"), in_tiers(GRID, SAMPLE))
 def test_any_cut_gives_the_bits_of_one_process(text, pp, vpp, m, tied, deallocate, mode):
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=tied, deallocate_pipeline_outputs=deallocate, **MODES[mode])
 
 
+@pytest.mark.shows("parallel.pipeline_model_parallel_layout")
 @pytest.mark.parametrize(
     ("pp", "vpp", "layout"),
     [
@@ -68,6 +78,7 @@ def test_any_layout_gives_the_bits_of_one_process(text, pp, vpp, layout, tied):
     hold_to_reference(text, pp=pp, vpp=vpp, m=4, layout=layout, tied=tied)
 
 
+@pytest.mark.shows("parallel.deallocate_pipeline_outputs", "pipeline.pp_schedule")
 @pytest.mark.parametrize(
     ("schedule", "deallocate"),
     in_tiers([*product(("gpipe", "1f1b"), (False, True))], [("gpipe", True), ("1f1b", False)]),
@@ -76,6 +87,7 @@ def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
     hold_to_reference(text, pp=2, vpp=1, m=5, tied=True, pp_schedule=schedule, deallocate_pipeline_outputs=deallocate)
 
 
+@pytest.mark.shows("pipeline.extra_warmup")
 @pytest.mark.parametrize(
     ("pp", "vpp", "m", "extra"),
     [
@@ -89,6 +101,7 @@ def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, extra_warmup=extra)
 
 
+@pytest.mark.shows("pipeline.pp_batch_size")
 @pytest.mark.parametrize(
     ("pp", "vpp", "m", "calls", "how"),
     [
@@ -103,6 +116,7 @@ def test_several_schedule_calls_a_step_change_no_bit(text, pp, vpp, m, calls, ho
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, pp_batch_size=2 * m // calls, **how)
 
 
+@pytest.mark.shows("pipeline.scale_grads_in_schedule")
 @pytest.mark.parametrize(("pp", "vpp", "m", "calls"), [(1, 1, 3, 1), (2, 2, 4, 1), (3, 1, 6, 2)])
 def test_scaling_in_the_schedule_weighs_every_microbatch_alike(text, pp, vpp, m, calls):
     how = {"scale_grads_in_schedule": True} | ({"pp_batch_size": 2 * m // calls} if calls > 1 else {})
@@ -120,6 +134,7 @@ def own_mean(logits, labels):
     return own_loss(logits, labels) / float((labels != -100).sum())
 
 
+@pytest.mark.shows("pipeline.loss_fn")
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_given_loss_is_a_sum_over_tokens_or_a_mean(text, scaled):
     how = {"loss_fn": own_mean if scaled else own_loss, "scale_grads_in_schedule": scaled}
@@ -132,6 +147,7 @@ def v_shaped(pp: int, m: int) -> str:
     return "".join(",".join(str(a).replace("I", "B") for a in row if a.op is not Op.W) + "\n" for row in rows)
 
 
+@pytest.mark.shows("pipeline.pp_schedule_csv")
 @pytest.mark.parametrize(
     ("csv", "pp", "m"),
     [
@@ -148,6 +164,7 @@ def test_a_given_schedule_gives_the_bits_of_one_process(text, tmp_path, csv, pp,
     hold_to_reference(text, pp=pp, vpp=None, m=m, tied=tied, pp_schedule_csv=str(path))
 
 
+@pytest.mark.shows("parallel.data_parallel_size")
 def test_two_replicas_agree_with_one_process_to_a_millionth(text):
     """dp changes the order of the sum over microbatches: each rank sums its own first. All else is the same.
 

@@ -41,6 +41,7 @@ GRID = [
 ]
 
 
+@pytest.mark.shows("model.num_moe_experts", "model.mtp_num_layers")
 @pytest.mark.parametrize(("kind", "layout", "pp", "m"), in_tiers(GRID, random.Random(3).sample(GRID, 8)))
 def test_any_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits(text, kind, layout, pp, m):
     hold_to_reference(text, kind, layout, pp, m)
@@ -69,6 +70,7 @@ def agree(a, b) -> bool:
     return abs(a - b).max() <= 1e-6 * abs(b).max()
 
 
+@pytest.mark.shows("parallel.expert_model_parallel_size")
 @pytest.mark.parametrize(
     ("kind", "layout", "pp", "dp", "ep"),
     [
@@ -92,6 +94,7 @@ def test_experts_spread_over_ranks_agree_with_replicas_to_a_millionth(text, kind
         assert agree(value, theirs[name]), name
 
 
+@pytest.mark.shows("parallel.overlap_moe_expert_parallel_comm", "parallel.delay_wgrad_compute")
 @pytest.mark.parametrize(
     ("layout", "pp", "delayed", "recomputed"),
     in_tiers(

@@ -54,6 +54,14 @@ def expected(text):
     return {kind: reference_of(run_of(text, kind)) for kind in MODELS}
 
 
+@pytest.mark.shows(
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.gated_linear_unit",
+    "model.add_bias_linear",
+    "model.normalization",
+    "model.position_embedding_type",
+)
 @pytest.mark.parametrize(
     ("kind", "layout", "pp", "options"),
     [
@@ -72,7 +80,7 @@ def masters(mapping: dict) -> tuple[list[float], dict]:
     session = session_of(mapping)
     trainer = trainer_of(session)
     losses = [trainer.step(step).record["loss"] for step in range(STEPS)]
-    return losses, {name: p.detach().clone() for name, p in session.weights.master.items()}
+    return losses, {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
 
 
 def test_replicas_drop_what_one_process_drops(text):
@@ -93,13 +101,13 @@ def interrupted(mapping: dict, directory: str, first: int, last: int) -> tuple[l
     if first:
         load_checkpoint(session, Path(directory) / f"step-{first}")
     trainer = trainer_of(session, first)
-    evaluate, losses = Evaluator(trainer), []
+    evaluate, losses = Evaluator(session), []
     for step in range(first, last):
         assert evaluate() == evaluate(), "nothing is dropped where nothing is trained"
         losses.append(trainer.step(step).record["loss"])
     dist.barrier()
     save_checkpoint(session, Path(directory), last, last * session.config.train.global_batch_size)
-    return losses, {name: p.detach().clone() for name, p in session.weights.master.items()}
+    return losses, {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
 
 
 def test_a_run_that_goes_on_in_another_cut_drops_the_same(text, tmp_path):

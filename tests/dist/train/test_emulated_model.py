@@ -90,16 +90,17 @@ class Rank:
             for spec in self.own.stages
         }
         session = SimpleNamespace(
-            split=None,
+            groups=SimpleNamespace(split=None),
             config=made,
             plan=plan,
             own=self.own,
             device=CPU,
-            stages=self.stages,
-            recompute={number: recompute(stage, made.train, number) for number, stage in self.stages.items()},
-            gathered=None,
-            kernels=ON_CPU,
-            loss_scale=None,
+            model=SimpleNamespace(
+                stages=self.stages,
+                recompute={number: recompute(stage, made.train, number) for number, stage in self.stages.items()},
+                kernels=ON_CPU,
+            ),
+            replica=SimpleNamespace(gathered=None, loss_scale=None),
             microbatches_of_all=plan.num_microbatches * plan.sizes.dp,
         )
         self.programs = StagePrograms(session)
@@ -109,7 +110,7 @@ class Rank:
         for stage in self.stages.values():
             if exchange is not None:
                 stage.spread_experts(exchange)
-        run_schedule(self.plan.schedule, self.programs.make(), communicator)
+        run_schedule(self.plan.schedule, self.programs.make(0), communicator)
         grads = {n: p.grad for stage in self.stages.values() for n, p in stage.canonical_parameters().items()}
         return self.programs.losses, grads
 

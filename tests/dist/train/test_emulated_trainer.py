@@ -18,13 +18,13 @@ from emulated_world import Deadlock, World
 from pairwise import in_tiers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppctl.cli.plan import planned
 from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
+from ppctl.launch.planning import planned
 from ppctl.plan import Plan
-from ppctl.train import grad_norm, rank_reports
-from ppctl.train.session import Parts, Session, build_session, reads_data
+from ppctl.train import grad_norm, reports
+from ppctl.train.session import Session, SessionParts, build_session, reads_data
 from ppctl.train.step import Trainer
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def composed(pp: int) -> tuple[RunConfig, Plan]:
 def session_of(rank: int, config: RunConfig, plan: Plan, connect: Callable) -> Session:
     dist.init_process_group("fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:
-        parts = Parts(connect=connect, load_data=lambda data: None, clock_offset=lambda: 0.0)
+        parts = SessionParts(connect=connect, load_data=lambda data: None, clock_offset=lambda: 0.0)
         return build_session(config, plan, rank, CPU, parts=parts)
     finally:
         dist.destroy_process_group()
@@ -90,14 +90,14 @@ def train(
     """(loss, norm) of every step, and the weights behind them; `reserves`: after a dry pass, as on a GPU, or without
     the memory that it reserves behind it."""
     reads = any(reads_data(spec, session.config.data) for spec in session.own.stages)
-    trainer = Trainer(session, Drawn(session.config, session.plan) if reads else None, lambda: 0)
+    trainer = Trainer(session, Drawn(session.config, session.plan) if reads else None)
     if reserves is not None:
         trainer.on_gpu = reserves
         trainer.dry_pass(0)
     free = torch.cuda.mem_get_info() if reserves else None
     records = [trainer.step(step).record for step in range(steps)]
     assert free is None or torch.cuda.mem_get_info() == free, "the driver was asked in a step"
-    return [(record["loss"], record["grad_norm"]) for record in records], dict(session.weights.model)
+    return [(record["loss"], record["grad_norm"]) for record in records], dict(session.replica.weights.model)
 
 
 @contextmanager
@@ -110,10 +110,10 @@ def trained_on(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[list[S
         connections = EmulatedConnections(world, rank, pp)
         communicator = EmulatedCommunicator(connections, plan.schedule, Modes())
         session = session_of(rank, config, plan, connect=lambda *_, made=communicator: made)
-        session.norm.group = Backend(world, rank, "norm", range(pp))
+        session.replica.norm.group = Backend(world, rank, "norm", range(pp))
         sessions.append(session)
     with emulation(world), monkeypatch.context() as patch:
-        patch.setattr(rank_reports, "gather_rows", Reports(pp).gather)
+        patch.setattr(reports, "gather_rows", Reports(pp).gather)
         patch.setattr(grad_norm, "dist", SimpleNamespace(all_gather=all_gather))
         yield sessions
 

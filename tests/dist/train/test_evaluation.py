@@ -64,6 +64,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.shows("train.eval_interval")
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts and MTP"])
 def test_training_does_not_notice(text: Path, tmp_path: Path, model: dict[str, object]) -> None:
     configs = [config_of(text, pp=2, vpp=2, **more) for more in ({"eval_interval": 1, "eval_steps": 2}, {})]
@@ -78,6 +79,7 @@ def test_training_does_not_notice(text: Path, tmp_path: Path, model: dict[str, o
     assert "evaluating" not in states and not any("eval_loss" in r for r in without)
 
 
+@pytest.mark.shows("train.eval_steps")
 def test_there_is_one_at_the_end_and_a_sample_counts_once(text: Path, tmp_path: Path) -> None:
     config = config_of(text, steps=3, eval_interval=2, eval_steps=1)
     records, states = records_of(config, tmp_path)
@@ -85,6 +87,7 @@ def test_there_is_one_at_the_end_and_a_sample_counts_once(text: Path, tmp_path: 
     assert states == ["training", "training", "evaluating", "training", "evaluating", "saving"]
 
 
+@pytest.mark.shows("data.validation_split")
 def test_a_held_out_sample_is_never_trained_on(text: Path) -> None:
     data = load_data(config_of(text).data)
     whole = load_data(RunConfig(data=config_of(text).data).data).training

@@ -29,10 +29,10 @@ from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.grad_norm import GradientNorm, Location
 from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights
 from ppctl.train.session import Session, build_session
 from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.step import Trainer
+from ppctl.train.trained_weights import Weights
 
 CPU = torch.device("cpu")
 
@@ -73,37 +73,37 @@ def session_of(mapping: dict) -> Session:
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
     halves = both_halves(config)
-    stages = {number: halves[number] for number in session.stages}
-    rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
+    stages = {number: halves[number] for number in session.model.stages}
+    switches = {number: recompute(stage, config.train, number) for number, stage in stages.items()}
+    model = replace(session.model, stages=stages, recompute=switches)
     weights = Weights({name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()})
     by_stage = {n: [weights.master[name] for name in s.canonical_parameters()] for n, s in stages.items()}
     locations = [Location(name, n, n) for n, half in enumerate(halves) for name in half.canonical_parameters()]
     for stage in stages.values():
         compile_stage(stage, CPU)  # no layer that could be compiled by itself: nothing changes
-    return replace(
-        session,
-        stages=stages,
-        rows=rows,
-        recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
+    replica = replace(
+        session.replica,
         weights=weights,
-        optimizer=AdamW(weights.master, config.optim, rows),
+        optimizer=AdamW(weights.master, config.optim, model.rows),
         reducer=GradientReducer(by_stage, None),
+        partial_gradients=(),
         ties=TiedGradients((), weights.master, dist.get_rank()),
         norm=GradientNorm(locations, device=CPU, group=session.groups["pp"]),
     )
+    return replace(session, model=model, replica=replica)
 
 
 def train_halves(mapping: dict, directory: str) -> tuple[list[dict], dict[str, torch.Tensor], float, bool]:
     """Records, weights, the loss of an evaluation, and whether a checkpoint brings the weights back."""
     session = session_of(mapping)
-    trainer = Trainer(session, session.batches(), lambda: 0)
+    trainer = Trainer(session, session.data.batches())
     records = [trainer.step(step).record for step in range(STEPS)]
-    weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
+    weights = {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
     path = save_checkpoint(session, Path(directory), STEPS, 0)
     again = session_of(mapping)
     load_checkpoint(again, path)
-    same = all(torch.equal(again.weights.master[name], value) for name, value in weights.items())
-    return records, weights, Evaluator(trainer)()["eval_loss"], same
+    same = all(torch.equal(again.replica.weights.master[name], value) for name, value in weights.items())
+    return records, weights, Evaluator(session)()["eval_loss"], same
 
 
 def by_plain_torch(config: RunConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

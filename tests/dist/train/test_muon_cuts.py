@@ -28,11 +28,11 @@ def run(mapping, until, save=None, load=None):
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
     first = 0 if load is None else load_checkpoint(session, Path(load))["step"]
     size = config.train.global_batch_size
-    trainer = Trainer(session, session.batches(first, first * size), lambda: False)
+    trainer = Trainer(session, session.data.batches(first, first * size))
     records = [trainer.step(step).record for step in range(first, until)]
     if save:
         save_checkpoint(session, Path(save), until, until * size)
-    return records, {name: p.detach().numpy().copy() for name, p in session.weights.master.items()}
+    return records, {name: p.detach().numpy().copy() for name, p in session.replica.weights.master.items()}
 
 
 def refusal(mapping, load):
@@ -105,14 +105,14 @@ def through(mapping, until, save=None, load=None):
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
     first = 0 if load is None else load_checkpoint(session, Path(load))["step"]
-    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank), lambda: False)
+    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank))
     losses = [trainer.step(step).record["loss"] for step in range(first, until)]
     if save:
         save_checkpoint(session, Path(save), until, until * config.train.global_batch_size)
     weights = {}
-    for name, master in session.weights.master.items():
+    for name, master in session.replica.weights.master.items():
         weights.update(whole(session, name, master))
-    session.close()
+    session.pipeline.close()
     return losses, weights
 
 

@@ -96,6 +96,9 @@ def both_ways(mapping: dict[str, Any], layers: int) -> tuple[Any, Any, list[int]
     return plain, offloaded, moved, fetched
 
 
+@pytest.mark.shows(
+    "parallel.cpu_offloading", "parallel.cpu_offloading_num_layers", "parallel.cpu_offloading_activations"
+)
 @pytest.mark.parametrize("cut", CUTS)
 def test_offloading_changes_no_bit_in_any_cut(cut: str) -> None:
     kind, layers, axes = CUTS[cut]

@@ -55,6 +55,7 @@ def test_a_blend_of_files_gives_the_losses_of_the_text_they_were_made_from(home:
     assert len({r["loss"] for r in files}) == len(files)
 
 
+@pytest.mark.shows("data.eod_mask_loss")
 def test_what_follows_a_documents_end_does_not_count(home: Path, tmp_path: Path) -> None:
     config = blended(home, "a", "b")
     config.data.eod_mask_loss = True

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_runs import STEPS, config_of, hold, train_cut
+from observed_runs import train_noted
 from oracle.data import whole_batches
 from oracle.reference import train_reference
 from ranks import run_ranks
@@ -19,7 +20,6 @@ from ppctl.config.schema import RunConfig
 from ppctl.model.packing import Packing
 from ppctl.plan.build import build_plan
 from ppctl.train.generate import write_sample
-from ppctl.train.loop import train
 from ppctl.train.session import build_session
 
 MLA = dict(multi_latent_attention=True, q_lora_rank=10, kv_lora_rank=14, qk_head_dim=6, qk_pos_emb_head_dim=8)
@@ -58,6 +58,7 @@ def reference_of(config: RunConfig):
     return train_reference(config.model, config.optim, train.seed, given, train.steps)
 
 
+@pytest.mark.shows("data.reset_position_ids", "data.reset_attention_mask")
 @pytest.mark.parametrize(
     ("kind", "layout", "pp", "m", "changes"),
     [
@@ -90,12 +91,8 @@ def whole_run(mapping: dict, directory: str) -> tuple[list[float | None], dict |
     """In a rank: what evaluations said, and the sample at the end."""
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    records: list[dict] = []
-    train(
-        session, Path(directory), resume=list, write=lambda record: records.append(dict(record)),
-        stop_requested=lambda: False, enter=lambda state, step: None,
-    )  # fmt: skip
-    return [record.get("eval_loss") for record in records], write_sample(session)
+    _, notes = train_noted(session, Path(directory))
+    return [record.get("eval_loss") for record in notes.records], write_sample(session)
 
 
 def test_evaluation_and_the_sample_keep_documents_apart_in_any_cut(text, tmp_path):

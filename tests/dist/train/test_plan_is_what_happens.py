@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accumulated import accumulated
 from dense_runs import config_of, session_of, trainer_of
 from live_memory import LiveBytes, count_in_flight
 from one_save import save_checkpoint
@@ -60,10 +61,10 @@ def bytes_of_state(mapping):
     """(weights, gradients, optimizer) in bytes on this rank after a step, and what the plan says."""
     session = session_of(mapping)
     trainer_of(session).step(0)
-    weights, plan = session.weights, session.plan.pp_ranks[session.own.pp_rank]
-    moments = [state[key] for state in session.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    weights, plan = session.replica.weights, session.plan.pp_ranks[session.own.pp_rank]
+    moments = [state[key] for state in session.replica.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     masters = [weights.master[name] for name, own in weights.model.items() if own is not weights.master[name]]
-    held = (weights.model.values(), weights.gradients().values(), [*moments, *masters])
+    held = (weights.model.values(), accumulated(weights).values(), [*moments, *masters])
     measured = tuple(sum(tensor.nbytes for tensor in tensors) for tensors in held)
     return measured, (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes)
 
@@ -88,8 +89,10 @@ def train_in_one_go_and_in_two(mapping, directory):
     assert load_checkpoint(again, path)["step"] == 2
     resumed = trainer_of(again, 2)
     second = [resumed.step(step).record for step in (2, 3)]
-    same = all(torch.equal(own, again.weights.master[name]) for name, own in session.weights.master.items())
-    kinds = {str(own.dtype) for own in session.weights.model.values()}
+    same = all(
+        torch.equal(own, again.replica.weights.master[name]) for name, own in session.replica.weights.master.items()
+    )
+    kinds = {str(own.dtype) for own in session.replica.weights.model.values()}
     return [r["loss"] for r in records], [r["loss"] for r in second], same, kinds
 
 

@@ -22,8 +22,8 @@ def train(mapping: dict, steps: int) -> tuple[list[dict], dict[str, torch.Tensor
     session = session_of(mapping)
     trainer = trainer_of(session)
     records = [trainer.step(step).record for step in range(steps)]
-    masters = {name: p.detach().clone() for name, p in session.weights.master.items()}
-    return records, masters, {p.dtype for p in session.weights.model.values()}
+    masters = {name: p.detach().clone() for name, p in session.replica.weights.master.items()}
+    return records, masters, {p.dtype for p in session.replica.weights.model.values()}
 
 
 def changed(config: RunConfig, **changes: object) -> dict:
@@ -37,6 +37,7 @@ def test_any_cut_in_float64_gives_the_bits_of_one_process(text: Path) -> None:
     hold_to_reference(text, pp=2, vpp=2, m=4, tied=True, params_dtype="float64")
 
 
+@pytest.mark.shows("parallel.params_dtype")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_replicas_in_float64_agree_with_one_process_to_1e_12(text: Path, sharding: str) -> None:
     """A number that passed through float32 on its way would differ by 1e-8. eps as in the bitwise law's test of dp."""
@@ -75,6 +76,7 @@ def test_float16_leaves_out_the_steps_that_overflow_on_all_ranks_alike(text: Pat
     assert dtypes == {torch.float16} and {p.dtype for p in masters.values()} == {torch.float32}
 
 
+@pytest.mark.shows("parallel.fp16")
 def test_float16_follows_float32_under_any_scale_until_one_overflows(text: Path) -> None:
     cut = {"pp": 2, "vpp": 2, "m": 4}
     base = run_ranks(train, 2, to_mapping(config_of(text, **cut)), 3)[0][0]
@@ -99,7 +101,7 @@ def save_and_load(mapping: dict, directory: str) -> tuple[dict, dict]:
     dist.barrier()
     again = session_of(mapping)
     load_checkpoint(again, path)
-    return session.loss_scale.state(), again.loss_scale.state()
+    return session.replica.loss_scale.state(), again.replica.loss_scale.state()
 
 
 def test_the_loss_scale_goes_on_from_a_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def go_on(mapping: dict, directory: str, first: int, last: int) -> tuple[list[di
     trainer = trainer_of(session, first)
     records = [trainer.step(step).record for step in range(first, last)]
     save_checkpoint(session, Path(directory), last, last * session.config.train.global_batch_size)
-    return records, {entry["step"].item() for entry in session.optimizer.state.values()}
+    return records, {entry["step"].item() for entry in session.replica.optimizer.state.values()}
 
 
 def test_steps_that_are_left_out_use_up_nothing_of_the_learning_rates_schedule(text: Path, tmp_path: Path) -> None:
@@ -146,6 +148,7 @@ def test_steps_that_are_left_out_use_up_nothing_of_the_learning_rates_schedule(t
     assert records[0]["lr"] == records[5]["lr"] == 2.5e-3
 
 
+@pytest.mark.shows("parallel.enable_autocast", "parallel.autocast_dtype")
 @pytest.mark.parametrize("modules", [None, ["core_attn", "mlp", "layernorm"]], ids=["kept", "recomputed"])
 def test_autocast_computes_in_bfloat16_and_keeps_float32(text: Path, modules: list[str] | None) -> None:
     cut = {"pp": 2, "vpp": 1, "m": 4}
@@ -171,6 +174,7 @@ def fill_without_an_order(mapping: dict) -> bool:
     return False
 
 
+@pytest.mark.shows("parallel.deterministic_mode")
 def test_deterministic_mode_refuses_other_kernels(text: Path) -> None:
     cut = {"pp": 1, "vpp": 1, "m": 1}
     assert run_ranks(fill_without_an_order, 1, changed(config_of(text, **cut), parallel__deterministic_mode=True)) == [

@@ -12,9 +12,8 @@ from oracle.reference import train_reference
 from ranks import run_ranks
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
-from ppctl.config.learning_rate import lr_at
+from ppctl.config.learning_rate import lr_at, mtp_weight
 from ppctl.config.mapping import from_mapping, to_mapping
-from ppctl.config.mtp_weight import mtp_weight
 from ppctl.plan import build_plan
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import load_checkpoint
@@ -43,11 +42,11 @@ def run(mapping, until, save=None, load=None):
         state = load_checkpoint(session, Path(load))
         first, consumed = state["step"], state["consumed_samples"]
     sizes = BatchSizes.of(config.train, first, consumed)
-    trainer = Trainer(session, session.batches(first, consumed), lambda: False, sizes)
+    trainer = Trainer(session, session.data.batches(first, consumed), sizes)
     records = [trainer.step(step).record for step in range(first, until)]
     if save:
         save_checkpoint(session, Path(save), until, sizes.position(until))
-    weights = {name: p.detach().numpy().copy() for name, p in session.weights.master.items()}
+    weights = {name: p.detach().numpy().copy() for name, p in session.replica.weights.master.items()}
     return records, weights
 
 

@@ -14,6 +14,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.shows("parallel.order")
 @pytest.mark.timeout(200)
 def test_any_order_of_ranks_agrees_with_one_process():
     configs = [config_of("experts", **axes, order=order) for axes, order in ORDERS]

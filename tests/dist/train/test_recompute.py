@@ -35,6 +35,14 @@ WAYS = {
 }
 
 
+@pytest.mark.shows(
+    "parallel.num_microbatches_with_partial_activation_checkpoints",
+    "train.recompute_granularity",
+    "train.recompute_method",
+    "train.recompute_num_layers",
+    "train.recompute_modules",
+    "train.recompute_stages",
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_recompute_changes_no_bit(text, way):
     hold_to_reference(text, pp=2, vpp=2, m=4, **WAYS[way])

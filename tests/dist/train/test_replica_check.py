@@ -11,7 +11,7 @@ from ranks import run_ranks
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import TrainingError
 from ppctl.plan.build import build_plan
-from ppctl.train.replica_check import bit_sum
+from ppctl.train.replica_check import ReplicaCheck, bit_sum
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 
@@ -59,19 +59,21 @@ def step_of_each(cases):
 def _steps(config, where, name, rank):
     given = {ETP: "command line"} if config.parallel.expert_tensor_parallel_size else {}
     session = build_session(config, build_plan(config, given), dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank), lambda: False)
-    records = [trainer.step(0).record, trainer.step(1).record]
+    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank))
+    check, results = ReplicaCheck(session), [trainer.step(0), trainer.step(1)]
+    for result in results:
+        check.post_update(result)
     if dist.get_rank() == rank:
-        tensor = getattr(session.weights, where)[name].data
+        tensor = getattr(session.replica.weights, where)[name].data
         bits = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         bits[0] ^= 1
     try:
-        trainer.replicas.compare(3)
+        check.compare(3)
         said = None
     except TrainingError as error:
         said = str(error)
-    session.close()
-    return [record.get("replicas_compared") for record in records], said
+    session.pipeline.close()
+    return [result.record.get("replicas_compared") for result in results], said
 
 
 @cache
@@ -82,6 +84,7 @@ def results():
     return run_ranks(step_of_each, 4, cases, timeout=110)
 
 
+@pytest.mark.shows("train.check_replicas")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_one_bit_on_one_rank_is_found_and_named(case):

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from evaluated_runs import config_of, text
+from observed_runs import train_noted
 from one_save import save_checkpoint
 from ranks import RanksFailed, run_ranks
 
 from ppctl.checkpoint.manifest import read_manifest, record_whole
 from ppctl.checkpoint.run_state import read_state
-from ppctl.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
-from ppctl.train.loop import train
+from ppctl.runs.checkpoint_folder import MANIFEST, STATE, candidates
 from ppctl.train.session import build_session
 
 __all__ = ["text"]
@@ -32,16 +32,9 @@ def go_on(mapping: dict, directory: str, resume: str | None, sample_order: int |
     path = None if resume is None else Path(resume)
     if sample_order is not None:
         path = save_checkpoint(session, Path(directory), 0, 0, sample_order)
-    records: list[dict] = []
-    train(
-        session,
-        Path(directory),
-        resume=lambda: candidates(None if path is None else str(path), Path(directory)),
-        write=lambda record: records.append(dict(record)),
-        stop_requested=lambda: False,
-        enter=lambda state, step: None,
-    )
-    return [(record["loss"], record["eval_loss"]) for record in records]
+    given = None if path is None else str(path)
+    _, notes = train_noted(session, Path(directory), candidates=lambda: candidates(given, Path(directory)))
+    return [(record["loss"], record["eval_loss"]) for record in notes.records]
 
 
 def losses(

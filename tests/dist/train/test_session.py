@@ -16,14 +16,14 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.reach.start import call_roll
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 from ppctl.train.session import build_session
 
 
 def what_a_rank_holds(mapping):
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    return session.corpus is not None, sorted(session.weights.model)
+    return session.data.training is not None, sorted(session.replica.weights.model)
 
 
 def test_only_ranks_with_an_embedding_or_a_loss_open_data_and_each_builds_its_own_layers(tmp_path: Path) -> None:

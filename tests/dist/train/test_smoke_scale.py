@@ -32,15 +32,15 @@ def train(mapping: dict) -> tuple[list[dict], dict[str, torch.Tensor], dict[str,
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    trainer, largest = Trainer(session, session.batches(), lambda: False), {}
+    trainer, largest = Trainer(session, session.data.batches()), {}
     records = []
     for step in range(STEPS):
         records.append(trainer.step(step).record)
-        for name, master in session.weights.master.items():
+        for name, master in session.replica.weights.master.items():
             gradients = master.grad.flatten(1) if ".experts." in name else master.grad.reshape(1, -1)
             before = largest.get(name, torch.zeros(len(gradients)))
             largest[name] = torch.maximum(before, gradients.abs().amax(1))
-    weights = {name: p.detach().numpy().copy() for name, p in session.weights.master.items()}
+    weights = {name: p.detach().numpy().copy() for name, p in session.replica.weights.master.items()}
     return records, weights, {name: values.tolist() for name, values in largest.items()}
 
 

@@ -91,10 +91,10 @@ def train_parts(mapping: dict) -> tuple[list[dict], dict]:
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     records = [trainer.step(step).record for step in range(STEPS)]
     own = session.own.dp_rank
-    return records, {(name, own): p.detach().numpy().copy() for name, p in session.weights.master.items()}
+    return records, {(name, own): p.detach().numpy().copy() for name, p in session.replica.weights.master.items()}
 
 
 PRECISIONS = {

@@ -23,48 +23,54 @@ from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppctl.cli.plan import planned
 from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.engine.device_memory import AllocatorFigures
+from ppctl.engine.dry_pass import AllocatorFigures
 from ppctl.errors import TrainingError
+from ppctl.launch.planning import planned
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
-from ppctl.train import figures as figures_of_steps
-from ppctl.train.figures import bubble_fraction, retries_problem, slowest_stage
-from ppctl.train.rank_reports import (
+from ppctl.train import reports as figures_of_steps
+from ppctl.train.reports import (
     NOTHING,
     RankReport,
     Reports,
+    bubble_fraction,
     check_reports,
     gather_reports,
+    retries_problem,
+    slowest_stage,
     stop_reason,
 )
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 
 
+def reports_of(reports: list[RankReport]) -> Reports:
+    return Reports(np.array([report.pack() for report in reports]), len(reports[0].stage_seconds))
+
+
 def test_the_bubble_is_what_is_idle_between_the_first_start_and_the_last_end() -> None:
     # Two ranks over 10 s (from 2 to 12), busy for 6 s and 8 s: 6 of 20 rank-seconds are idle, waits included.
     reports = [RankReport(start=2.0, end=11.0, busy=6.0), RankReport(), RankReport(start=3.0, end=12.0, busy=8.0)]
-    assert bubble_fraction(Reports.of(reports), [0, 2]) == pytest.approx(0.3)
-    assert math.isnan(bubble_fraction(Reports.of(reports), [1]))
+    assert bubble_fraction(reports_of(reports), [0, 2]) == pytest.approx(0.3)
+    assert math.isnan(bubble_fraction(reports_of(reports), [1]))
 
 
 def test_the_slowest_stage_is_the_one_with_the_most_busy_seconds() -> None:
     reports = [RankReport(stage_seconds=[1.0, 4.0]), RankReport(stage_seconds=[3.0, 2.0])]
     stages = np.array([[0, 2], [1, 3]])
-    assert slowest_stage(Reports.of(reports), stages) == (2, 0)
-    replicas = Reports.of([*reports, RankReport(stage_seconds=[9.0, 4.0]), reports[1]])
+    assert slowest_stage(reports_of(reports), stages) == (2, 0)
+    replicas = reports_of([*reports, RankReport(stage_seconds=[9.0, 4.0]), reports[1]])
     assert slowest_stage(replicas, np.concatenate([stages, stages])) == (0, 2)
     with pytest.raises(ValueError, match="stages are"):
         slowest_stage(replicas, stages)
 
 
 def test_a_step_in_which_an_allocator_freed_memory_is_told_with_what_helps(monkeypatch) -> None:
-    reports = Reports.of([RankReport(), RankReport(alloc_retries=1.0), RankReport(alloc_retries=3.0), RankReport()])
-    assert retries_problem(Reports.of([RankReport(driver_allocations=9.0, unused_bytes=1e9)]), 7) is None
+    reports = reports_of([RankReport(), RankReport(alloc_retries=1.0), RankReport(alloc_retries=3.0), RankReport()])
+    assert retries_problem(reports_of([RankReport(driver_allocations=9.0, unused_bytes=1e9)]), 7) is None
     for name, settings, remedy in (
         ("OTHER", "", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
         ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", "launch.env.PYTORCH_ALLOC_CONF=expandable_segments:True"),
@@ -88,7 +94,7 @@ def test_a_step_in_which_an_allocator_freed_memory_is_told_with_what_helps(monke
 )
 def test_what_must_not_reach_a_weight_stops_the_step(reports: list[RankReport], says: str) -> None:
     with pytest.raises(TrainingError) as caught:
-        check_reports(Reports.of(reports), step=4, last_stage=5)
+        check_reports(reports_of(reports), step=4, last_stage=5)
     assert says in str(caught.value)
 
 
@@ -147,7 +153,7 @@ def test_figures_of_the_table_are_those_of_the_ranks_one_by_one(seed: int, world
     reports = drawn(draw, world, chunks, n)
     stages = [[rank + world * chunk for chunk in range(chunks)] for rank in range(world)]
     pipeline = sorted(draw.sample(range(world), draw.randint(1, world)))
-    wanted, table = plainly(reports, stages, pipeline), Reports.of(reports)
+    wanted, table = plainly(reports, stages, pipeline), reports_of(reports)
     for field in ("loss", "mtp_loss", "loss_tokens"):
         assert table.total(field) == wanted[field]
     assert math.fsum(table.auxiliary.ravel().tolist()) == wanted["aux"]
@@ -212,7 +218,7 @@ def test_a_report_of_2048_ranks_goes_round_rings_of_16_and_128() -> None:
 def told_in_steps(mapping) -> tuple[list[int], str]:
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    trainer, said, calls = Trainer(session, session.batches(), lambda: False), io.StringIO(), itertools.count(1)
+    trainer, said, calls = Trainer(session, session.data.batches()), io.StringIO(), itertools.count(1)
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
         patch.setattr(figures_of_steps, "AllocatorFigures", SimpleNamespace(of=lambda _: AllocatorFigures(next(calls))))
         found = [trainer.step(step).record["alloc_retries"] for step in range(2)]
@@ -230,7 +236,7 @@ def test_what_allocators_freed_is_a_figure_of_every_step_and_told_once(tmp_path:
 def sizes_in_a_step(mapping) -> list[int]:
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     with Collectives() as collectives:
         trainer.step(0)
     return collectives.sizes
@@ -246,7 +252,7 @@ def test_no_collective_of_a_step_spans_the_world(tmp_path: Path) -> None:
 def figures(mapping):
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
-    trainer = Trainer(session, session.batches(), lambda: False)
+    trainer = Trainer(session, session.data.batches())
     mask = trainer.batches.step(0).loss_mask
     step = type(trainer.batches).step
 

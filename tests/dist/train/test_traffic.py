@@ -73,13 +73,13 @@ def _count(config: Any) -> tuple[int, dict[Any, Any], dict[Any, Any]]:
     counted = SentByAxis()
     with counted:
         session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
-        trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank), lambda: False)  # type: ignore[arg-type]
+        trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank))  # type: ignore[arg-type]
         trainer.step(0)
         counted.watch(session)
         counted.counts = True
         trainer.step(1)
         counted.counts = False
-    session.close()
+    session.pipeline.close()
     planned = {(each.axis, each.kind): (each.number, each.bytes) for each in plan.traffic[session.own.pp_rank]}
     found = {key: tuple(value) for key, value in counted.of.items()}
     return session.own.pp_rank, found, {key: value for key, value in planned.items() if key != ("pp", "send")}

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from verified import verify
 
-from ppctl import checkpoint_folder
 from ppctl.checkpoint import disk, manifest, reading
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
@@ -23,8 +22,9 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.tensor_parts import TensorPart, choose_writers
-from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import find, step_path
 
 STATE = {"step": 2, "consumed_samples": 16, "seed": 7, "config": {"model": {"num_layers": 2}}, "layout": "Et|tL"}
 

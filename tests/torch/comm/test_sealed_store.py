@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from ppctl.comm.sealed_store import SealedStore
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, TrainingError
 from ppctl.plan import build_plan
 from ppctl.rank.rendezvous import SharedRun, publish_run, receive_run, refuse_run, sealed
-from ppctl.reach.store import connect
-from ppctl.run_starts import SECRET, secret_of, write_secret
-from ppctl.rundir import RunDir
+from ppctl.reach.store import SealedStore, connect
+from ppctl.runs.run_starts import SECRET, secret_of, write_secret
+from ppctl.runs.rundir import RunDir
 
 OURS, OTHER = bytes(32), bytes(31) + b"\1"
 VALUES = [None, 0, -1.5e-300, "", "a\nb\x00\u00e9\ud800", [1, [2, {"a": None}]], {"host": "n1", "address": ["::1", 2]}]

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ppctl.config.gpu_environment import EXPANDABLE, expanding, kept_allocator
-from ppctl.engine.device_memory import FRAGMENTS, AllocatorFigures, reserve
+from ppctl.engine.dry_pass import FRAGMENTS, AllocatorFigures, reserve
 from ppctl.engine.pace import HELD
 from ppctl.modules import calls
 from ppctl.schedule.passes import lower

@@ -10,8 +10,8 @@ import torch
 
 from ppctl.comm import communicator
 from ppctl.comm.modes import Modes
-from ppctl.devices import MOST_QUEUES, QUEUES
 from ppctl.errors import ConfigError
+from ppctl.host.devices import MOST_QUEUES, QUEUES
 from ppctl.modules.pipeline_parts import device_of
 
 

@@ -15,6 +15,7 @@ from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppctl.comm.turns import Turns, hand_over
 from ppctl.engine.interpreter import EngineError, run_schedule
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
@@ -23,7 +24,6 @@ from ppctl.schedule.action import Pair
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.verify import verify
-from ppctl.turns import Turns, hand_over
 from ppctl.weight_gradients.intercept import intercepting
 from ppctl.weight_gradients.put_off import PutOff
 

@@ -12,7 +12,7 @@ from foreign_models import described as described_once
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.flops import stage_flops
-from ppctl.cost.parameters import active_parameters, total_parameters
+from ppctl.cost.parameter_counts import active_parameters, total_parameters
 from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.errors import ConfigError
 from ppctl.foreign.describe import _experts, describe, main

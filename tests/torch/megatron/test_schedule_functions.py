@@ -160,6 +160,7 @@ def test_losses_of_modules_weigh_as_if_they_were_added_to_the_models(function, p
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-6, atol=0, msg=name)
 
 
+@pytest.mark.shows("parallel.finalize_model_grads_func")
 @pytest.mark.parametrize("function", EVERY)
 def test_a_step_stores_finalizes_and_leaves_the_config_alone(function):
     syncs = Syncs()
@@ -205,6 +206,7 @@ def test_a_forward_step_that_returns_something_else_is_told_what_it_returns(step
         run(forward_backward_no_pipelining, Syncs().config, step)
 
 
+@pytest.mark.shows("parallel.no_sync_func")
 @pytest.mark.parametrize("function", EVERY)
 @pytest.mark.parametrize(
     ("step", "cause", "action"), [(failing_forward, KeyError, "0F2"), (failing_backward, ZeroDivisionError, "0B0")]
@@ -292,6 +294,7 @@ def test_the_chosen_function_follows_the_model():
         chosen()
 
 
+@pytest.mark.shows("parallel.timers")
 def test_the_timers_of_a_step():
     marks = []
 

@@ -293,6 +293,7 @@ def test_autocast_and_timers_are_the_configs():
     assert marks == [("forward-compute", 2), "stop"]
 
 
+@pytest.mark.shows("parallel.grad_scale_func")
 def test_auxiliary_losses_are_scaled_as_the_loss_is():
     stage = Stage()
     config = SimpleNamespace(num_moe_experts=8, mtp_num_layers=1, mtp_grad_scale_func=lambda one: 8 * one)

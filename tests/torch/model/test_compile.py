@@ -31,6 +31,7 @@ def run(module, packing=ROWS):
     return {"output": out.detach()} | {name: p.grad for name, p in module.canonical_parameters().items()}
 
 
+@pytest.mark.shows("train.compile")
 @pytest.mark.whole  # the compiler takes half a minute
 def test_a_compiled_stage_agrees_to_a_millionth():
     compiled = stage()

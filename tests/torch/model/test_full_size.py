@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import (
+from ppctl.cost.parameter_counts import (
     largest_matrices,
     mtp_parameters,
     replicated_parameters,

@@ -9,7 +9,7 @@ import torch
 from cuts import cut, tiny
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import stage_count
+from ppctl.cost.parameter_counts import stage_count
 from ppctl.geometry.canonical_names import canonical_names
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.initialize import initial_value, normal

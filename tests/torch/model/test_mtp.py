@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from cuts import tiny
 
-from ppctl.cost.parameters import stage_count
+from ppctl.cost.parameter_counts import stage_count
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.loss import mtp_targets
 from ppctl.model.stage import build_stage, meta_stage

@@ -10,8 +10,7 @@ import torch
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.setting import TORCH_ON_CPU, Setting, for_norms
-from ppctl.geometry.layers import parse_layers
-from ppctl.geometry.offloading import SMALLEST
+from ppctl.geometry.layers import SMALLEST_OFFLOADED, parse_layers
 from ppctl.model.host_copies import Copies, HostBuffers
 from ppctl.model.offload import LayerStorages, Offload, unpack
 from ppctl.model.recompute import recompute
@@ -88,11 +87,11 @@ def test_a_storage_moves_once_however_many_tensors_look_into_it() -> None:
 
 
 def test_what_lives_anyway_and_what_is_small_stays() -> None:
-    weight, small = torch.zeros(1024), torch.zeros(SMALLEST // 4 - 1)
+    weight, small = torch.zeros(1024), torch.zeros(SMALLEST_OFFLOADED // 4 - 1)
     layer = LayerStorages(Offload(torch.device("cpu")), None, {weight.untyped_storage()._cdata})
     look = weight[5:]
     assert layer.pack(look) is look and layer.pack(small) is small and layer.size == 0
-    assert layer.pack(torch.zeros(SMALLEST // 4)) is not small and layer.size == SMALLEST
+    assert layer.pack(torch.zeros(SMALLEST_OFFLOADED // 4)) is not small and layer.size == SMALLEST_OFFLOADED
 
 
 def test_buffers_are_used_again() -> None:

@@ -8,13 +8,15 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from ppctl.rank import hang_dump
+from ppctl.rank import watchdog
 from ppctl.rank.own_process import Listener
-from ppctl.rundir import RunDir
-from ppctl.train.rank_reports import TIME_IS_OVER, RankReport, Reports, stop_reason
+from ppctl.runs.rundir import RunDir
+from ppctl.train.callback import TIME_IS_OVER
+from ppctl.train.reports import RankReport, Reports, stop_reason
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
     for name in recorder_variables():
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"TORCH_NCCL_TRACE_BUFFER_SIZE": "77"})
-    hang_dump.turn_on_recorders(run)
+    watchdog.turn_on_recorders(run)
     prefix = f"{run.path}/errors/flight_recorder_"
     assert recorder_variables() == {
         "TORCH_FR_BUFFER_SIZE": "77",
@@ -38,10 +40,10 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
         "TORCH_FR_DUMP_TEMP_FILE": f"{prefix}nccl_rank_",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    hang_dump.write_records(run, 3, hang_dump.recorders())
+    watchdog.write_records(run, 3, watchdog.recorders())
     assert run.flight_records()[0] == Path(f"{prefix}gloo_rank_3")
     assert "entries" in pickle.loads(run.flight_record("gloo", 3).read_bytes())
-    assert torch.cuda.is_initialized() or [*hang_dump.recorders()] == ["gloo"], "also in a build for CUDA"
+    assert torch.cuda.is_initialized() or [*watchdog.recorders()] == ["gloo"], "also in a build for CUDA"
 
 
 def broken(collectives: bool, stacks: bool) -> bytes:
@@ -62,9 +64,9 @@ class CudaBuild:
 
 def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(run: RunDir) -> None:
     """Torch's tools take the files of one prefix together: ranks at the end, no two recorders under one name."""
-    found = hang_dump.recorders(CudaBuild)
+    found = watchdog.recorders(CudaBuild)
     assert list(found) == ["gloo", "nccl"], "what may wait for a thread that stands still comes last"
-    hang_dump.write_records(run, 12, found)
+    watchdog.write_records(run, 12, found)
     written = {path.name: path.read_bytes() for path in run.flight_records()}
     assert written == {
         "flight_recorder_gloo_rank_12": b"gloo True False",
@@ -73,7 +75,7 @@ def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(ru
 
 
 def test_a_recorder_that_fails_takes_no_other_one_with_it(run: RunDir) -> None:
-    hang_dump.write_records(run, 1, {"gloo": broken, "nccl": CudaBuild._dump_nccl_trace})
+    watchdog.write_records(run, 1, {"gloo": broken, "nccl": CudaBuild._dump_nccl_trace})
     assert run.flight_records() == [run.flight_record("nccl", 1)]
 
 
@@ -103,4 +105,4 @@ def test_a_signals_action_is_done_while_the_main_thread_is_busy() -> None:
     ],
 )
 def test_all_know_why_they_stop(stops: list[int], reason: str | None) -> None:
-    assert stop_reason(Reports.of([RankReport(stop=float(stop)) for stop in stops])) == reason
+    assert stop_reason(Reports(np.array([RankReport(stop=float(stop)).pack() for stop in stops]), 0)) == reason

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from ppctl.comm.sealed_store import SealedStore
-from ppctl.private_files import NODE_DIRECTORY, is_own_name, own_directory
+from ppctl.host.private_files import NODE_DIRECTORY, is_own_name, own_directory
 from ppctl.rank import rendezvous
 from ppctl.rank.rendezvous import OwnRank, node_directory
+from ppctl.reach.store import SealedStore
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppctl import row_order
-from ppctl.rehearsal.ledger import BLOCK, Ledger
-from ppctl.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, Operations, Traffic
+from ppctl.records.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
+from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
+from ppctl.tensors import row_order
 
 
 def on_device(*shape, dtype=torch.float32):
@@ -20,7 +20,7 @@ def on_device(*shape, dtype=torch.float32):
 
 @pytest.fixture
 def ledger():
-    with Ledger() as ledger:
+    with DeviceLedger() as ledger:
         yield ledger
 
 
@@ -178,7 +178,7 @@ def test_a_wait_is_named_by_the_line_of_ppctl_that_asked(ledger):
         row_order.repeat_in_order(on_device(2, 8), 2, order.as_subclass(Asks), order)
     lines, first = inspect.getsourcelines(row_order._RepeatInOrder.forward)
     (place,) = [first + n for n, line in enumerate(lines) if "order // times" in line]
-    assert ledger.host_waits == (HostWait("ppctl/row_order.py", place, FORWARD, 3),)
+    assert ledger.host_waits == (HostWait("ppctl/tensors/row_order.py", place, FORWARD, 3),)
 
 
 SIZES = {
@@ -241,18 +241,21 @@ def test_an_exchange_counts_the_larger_of_what_goes_and_what_comes(groups, ledge
     dp, _ = groups
     ledger.axes = {dp.group_name: "ep"}
     dist.all_to_all_single(on_device(6), on_device(4), [3, 3], [2, 2], group=dp)
-    assert ledger.traffic == (Traffic("alltoall_base", "ep", STEP, 1, 24),)
+    assert ledger.traffic == (MeasuredTraffic("alltoall_base", "ep", STEP, 1, 24),)
 
 
 def test_messages(ledger):
     for size in (8, 16):
         ledger.message("send", "pp", size)
     ledger.message("receive", "pp", 4)
-    assert ledger.traffic == (Traffic("receive", "pp", MESSAGE, 1, 4), Traffic("send", "pp", MESSAGE, 2, 24))
+    assert ledger.traffic == (
+        MeasuredTraffic("receive", "pp", MESSAGE, 1, 4),
+        MeasuredTraffic("send", "pp", MESSAGE, 2, 24),
+    )
 
 
 def test_nothing_is_counted_once_it_is_left():
-    with Ledger() as ledger:
+    with DeviceLedger() as ledger:
         pass
     x = on_device(1024)
     x + x

@@ -14,15 +14,15 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ppctl.cli.plan import planned
 from ppctl.data.batches import StepBatch
 from ppctl.errors import ConfigError
+from ppctl.launch.planning import planned
 from ppctl.rehearsal import rank as rehearsal
 from ppctl.rehearsal.stand_ins import Samples
-from ppctl.train import step as training
+from ppctl.train import replica
 from ppctl.train.grad_norm import GradientNorm, Location
 from ppctl.train.optimizer import AdamW
-from ppctl.train.session import Parts, build_session
+from ppctl.train.session import SessionParts, build_session
 from ppctl.train.step import Trainer
 
 CPU = torch.device("cpu")
@@ -82,8 +82,8 @@ def real_step(config, plan):
     """A step of the only rank on the CPU, with data, weights and kernels of its own."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
-        session = build_session(config, plan, 0, CPU, parts=Parts(load_data=lambda data: None))
-        result = Trainer(session, Drawn(config, plan), lambda: 0).step(0)
+        session = build_session(config, plan, 0, CPU, parts=SessionParts(load_data=lambda data: None))
+        result = Trainer(session, Drawn(config, plan)).step(0)
     finally:
         dist.destroy_process_group()
     assert result.record["loss"] > 0
@@ -115,7 +115,7 @@ def test_a_rehearsed_step_calls_the_operators_of_a_real_one(operators, monkeypat
     config, plan = composed(*ONE, "model.attention_backend=unfused")
     monkeypatch.setattr(rehearsal, "FusedKernels", nullcontext)
     monkeypatch.setattr(AdamW, "step", lambda self: None)
-    monkeypatch.setattr(training, "clip_gradients", lambda *_: None)
+    monkeypatch.setattr(replica, "clip_gradients", lambda *_: None)
     rehearsed = operators(lambda: rehearsal.rehearse(config, plan, 0))
     real = operators(lambda: real_step(config, plan))
     assert sum(real.values()) > 10_000
@@ -155,7 +155,7 @@ def test_experts_without_a_grouped_product_are_refused():
 def test_a_step_waits_for_the_gradients_norm_once():
     config, plan = composed(*EXPERTS)
     waits = [wait for wait in rehearsal.rehearse(config, plan, 0).host_waits if wait.file.endswith("grad_norm.py")]
-    lines = (Path(training.__file__).parent / "grad_norm.py").read_text().splitlines()
+    lines = (Path(replica.__file__).parent / "grad_norm.py").read_text().splitlines()
     assert [(wait.count, lines[wait.line - 1].strip()) for wait in waits] == [(1, "return float(self.total)")]
 
 

@@ -8,8 +8,8 @@ import random
 import pytest
 from pairwise import in_tiers
 
-from ppctl.cli.plan import planned
 from ppctl.config.resources import recipes
+from ppctl.launch.planning import planned
 from ppctl.plan.memory import held_bytes
 from ppctl.rehearsal.rank import rehearse
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from live_memory import LiveBytes
 
-from ppctl.train.kept_gradients import fingerprint
+from ppctl.train.recordings import fingerprint
 from ppctl.train.replica_check import PIECE
 
 MIB = 2**20

@@ -10,30 +10,21 @@ import pytest
 import torch
 
 from ppctl.config.schema import RunConfig
-from ppctl.train import loop, torch_profile
+from ppctl.train import loop
+from ppctl.train.callback import Callback, Callbacks, Start, StepResult
+from ppctl.train.recordings import TRACES, TorchProfile
 
 STEPS = 3
 
 
-class Saves:
-    """Saves nothing."""
+class States(Callback):
+    """Notes what a run enters."""
 
-    waits, local, failed = False, None, False
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.figures, self.look, self.finish = dict, lambda: None, lambda: None
-
-    def __enter__(self) -> Saves:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def is_due(self, step: int) -> bool:
-        return False
-
-    def save(self, *_: Any, **__: Any) -> None:
-        return None
+    def enter(self, state: str, step: int) -> None:
+        self.found.append((state, step))
 
 
 def entered(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **log: Any) -> list[Any]:
@@ -44,27 +35,20 @@ def entered(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **log:
     for name, value in log.items():
         setattr(config.log, name, value)
 
-    def step(number: int) -> Any:
+    def step(number: int) -> StepResult:
         found.append("step")
-        return SimpleNamespace(record={"loss": 1.0}, stop=None, measured=None)
+        return StepResult(number + 1, {"loss": 1.0}, None, number + 1 == STEPS, (0.0,) * 4)  # type: ignore[arg-type]
 
-    trainer = SimpleNamespace(dry_pass=lambda step: found.append("dry pass"), step=step)
-    monkeypatch.setattr(loop, "Saves", Saves)
-    monkeypatch.setattr(loop, "_begin", lambda *_: loop._Begin())
+    trainer = SimpleNamespace(dry_pass=lambda step: found.append("dry pass"), step=step, on_gpu=device == "cuda")
     monkeypatch.setattr(loop, "Trainer", lambda *_: trainer)
     session: Any = SimpleNamespace(
-        config=config, device=torch.device(device), own=SimpleNamespace(rank=0), batches=lambda *_: None
+        config=config,
+        device=torch.device(device),
+        own=SimpleNamespace(rank=0),
+        data=SimpleNamespace(batches=lambda *_: None),
     )
-    loop.train(
-        session,
-        tmp_path,
-        resume=list,
-        write=None,
-        profiles=tmp_path,
-        stop_requested=lambda: 0,
-        enter=lambda state, step: found.append((state, step)),
-        say=lambda line: None,
-    )
+    profile = TorchProfile(session, tmp_path, lambda line: None)
+    loop.train(session, Start(), Callbacks(States(found), profile))
     return found
 
 
@@ -72,8 +56,8 @@ def test_loading_kernels_on_a_gpu_is_no_step(monkeypatch: pytest.MonkeyPatch, tm
     """Where layers are compiled it takes minutes: as a step it would have the job's clock stop a run far too early."""
     on_gpu = entered("cuda", monkeypatch, tmp_path)
     steps: list[Any] = [each for step in range(STEPS) for each in (("training", step), "step")]
-    assert on_gpu == [("loading kernels", 0), "dry pass", *steps, ("saving", STEPS - 1)]
-    assert entered("cpu", monkeypatch, tmp_path) == [*steps, ("saving", STEPS - 1)]
+    assert on_gpu == [("loading kernels", 0), "dry pass", *steps]
+    assert entered("cpu", monkeypatch, tmp_path) == steps
 
 
 def test_the_files_of_a_profile_are_written_in_a_state_of_its_own(
@@ -82,4 +66,31 @@ def test_the_files_of_a_profile_are_written_in_a_state_of_its_own(
     """A trace of many microbatches takes longer to write than ten steps, after which the watch ends a run."""
     found = entered("cpu", monkeypatch, tmp_path, torch_profile="2:3")
     assert found[2:5] == [("training", 1), "step", ("recording", 1)]
-    assert (tmp_path / torch_profile.TRACES / "iteration_2" / "rank0_trace.json").is_file()
+    assert (tmp_path / TRACES / "iteration_2" / "rank0_trace.json").is_file()
+
+
+def test_a_callback_is_called_at_its_places_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As `Callback` documents it, with an error in the second step, which ends the run."""
+    called: list[str] = []
+
+    def failing(result: StepResult) -> None:
+        called.append("post_step")
+        if result.step == 2:
+            raise ValueError("struck by a test")
+
+    noting = Callback()
+    for name in ("pre_train", "enter", "pre_step", "pre_update", "post_update", "log_metrics", "post_train"):
+        setattr(noting, name, lambda *_, name=name: called.append(name))
+    noting.post_step, noting.close = failing, lambda error: called.extend(["close", str(error)])  # type: ignore[method-assign]
+    config = RunConfig()
+    config.train.steps, config.log.interval = STEPS, 5
+    trainer = SimpleNamespace(
+        step=lambda number: StepResult(number + 1, {"loss": 1.0}, None, False, (0.0,) * 4), on_gpu=False
+    )
+    monkeypatch.setattr(loop, "Trainer", lambda *_: trainer)
+    data = SimpleNamespace(batches=lambda *_: None)
+    session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), data=data)
+    with pytest.raises(ValueError, match="struck"):
+        loop.train(session, Start(), Callbacks(Callback(), noting))
+    step = ["enter", "pre_step", "post_update"]
+    assert called == ["pre_train", *step, "log_metrics", "post_step", *step, "post_step", "close", "struck by a test"]

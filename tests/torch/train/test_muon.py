@@ -6,18 +6,17 @@ import pytest
 import torch
 from cuts import cut, tiny
 
-from ppctl.accelerators import efficiency_of
 from ppctl.config.checks import check
 from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.cost.times import optimizer_seconds
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.matrix_owners import Matrices, owned_runs
+from ppctl.host.accelerators import efficiency_of
 from ppctl.model.stage import build_stage
 from ppctl.plan import build_plan
 from ppctl.plan.memory import device_of
-from ppctl.train.muon import Muon, make_optimizer, newton_schulz, orthogonalised
-from ppctl.train.optimizer import AdamW
-from ppctl.train.sharded import ShardedWeights
+from ppctl.train.optimizer import AdamW, Muon, make_optimizer, newton_schulz, orthogonalised
+from ppctl.train.trained_weights import ShardedWeights
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 

@@ -12,9 +12,9 @@ from ppctl.config.schema import OptimConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.model.stage import build_stage
 from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
-from ppctl.train.loss_scale import LossScale
+from ppctl.train.mixed_precision import LossScale, unscale
 from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights, unscale
+from ppctl.train.trained_weights import Weights
 
 
 def masters(layout="EttttL", stage=0, **changes):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accumulated import accumulated
 from cuts import cut, tiny
 from oracle.reference import whole_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +12,7 @@ from ppctl.config.schema import OptimConfig
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
 from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights
+from ppctl.train.trained_weights import Weights
 
 
 def stage_of(dtype):
@@ -30,7 +31,7 @@ def test_float32_weights_are_their_own_masters():
     weights = Weights(stage.canonical_parameters())
     assert all(weights.master[name] is parameter for name, parameter in stage.canonical_parameters().items())
     backward(stage, 2)
-    assert all(weights.gradients()[name] is p.grad for name, p in stage.canonical_parameters().items())
+    assert all(accumulated(weights)[name] is p.grad for name, p in stage.canonical_parameters().items())
     before = stage.norm.weight.detach().clone()
     weights.publish()
     assert torch.equal(stage.norm.weight, before)
@@ -50,8 +51,8 @@ def test_bfloat16_gradients_add_up_in_float32_in_microbatch_order():
             assert gradient.dtype == torch.bfloat16
             expected += gradient.float()
         assert len(seen[name]) == 5
-        assert weights.gradients()[name].dtype == torch.float32
-        assert torch.equal(weights.gradients()[name], expected), name
+        assert accumulated(weights)[name].dtype == torch.float32
+        assert torch.equal(accumulated(weights)[name], expected), name
 
 
 def test_small_gradients_survive_where_bfloat16_would_round_them_away():
@@ -60,7 +61,7 @@ def test_small_gradients_survive_where_bfloat16_would_round_them_away():
     parameter = stage.norm.weight
     for size in (1.0, *[2.0**-10] * 8):
         (parameter * size).sum().backward()
-    assert torch.equal(weights.gradients()["norm.weight"], torch.full((24,), 1 + 2.0**-7))
+    assert torch.equal(accumulated(weights)["norm.weight"], torch.full((24,), 1 + 2.0**-7))
 
 
 def test_small_steps_survive_in_the_master_and_reach_the_model_when_they_add_up():
@@ -86,13 +87,14 @@ def test_a_step_moves_every_parameter_and_clearing_forgets_every_gradient(dtype)
     optimizer.step()
     weights.publish()
     weights.clear_gradients()
-    assert weights.gradients() == {}
+    assert accumulated(weights) == {}
     assert all(p.grad is None for p in weights.model.values())
     for name, parameter in weights.model.items():
         assert not torch.equal(parameter, before[name]), name
         assert torch.equal(parameter, weights.master[name].to(dtype)), name
 
 
+@pytest.mark.shows("parallel.bf16")
 def test_bfloat16_training_follows_float32_training():
     runs = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -153,5 +155,5 @@ def test_no_operation_of_a_step_in_float64_gives_narrower_numbers(sizes):
         sum(losses).backward()
     assert widths.narrow == set()
     optimizer.step()
-    tensors = [*weights.gradients().values(), *(e["exp_avg_sq"] for e in optimizer.state.values()), *stage.buffers()]
+    tensors = [*accumulated(weights).values(), *(e["exp_avg_sq"] for e in optimizer.state.values()), *stage.buffers()]
     assert {t.dtype for t in (*weights.master.values(), *tensors)} == {torch.float64}

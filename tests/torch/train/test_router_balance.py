@@ -7,7 +7,7 @@ import torch
 from ppctl.config.schema import ModelConfig
 from ppctl.model.router import RouterLedger
 from ppctl.parallel.tensor import SharedTokens
-from ppctl.train.router_balance import RouterBalance
+from ppctl.train.programs import RouterBalance
 
 
 def test_losses_are_read_at_once_and_summed_by_router(monkeypatch):

@@ -31,7 +31,9 @@ def test_room_for_messages_that_are_held_for_experts_rows_and_in_host_memory(
         own=SimpleNamespace(pp_rank=1, rank=6, stages=[stage]),
         config=SimpleNamespace(launch=SimpleNamespace(share_gpu=shared)),
         device=CPU,
-        offload=SimpleNamespace(copies=SimpleNamespace(buffers=SimpleNamespace(multiply=pinned.append))),
+        model=SimpleNamespace(
+            offload=SimpleNamespace(copies=SimpleNamespace(buffers=SimpleNamespace(multiply=pinned.append)))
+        ),
     )
     Trainer._reserve(SimpleNamespace(session=session))
     assert asked == [(CPU, 5 << 20, 3, HELD * 8 * 35 + rows)]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from simulated_ranks import parts_of, written_by
 
-from ppctl import wire
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import WrittenParts, manifest_of
 from ppctl.checkpoint.manifest import Manifest
 from ppctl.checkpoint.tensor_parts import TensorPart, check_tensors, packed_parts
+from ppctl.records import wire
 
 
 def commit_and_read(ranks: int, dp: int) -> tuple[int, int, float]:

@@ -11,8 +11,8 @@ from array_checkpoints import arrays, save
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits
-from ppctl.checkpoint_folder import AUTO, candidates
 from ppctl.errors import Problem
+from ppctl.runs.checkpoint_folder import AUTO, candidates
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 WQ = "model.layers.2.attention.wq.weight"

@@ -15,7 +15,7 @@ from array_checkpoints import arrays, save
 
 from ppctl.cli.main import main
 from ppctl.config.compose import compose
-from ppctl.files import lock, release
+from ppctl.host.files import lock, release
 from ppctl.launch.weights import checkpoint_tensors
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint" / "step-3"

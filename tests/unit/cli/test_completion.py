@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ppctl.cli.completion import SHELLS, candidates
+from ppctl.cli.explain import pages
 from ppctl.cli.main import COMMANDS, main
-from ppctl.cli.reference import pages
 from ppctl.config.keys import text_keys
 from ppctl.config.resources import recipes
 from ppctl.schedule.policies import POLICIES

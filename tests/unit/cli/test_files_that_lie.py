@@ -24,9 +24,9 @@ from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan.plan import _digest_of
-from ppctl.rank_records import RankFailure
-from ppctl.run_starts import hold, start_name
-from ppctl.rundir import RunDir, warn
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.run_starts import hold, start_name
+from ppctl.runs.rundir import RunDir, warn
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run"
 MODEL = {"num_layers": 2, "hidden_size": 4, "num_attention_heads": 1, "vocab_size": 8, "from_": None}

@@ -6,9 +6,9 @@ import math
 import pytest
 from rich.console import Console
 
-from ppctl import heartbeat
-from ppctl.cli.live import Block, curve, live_block
-from ppctl.rundir import RunDir
+from ppctl.cli.live import LiveBlock, curve, live_block
+from ppctl.runs import heartbeat
+from ppctl.runs.rundir import RunDir
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def drawn(block, columns=80):
 
 
 def test_until_the_first_step_it_says_what_the_ranks_do(run, tmp_path):
-    block = Block(run, tmp_path, 2, 500)
+    block = LiveBlock(run, tmp_path, 2, 500)
     assert drawn(block) == ["0:00  starting ranks"]
     for rank in range(2):
         heartbeat.create(tmp_path, rank)
@@ -43,7 +43,7 @@ def test_until_the_first_step_it_says_what_the_ranks_do(run, tmp_path):
 @pytest.mark.parametrize("columns", [80, 120])
 def test_it_shows_how_far_the_run_is_and_what_a_crash_would_cost(run, columns, tmp_path):
     run.add_metrics(record(100, 5.0))
-    block = Block(run, tmp_path, 2, 500)  # of an earlier start
+    block = LiveBlock(run, tmp_path, 2, 500)  # of an earlier start
     assert drawn(block) == ["0:00  starting ranks"]
     for step in range(101, 157):
         run.add_metrics(record(step, 4.0 - step / 100, mfu=0.412))
@@ -54,7 +54,7 @@ def test_it_shows_how_far_the_run_is_and_what_a_crash_would_cost(run, columns, t
 
 
 def test_its_bar_moves_where_only_every_tenth_step_has_a_record(run, tmp_path):
-    block = Block(run, tmp_path, 2, 500)
+    block = LiveBlock(run, tmp_path, 2, 500)
     run.add_metrics(record(150))
     ranks = [heartbeat.HeartbeatFile(tmp_path, rank) for rank in range(2)]
     for rank, done in zip(ranks, (157, 156), strict=True):
@@ -70,7 +70,7 @@ def test_its_bar_moves_where_only_every_tenth_step_has_a_record(run, tmp_path):
 def test_a_resumed_run_that_drops_steps_is_read_on(run, tmp_path):
     for step in range(1, 6):
         run.add_metrics(record(step))
-    block = Block(run, tmp_path, 1, 10)
+    block = LiveBlock(run, tmp_path, 1, 10)
     run.drop_metrics_from(3)
     assert drawn(block) == ["0:00  starting ranks"]
     run.add_metrics(record(3, 1.25))

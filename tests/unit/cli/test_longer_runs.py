@@ -18,7 +18,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import new_run
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 PERSON = Started("person")
 TINY = ["+recipe=quickstart", "launch.device=cpu", "pp=1", "vpp=1", "model.num_layers=2"]

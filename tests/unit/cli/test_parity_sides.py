@@ -5,7 +5,6 @@ import pytest
 from ppctl.cli import main as front
 from ppctl.cli import parity, parity_text, train
 from ppctl.config.compose import compose
-from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import new_run
 from ppctl.plan.parity import other_keys
@@ -39,9 +38,10 @@ def test_a_run_whose_length_is_said_in_data_is_compared(length):
     assert [config.train.steps for config, _ in sides(*CPU, length)] == [3, 3]
 
 
-def test_contradictions_that_are_typed_are_refused(run):
-    with pytest.raises(ConfigError, match="PP-E124"):
-        sides(str(run.path), "tp=2", "parallel.tensor_model_parallel_size=4")
+def test_the_last_of_two_words_about_a_key_counts(run):
+    _, (config, cut) = sides(str(run.path), "tp=4", "parallel.tensor_model_parallel_size=2")
+    assert (config.parallel.tensor_model_parallel_size, cut.sizes.tp) == (2, 2)
+    assert cut.provenance["parallel.tensor_model_parallel_size"] == "command line, replacing tp=4"
 
 
 def test_two_runs_that_do_not_compute_the_same_are_told_in_which_keys():

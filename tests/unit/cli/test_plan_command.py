@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ppctl.cli.local_run import first_screen as summary
 from ppctl.cli.main import main
-from ppctl.cli.plan import planned, summary
 from ppctl.cli.plan_text import blocks
 from ppctl.config.schema import ModelConfig
 from ppctl.families.config_json import write_config
+from ppctl.launch.planning import planned
 
 LAYOUT = "layout=Et*3|(tt|)*29,m|L"
 

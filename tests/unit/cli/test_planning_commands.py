@@ -8,6 +8,7 @@ import pytest
 from ppctl.cli import parity, rehearse
 from ppctl.cli import train as train_command
 from ppctl.cli.main import main, parse
+from ppctl.config.argv import normalise
 from ppctl.launch.environment import detect
 from ppctl.plan.rehearsal import shortened
 from ppctl.schedule.policies import POLICIES, SPELLINGS
@@ -50,7 +51,7 @@ def test_parity_accepts_it(typed: tuple[str, ...]) -> None:
 
 
 def test_rehearse_accepts_it(typed: tuple[str, ...]) -> None:
-    composed, plan, problems = rehearse._planned_for_gpus(typed, ())
+    composed, plan, problems = rehearse._planned_for_gpus(normalise(typed))
     assert problems == [] and composed is not None and plan is not None
     assert shortened(composed.config, plan)[1].sizes == plan.sizes
 

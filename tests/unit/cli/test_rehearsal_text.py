@@ -10,11 +10,11 @@ import pytest
 
 from ppctl.cli import rehearse
 from ppctl.cli.main import main
-from ppctl.cli.plan import planned
 from ppctl.cli.rehearsal_text import rehearsal_text
+from ppctl.launch.planning import planned
 from ppctl.plan.rehearsal import kinds_of, replayed
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.rehearsal_record import HostWait, Moment, Operations, Rehearsed, StageMemory, Traffic
+from ppctl.records.rehearsal_record import HostWait, MeasuredTraffic, Moment, Operations, Rehearsed, StageMemory
 
 MIB = 2**20
 SMALL = ("+recipe=quickstart", "launch.device=cuda", "layout=null", "pp=2", "vpp=1", "launch.memory_reserve=0GiB")
@@ -52,9 +52,9 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
             ),
             operations=(Operations("forward", 1000, 400), Operations("step", 50, 20)),
             traffic=(
-                Traffic("send", "pp", "message", 8, 24 * MIB),
-                Traffic("alltoall", "ep", "forward", 4 + rank, MIB),
-                Traffic("alltoall", "ep", "backward", 4 + rank, MIB),
+                MeasuredTraffic("send", "pp", "message", 8, 24 * MIB),
+                MeasuredTraffic("alltoall", "ep", "forward", 4 + rank, MIB),
+                MeasuredTraffic("alltoall", "ep", "backward", 4 + rank, MIB),
             ),
             seconds=1.0,
         )

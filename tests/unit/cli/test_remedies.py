@@ -50,8 +50,7 @@ WRONG = [
         "--seed=7", "--", "--train-iters", "-m", "published=3",
     )
 ] + [
-    [QUICK, "+recipe=llama3_8b"], [QUICK, "+recipe=quikstart"], ["+recipe=quikstart"],
-    ["model=tiny", "model=llama3_8b"], [QUICK, "pp=2", "--pipeline-model-parallel-size", "4"],
+    [QUICK, "+recipe=quikstart"], ["+recipe=quikstart"],
     [QUICK, "pp=3", "layout=Et|t|t|tL"], ["--bf16", QUICK], [DEEP, "gbs=100"], [DEEP, "gbs=abc"],
     [DEEP, "gbs=0"], [DEEP, "pp=0"], [DEEP, "nodes=1", "gbs=64"], [DEEP, "ep=3"], [DEEP, "tp=3", "gbs=128"],
     [QUICK, "optim.lr_decay_style=WSD"], [QUICK, "optim.lr_wsd_decay_steps=3"],

@@ -15,8 +15,8 @@ from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, go_on, new_run, with_value
-from ppctl.run_starts import hold
-from ppctl.rundir import RunDir
+from ppctl.runs.run_starts import hold
+from ppctl.runs.rundir import RunDir
 
 PERSON = Started("person")
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}

@@ -10,7 +10,7 @@ import pytest
 from ppctl.cli.main import main
 from ppctl.cli.runs import program
 from ppctl.config.schema import OptimConfig, RunConfig
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 
 @pytest.fixture

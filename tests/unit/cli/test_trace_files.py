@@ -7,7 +7,7 @@ from helpers.unit_plan import plan
 
 from ppctl.cli.main import main
 from ppctl.config.schema import RunConfig
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 RANK, SECOND = ([0, 5, 6, 7, [[index, 1, 2]]] for index in (0, 1))
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from ppctl.cli import local_run, train
 from ppctl.cli import main as front
-from ppctl.cli import train
 from ppctl.cli.main import main
-from ppctl.cli.plan import planned
 from ppctl.config.argv import retyped
 from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
+from ppctl.launch.outcome import JobOutcome
+from ppctl.launch.planning import planned
 from ppctl.launch.run_directory import Launch, new_run, with_value
-from ppctl.rundir import RunDir
-from ppctl.runs import last_checkpoint, list_runs
+from ppctl.runs.finding import last_checkpoint, list_runs
+from ppctl.runs.rundir import RunDir
 
 QUICK = ["recipe=quickstart", "launch.device=cpu"]
 
@@ -220,7 +221,7 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "latest").write_text("step-9\n")
     run.write_result({"sample": {"prompt": "def", "text": "a\tb\x00\n  c"}})
-    lines = train.ending(run, launch, train.JobOutcome(0, "finished"), arguments(*typed).overrides)
+    lines = local_run.ending(run, launch, JobOutcome(0, "finished"), arguments(*typed).line.overrides)
     told = lines[: lines.index("next:")]
     assert "  def" in told and "  a·b·\n    c" in told
     commands = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
@@ -237,21 +238,21 @@ def test_the_next_commands_work(typed: list[str]) -> None:
 def test_a_run_without_a_recipe_names_none_of_other_peoples_models() -> None:
     typed = ["model.num_layers=4", "pp=2", "steps=2", "launch.device=cpu"]
     launch = prepared(*typed)
-    lines = train.ending(new_run(launch, Started("person")), launch, train.JobOutcome(0, "finished"), None)
+    lines = local_run.ending(new_run(launch, Started("person")), launch, JobOutcome(0, "finished"), None)
     assert not any("+recipe=" in line for line in lines) and lines[-1].endswith("steps=4")
 
 
 def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
     run = new_run(prepared(*QUICK), Started("person"))
-    interrupted = train.JobOutcome(130, "interrupted", "interrupted")
-    advice = train.saved_before(run, interrupted)
+    interrupted = JobOutcome(130, "interrupted", "interrupted")
+    advice = local_run.saved_before(run, interrupted)
     assert prepared(*QUICK, *(word for word in advice.split() if "=" in word)).config.checkpoint.interval == 100
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "latest").write_text("step-9\n")
-    advice = train.saved_before(run, interrupted)
+    advice = local_run.saved_before(run, interrupted)
     assert "step-9" in advice
     assert last_checkpoint(RunDir(Path(shlex.split(advice)[-1]).absolute())) is not None
-    assert train.saved_before(run, train.JobOutcome(1, "failed", "error")) == ""
+    assert local_run.saved_before(run, JobOutcome(1, "failed", "error")) == ""
 
 
 @pytest.mark.parametrize(
@@ -265,9 +266,9 @@ def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
     ],
 )
 def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str) -> None:
-    given = arguments(*typed).overrides
+    given = arguments(*typed).line.overrides
     assert retyped(given) == shown
-    assert arguments(*shlex.split(shown)).overrides == given
+    assert arguments(*shlex.split(shown)).line.overrides == given
 
 
 def test_a_job_on_gpus_has_a_queue_for_every_stream_and_a_single_one_is_refused(capsys, monkeypatch) -> None:
@@ -320,7 +321,7 @@ def test_a_model_that_is_here_trains_on_the_cpu_of_a_machine_without_gpus(
     composed, plan, _ = planned(["pp=1", *typed])
     assert composed is not None and plan is not None
     config = with_value(composed.config, "model", from_=source)
-    assert train._asked_device(config, plan) == device
+    assert local_run._asked_device(config, plan) == device
     noted = "this machine has no GPU: ranks run on the CPU, over gloo" in capsys.readouterr().err
     assert noted == (device == "cpu")
 

@@ -14,10 +14,10 @@ from ppctl.cli import parity_text
 from ppctl.cli.main import COMMANDS, main
 from ppctl.config.schema import RunConfig
 from ppctl.plan import Plan
-from ppctl.rundir import RunDir
+from ppctl.records.step_lines import step_line
+from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import MESSAGES
 from ppctl.schedule.simulate import Costs, simulate
-from ppctl.step_lines import step_line
 
 COLUMNS = 80
 PASTED = re.compile(r"\s*(try: |next: |command +)?((\S*/)?ppctl|[\w.]+=|--)|\s*\S+$")

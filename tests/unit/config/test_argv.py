@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppctl.config.argv import ALIASES, normalise
-from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES, flag_problem, foreign
+from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
+from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES, flag_problem, translated
 from ppctl.config.keys import as_typed, keys, text_keys
 from ppctl.config.megatron_flags import DEFAULTS, LATER, MEANINGLESS, WRITE
-from ppctl.config.quoting import quote, sweep_values
 
 DSV3 = "Et*3|(tt|)*29,m|L"
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -164,10 +163,6 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["~recipe"], "PP-E121", "deleted"),
         (["+train.steps"], "PP-E105", "ppctl explain train.steps"),
         (["+recipe"], "PP-E105", "ppctl recipes"),
-        (["pp=2", "pp=4"], "PP-E124", "try: parallel.pipeline_model_parallel_size=2"),
-        (["pp=2", "parallel.pipeline_model_parallel_size=4"], "PP-E124", "has two values"),
-        (["model.lora.rank=4", "model.lora.rank=8"], "PP-E124", "try: model.lora.rank=4"),
-        (["pp=2", "--pipeline-model-parallel-size", "4"], "PP-E124", "--pipeline-model-parallel-size 4"),
     ],
 )
 def test_what_cannot_be_taken_is_one_problem(typed, code, said):
@@ -177,10 +172,26 @@ def test_what_cannot_be_taken_is_one_problem(typed, code, said):
     assert found.rest == []
 
 
-def test_the_same_value_twice_is_no_contradiction():
-    found = normalise(["pp=2", "--pipeline-model-parallel-size", "2"])
-    assert found.problems == []
-    assert found.overrides == ["parallel.pipeline_model_parallel_size=2"]
+PP = "parallel.pipeline_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("typed", "override", "replaced"),
+    [
+        (["pp=2", "pp=4"], f"{PP}=4", ", replacing pp=2"),
+        (["pp=2", f"{PP}=4"], f"{PP}=4", ", replacing pp=2"),
+        (["pp=2", "--pipeline-model-parallel-size", "4"], f"{PP}=4", ", replacing pp=2"),
+        (["--pipeline-model-parallel-size", "4", "pp=2"], f"{PP}=2", ", replacing --pipeline-model-parallel-size 4"),
+        (["pp=2", "pp=4", "pp=8"], f"{PP}=8", ", replacing pp=4"),
+        (["pp=2", "--pipeline-model-parallel-size", "2"], f"{PP}=2", None),
+        (["model.lora.rank=4", "model.lora.rank=8"], "model.lora.rank='8'", ", replacing model.lora.rank=4"),
+        (["+recipe=quickstart", "recipe=llama3_8b"], "recipe=llama3_8b", ", replacing +recipe=quickstart"),
+    ],
+)
+def test_the_last_word_about_a_key_counts_and_says_what_it_replaced(typed, override, replaced):
+    line = normalise([*typed, "steps=3"])
+    assert (line.problems, line.rest, line.overrides) == ([], [], [override, "train.steps=3"])
+    assert line.sources == ({} if replaced is None else {override.partition("=")[0]: f"command line{replaced}"})
 
 
 @pytest.mark.parametrize(
@@ -265,7 +276,7 @@ def flags_of_megatron() -> list[str]:
 def test_every_flag_of_megatron_is_a_key_or_is_answered_with_a_reason() -> None:
     assert len(flags_of_megatron()) == 865
     taken = {*MEGATRON, *LISTS, *SWITCHES}
-    unknown = [flag for flag in flags_of_megatron() if flag not in taken and foreign(flag, "1") is None]
+    unknown = [flag for flag in flags_of_megatron() if flag not in taken and translated(flag, "1") is None]
     assert unknown == []
 
 
@@ -280,7 +291,9 @@ def test_the_tables_of_flags_name_only_what_megatron_has_or_had() -> None:
 
 def test_no_key_is_offered_that_this_release_refuses() -> None:
     """What is offered for a flag is a key whose value composes, whatever else the value needs."""
-    offered = {flag: known.override for flag in flags_of_megatron() if (known := foreign(flag, "")) and known.override}
+    offered = {
+        flag: known.override for flag in flags_of_megatron() if (known := translated(flag, "")) and known.override
+    }
     for flag, override in offered.items():
         for word in shlex.split(override):
             key, _, value = word.partition("=")

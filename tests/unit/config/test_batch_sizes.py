@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ppctl.checkpoint.verification import misplaced
-from ppctl.config.batch_rampup import Rampup
 from ppctl.config.batch_sizes import BatchSizes, as_from_the_start, run_length
 from ppctl.config.checks import check
 from ppctl.config.compose import RefusedError, compose
+from ppctl.config.pieces import Rampup
 from ppctl.config.schema import RunConfig
 
 

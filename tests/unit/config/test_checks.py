@@ -14,6 +14,7 @@ MLA = ["model.multi_latent_attention=true"]
 MOE = ["model.num_moe_experts=8"]
 
 
+@pytest.mark.shows("parallel.pipeline_dtype", "pipeline.pp_seq_len", "pipeline.dtype")
 @pytest.mark.parametrize(
     ("typed", "keys"),
     [

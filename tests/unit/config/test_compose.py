@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ppctl.config.argv import ALIASES, LAYOUT
 from ppctl.config.compose import compose, override
-from ppctl.config.keys import text_keys, value_of
+from ppctl.config.keys import text_keys
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.resources import RECIPES_PATH, recipes
 from ppctl.config.schema import RunConfig
@@ -140,7 +140,7 @@ def test_a_name_that_is_like_none_lists_all(typed):
     ],
 )
 def test_values_get_the_keys_type(typed, key, value):
-    assert value_of(compose([typed]).config, key) == value
+    assert compose([typed]).config[key] == value
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,17 @@ def test_two_environment_variables_are_both_kept():
 
 
 # --- layouts against sizes -----------------------------------------------------------------------------------------
+
+
+def test_the_last_value_of_a_key_counts_and_its_provenance_shows_what_it_replaced():
+    env = ["launch.env.A=1", "launch.env.B=2", "launch.env.A=3"]
+    composed = compose(["+recipe=quickstart", "steps=5", *env, "train.steps=7"])
+    assert (composed.config.train.steps, composed.config.launch.env) == (7, {"A": "3", "B": "2"})
+    assert composed.provenance["train.steps"] == "command line, replacing steps=5"
+    assert composed.provenance["launch.env"] == "command line, replacing launch.env.A=1"
+    with pytest.raises(ConfigError) as error:
+        compose(["pp=2", "pp=0"])
+    assert "pipeline_model_parallel_size = 0 (command line, replacing pp=2)" in str(error.value)
 
 
 @pytest.mark.parametrize(

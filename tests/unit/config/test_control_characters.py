@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ppctl.config.checks import check
-from ppctl.config.keys import Key, set_value, text_keys
+from ppctl.config.keys import Key, text_keys
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CONTROL
 
@@ -49,7 +49,7 @@ def test_every_control_character_is_refused_by_its_key(name: str) -> None:
     for kind, payload in PAYLOADS.items():
         for value in holding(text_keys()[name], f"a{payload}b"):
             config = RunConfig()
-            set_value(config, name, value)
+            config[name] = value
             told = [each for each in check(config, {}) if each.place.startswith(f"{name} = ")]
             allowed = name in LINES and kind in ("newline", "tab")
             assert bool([each for each in told if "control characters" in each.message]) != allowed, (kind, value)

@@ -7,28 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.config.compose import compose
-from ppctl.config.data_paths import LONGEST_CYCLE, Source, quotas, read_sources
+from ppctl.config.data_paths import LONGEST_CYCLE, DataSource, quotas, read_sources
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import ConfigError
 
-THIRDS = (Source("a", Fraction(3, 10)), Source("b", Fraction(7, 10)))
+THIRDS = (DataSource("a", Fraction(3, 10)), DataSource("b", Fraction(7, 10)))
 
 
 @pytest.mark.parametrize(
     ("value", "sources"),
     [
         (None, ()),
-        ("texts/**/*.txt", (Source("texts/**/*.txt"),)),
-        ("[ab]*.txt", (Source("[ab]*.txt"),)),
+        ("texts/**/*.txt", (DataSource("texts/**/*.txt"),)),
+        ("[ab]*.txt", (DataSource("[ab]*.txt"),)),
         ("[0.3,a,0.7,b]", THIRDS),
         ("[ 0.3 , 'a' , 0.7, b ]", THIRDS),
         ([0.3, "a", 0.7, "b"], THIRDS),
         (["0.3", "a", "0.7", "b"], THIRDS),
         ([{"path": "a", "weight": 0.3}, {"path": "b", "weight": 0.7}], THIRDS),
         ("[{path: a, weight: 0.3}, {path: b, weight: 0.7}]", THIRDS),
-        ("[30,a,70,b]", (Source("a", Fraction(30)), Source("b", Fraction(70)))),
-        ("[a,b]", (Source("a"), Source("b"))),
-        ([{"path": "a"}], (Source("a"),)),
+        ("[30,a,70,b]", (DataSource("a", Fraction(30)), DataSource("b", Fraction(70)))),
+        ("[a,b]", (DataSource("a"), DataSource("b"))),
+        ([{"path": "a"}], (DataSource("a"),)),
     ],
     ids=str,
 )

@@ -18,8 +18,8 @@ from ppctl.config.gpu_environment import (
     refuse_backend,
 )
 from ppctl.config.schema import RunConfig
-from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS
 from ppctl.errors import ConfigError
+from ppctl.host.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS
 
 environment = partial(gpu_environment, routed=False)
 OURS = ALLOCATOR[1]

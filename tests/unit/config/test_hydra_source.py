@@ -1,6 +1,7 @@
 """The private parts of Hydra that ppctl stands on are there, and compose what they should."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,32 +34,36 @@ def test_the_private_names_exist():
     )  # fmt: skip
 
 
+def test_no_other_module_imports_hydra_or_omegaconf():
+    package = Path(ppctl.__file__).parent
+    importers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"^\s*(from|import) (hydra|omegaconf)\b", path.read_text(), re.MULTILINE)
+    }
+    assert importers == {"config/hydra_source.py"}
+
+
+PARALLEL, ROOT, QUICK = ("conf/parallel/default.yaml", "parallel"), ("conf/config.yaml", ""), ("recipe quickstart", "")
+
+
 @pytest.mark.parametrize(
     ("choices", "files"),
     [
-        ({}, [("conf/parallel/default.yaml", "parallel"), ("conf/config.yaml", "")]),
-        (
-            {"recipe": "quickstart"},
-            [
-                ("conf/parallel/default.yaml", "parallel"),
-                ("conf/model/tiny.yaml", "model"),
-                ("conf/config.yaml", ""),
-                ("recipes/quickstart.yaml", ""),
-            ],
-        ),
+        ({}, [PARALLEL, ROOT]),
+        ({"recipe": "quickstart"}, [PARALLEL, ("conf/model/tiny.yaml", "model"), ROOT, QUICK]),
         (
             {"recipe": "quickstart", "model": "llama3_8b"},
-            [
-                ("conf/parallel/default.yaml", "parallel"),
-                ("conf/model/llama3_8b.yaml", "model"),
-                ("conf/config.yaml", ""),
-                ("recipes/quickstart.yaml", ""),
-            ],
+            [PARALLEL, ("conf/model/llama3_8b.yaml", "model"), ROOT, QUICK],
         ),
     ],
 )
-def test_files_stack_weakest_first(choices, files):
-    assert [(layer.file.label, layer.package) for layer in load(choices)] == files
+def test_files_stack_weakest_first_each_below_its_section(choices, files):
+    stacked = {}
+    for key, _, source in load(choices):
+        stacked.setdefault(source.partition(" (")[0].partition(":")[0], set()).add(key.partition(".")[0])
+    assert list(stacked) == [file for file, _ in files if file != "conf/config.yaml"]  # which sets nothing itself
+    assert all(stacked[file] == {section} for file, section in files if section)
 
 
 def test_groups_are_the_folders_of_conf_and_the_recipes():

@@ -8,7 +8,7 @@ import pytest
 from ppctl.config.batch_sizes import BatchSizes
 from ppctl.config.compose import compose
 from ppctl.config.learning_rate import lr_at, pieces_of
-from ppctl.config.lr_pieces import STYLES, WSD_STYLES, read_piece
+from ppctl.config.pieces import STYLES, WSD_STYLES, read_piece
 from ppctl.config.schema import OptimConfig
 
 OPTIM = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=4)

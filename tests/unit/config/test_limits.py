@@ -8,8 +8,8 @@ import pytest
 from ppctl.cli.explain import explain
 from ppctl.config.checks import check
 from ppctl.config.compose import compose
-from ppctl.config.keys import keys, keys_with, members, set_value, text_keys
-from ppctl.config.limits import Bounds, Form, OneOf
+from ppctl.config.keys import keys, keys_with, members, text_keys
+from ppctl.config.metadata import Bounds, Form, OneOf
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.plan import build_plan
@@ -59,7 +59,7 @@ def test_a_value_beyond_is_told_with_its_rule_and_a_remedy_that_works(name: str)
 def test_a_plan_made_in_python_is_held_to_the_same_bounds(name: str) -> None:
     for value in beyond(name):
         config = RunConfig()
-        set_value(config, name, value)
+        config[name] = value
         try:
             problems = build_plan(config).problems
         except ConfigError as error:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ppctl.config.checks import in_batches
 from ppctl.config.compose import compose
+from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import ParallelConfig
 from ppctl.errors import ConfigError
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ppctl.cli.plan import planned
 from ppctl.cli.plan_text import blocks
 from ppctl.config.compose import compose
 from ppctl.errors import ConfigError, DataError, Problem
+from ppctl.launch.planning import planned
 
 LLAMA = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8"
 

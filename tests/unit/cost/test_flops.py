@@ -7,7 +7,7 @@ from published_models import MODELS
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.flops import stage_flops
-from ppctl.cost.parameters import active_parameters, embedding
+from ppctl.cost.parameter_counts import active_parameters, embedding
 from ppctl.geometry.layers import parse_layers
 
 TINY = ModelConfig(

@@ -3,10 +3,10 @@
 import pytest
 from published_runs import kendall_tau, throughput_rows
 
-from ppctl.accelerators import DEVICES, device_called
 from ppctl.config.keys import keys
-from ppctl.config.limits import OneOf
+from ppctl.config.metadata import OneOf
 from ppctl.cost.setting import ALLOCATORS
+from ppctl.host.accelerators import DEVICES, device_called
 
 
 def test_published_throughput_is_planned_within_30_percent_and_in_order() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost import parameters as count
+from ppctl.cost import parameter_counts as count
 from ppctl.errors import ConfigError
 from ppctl.families.config_json import canonical, known_families, read_config, write_config
 from ppctl.families.directory import model_tensors, mtp_tables, stored_names

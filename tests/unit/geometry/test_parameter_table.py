@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppctl.config.recompute_rules import MODULES
+from ppctl.config.parallel_rules import MODULES
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import (
     canonical_names,

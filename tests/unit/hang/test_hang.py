@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 from unit_plan import plan
 
-from ppctl.hang.limits import GRACE, LEAST, TIMES, Limits, Progress
-from ppctl.hang.verdict import verdict
-from ppctl.hang.waits import _ORDER, root, waits
+from ppctl.hang.progress import GRACE, LEAST, TIMES, Limits, Progress
+from ppctl.hang.verdict import _ORDER, root, verdict, waits
 from ppctl.plan import Plan
-from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankState
+from ppctl.records.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankState
 from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, Action, B, F, I, Op, Schedule, W, deps, input_gradient_of
 
 PLANS = {

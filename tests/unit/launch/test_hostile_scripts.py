@@ -10,7 +10,7 @@ import pytest
 from ppctl.cli.jobs import job_of
 from ppctl.cli.main import main
 from ppctl.config.keys import text_keys
-from ppctl.rundir import RunDir
+from ppctl.runs.rundir import RunDir
 
 QUICK = ("+recipe=quickstart", "launch.device=cpu")
 TEXTS = [key.name for key in text_keys().values() if (key.is_text or key.is_container) and not key.facts.lines]

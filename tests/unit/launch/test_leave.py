@@ -12,8 +12,8 @@ from ppctl.errors import ConfigError
 from ppctl.launch.enter import check_node, go_on, package_digest
 from ppctl.launch.leave import job_outcome, main
 from ppctl.plan import build_plan
-from ppctl.rank_records import RankFailure
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.rundir import RunDir
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.devices import SEVERAL_RANKS, device_index, group_backends
+from ppctl.host.devices import SEVERAL_RANKS, device_index, group_backends
 from ppctl.launch import machine
 from ppctl.launch.machine import choose_device, count_gpus, shortage
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ppctl.launch.outcome import Exit, failures, report
-from ppctl.rank_records import RankFailure, RankState
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankFailure, RankState
+from ppctl.runs.rundir import RunDir
 
 ECHOES = [
     "[/x/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",

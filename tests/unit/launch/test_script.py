@@ -121,6 +121,7 @@ def test_the_script_for_the_largest_recipe_is_as_recorded(dry_run: str) -> None:
     assert dry_run == GOLDEN.read_text()
 
 
+@pytest.mark.shows("launch.container_image", "launch.container_mounts", "launch.container_workdir")
 def test_the_script_with_every_option_is_as_recorded() -> None:
     """pyxis is not here: what it gets are srun's arguments as they stand in this file."""
     if os.environ.get("PPCTL_GOLDEN") == "write":

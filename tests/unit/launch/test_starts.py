@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from checkpoint_states import STRANGE, killed_states, mark_of
 
-from ppctl.checkpoint_folder import find, step_of
 from ppctl.cli import main as front
 from ppctl.cli import resume, train
 from ppctl.cli.main import main
@@ -21,8 +20,9 @@ from ppctl.launch import enter
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, new_run
 from ppctl.launch.weights import find_weights
-from ppctl.rundir import RunDir
-from ppctl.runs import find_checkpoint, last_checkpoint
+from ppctl.runs.checkpoint_folder import find, step_of
+from ppctl.runs.finding import find_checkpoint, last_checkpoint
+from ppctl.runs.rundir import RunDir
 
 PERSON = Started("person")
 NUMBERS = count()

@@ -7,11 +7,10 @@ import json
 import pytest
 from unit_plan import config_values, plan
 
+from ppctl.cli.console import prose
 from ppctl.cli.plan_text import limit_line
-from ppctl.cli.table import prose
 from ppctl.plan import Plan
-from ppctl.plan.memory_limit import GIB, MIB, memory_violations
-from ppctl.plan.memory_reserve import CONTEXT, PAIR, RING, communicators, reserve_bytes
+from ppctl.plan.memory_limit import CONTEXT, GIB, MIB, PAIR, RING, communicators, memory_violations, reserve_bytes
 from ppctl.plan.types import DeviceLimit, RankCost
 from ppctl.topology import ParallelSizes
 

@@ -6,7 +6,7 @@ import pytest
 from unit_plan import config_values, equation, plan
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.parameters import mtp_parameters, total_parameters
+from ppctl.cost.parameter_counts import mtp_parameters, total_parameters
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import parse_layers
 from ppctl.layout import PipelineParallelLayerLayout
@@ -22,6 +22,7 @@ def config_and_sources(**values: object) -> tuple[RunConfig, dict[str, str]]:
     return made.config, dict(made.provenance)
 
 
+@pytest.mark.shows("pipeline.pp_microbatch_size")
 @pytest.mark.parametrize(
     ("values", "world", "dp", "microbatches"),
     [
@@ -190,6 +191,7 @@ def test_activations_in_flight_are_the_textbooks(pp: int, gbs: int) -> None:
         assert [cost.in_flight for cost in double.pp_ranks] == expected
 
 
+@pytest.mark.shows("parallel.microbatch_group_size_per_vp_stage")
 def test_a_group_size_counts_only_when_it_was_given() -> None:
     config, provenance = config_and_sources(pp=2, vpp=2, gbs=8)
     config.parallel.microbatch_group_size_per_vp_stage = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ppctl.cli.plan import planned
 from ppctl.config.resources import recipes
+from ppctl.launch.planning import planned
 from ppctl.plan.plan_picture import picture
 from ppctl.schedule.picture import memory_over_time
 

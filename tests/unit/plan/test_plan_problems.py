@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from unit_plan import config_values
 
-from ppctl.cli.plan import planned
 from ppctl.config.compose import compose
 from ppctl.config.resources import recipes
 from ppctl.errors import ConfigError, Problem
+from ppctl.launch.planning import planned
 from ppctl.plan import build_plan, schedule_choice
 from ppctl.plan.config_values import ConfigValues, overrides_text, parse_overrides
 from ppctl.plan.derivation import derive

@@ -12,7 +12,7 @@ import pytest
 from remedies import mended, problems
 from unit_plan import equation, plan, refusal
 
-from ppctl.cli.plan import planned
+from ppctl.launch.planning import planned
 from ppctl.plan.plan import Plan
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import to_slots

@@ -60,6 +60,7 @@ def test_it_is_sound_within_memory_and_as_fast_as_any_named_schedule_that_fits(m
     assert f"pipeline.schedule_memory={memory:g}" in equation(made, "schedule")
 
 
+@pytest.mark.shows("pipeline.schedule_memory")
 def test_more_memory_makes_an_uneven_pipeline_faster() -> None:
     times = [searched(**UNEVEN, pipeline__schedule_memory=memory).timing.pipeline_s for memory in (0.4, 0.6, 1.0)]
     assert times[0] > times[1] > times[2]
@@ -85,6 +86,7 @@ def test_what_waits_for_w_counts_where_layers_are_computed_again(limit: str) -> 
     assert made.timing.pipeline_s <= named.timing.pipeline_s * (1 + 1e-9)
 
 
+@pytest.mark.shows("pipeline.put_off_limit")
 def test_fewer_weight_gradients_that_wait_take_less_memory_and_hardly_more_time() -> None:
     sizes = dict(pp=4, vpp=2, gbs=16, model__num_layers=8, train__recompute_granularity="full")
     plans = [plan(**sizes, pipeline__pp_schedule="dualpipev", pipeline__put_off_limit=limit) for limit in (None, 2, 0)]

@@ -49,6 +49,12 @@ def stricter(record: dict) -> str:
     return ""
 
 
+@pytest.mark.shows(
+    "parallel.num_layers_in_first_pipeline_stage",
+    "parallel.num_layers_in_last_pipeline_stage",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+)
 @pytest.mark.parametrize("record", [r for r in SPLITS if r["ok"]], ids=lambda r: named(r["args"]))
 def test_megatrons_splits_have_the_recorded_rows(record: dict) -> None:
     if stricter(record):
@@ -79,6 +85,7 @@ def test_megatrons_impossible_splits_are_refused() -> None:
             assert refusal(**values) == ["PP-E103" if beyond else "PP-E222"], record["args"]
 
 
+@pytest.mark.shows("parallel.num_layers_per_virtual_pipeline_stage")
 @pytest.mark.parametrize(
     ("values", "layout"),
     [
@@ -100,6 +107,7 @@ NEMO = [
 ]
 
 
+@pytest.mark.shows("pipeline.layers_per_stage", "pipeline.round_virtual_stages_to_pp_multiple")
 def test_layers_per_stage_are_nemos() -> None:
     looked_at = 0
     for record in NEMO:
@@ -149,6 +157,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.shows("pipeline.module_fqns_per_model_part")
 def test_modules_by_name_are_a_layout() -> None:
     made = plan(pp=2, pipeline__module_fqns_per_model_part=PARTS)
     assert made.layout == "Et*5|t*3L"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.cli.plan import planned
 from ppctl.cli.plan_text import blocks
 from ppctl.config.resources import recipes
+from ppctl.launch.planning import planned
 
 FROZEN = Path(__file__).parents[2] / "golden" / "recipes"
 WIDTH = 160

@@ -8,17 +8,17 @@ from unit_plan import config_values
 from ppctl.plan import build_plan
 from ppctl.plan.rehearsal import UPDATE, Step, kinds_of, peaks_of, replayed, scaled, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.rehearsal_record import (
+from ppctl.records.rehearsal_record import (
     BACKWARD,
     FORWARD,
     MESSAGE,
     STEP,
     HostWait,
+    MeasuredTraffic,
     Moment,
     Operations,
     Rehearsed,
     StageMemory,
-    Traffic,
 )
 from ppctl.schedule.action import Action, B, F, I, W
 
@@ -124,7 +124,7 @@ MEASURED = Rehearsed(
     in_update=17 * MIB,
     host_waits=(HostWait("ppctl/a.py", 3, FORWARD, 8), HostWait("ppctl/b.py", 4, STEP, 2)),
     operations=(Operations(BACKWARD, 80, 40), Operations(STEP, 9, 5)),
-    traffic=(Traffic("send", "pp", MESSAGE, 4, 400), Traffic("allreduce", "dp", STEP, 1, 64)),
+    traffic=(MeasuredTraffic("send", "pp", MESSAGE, 4, 400), MeasuredTraffic("allreduce", "dp", STEP, 1, 64)),
     seconds=0.12345,
 )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.rank.times import MARGIN, Phases, TimeLeft, job_end, process_age
+from ppctl.rank.live_state import MARGIN, Phases, TimeLeft, job_end, process_age
 
 
 class Clock:

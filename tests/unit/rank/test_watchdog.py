@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from unit_plan import plan
 
-from ppctl.hang.limits import Limits
+from ppctl.hang.progress import Limits
 from ppctl.rank.watchdog import NodeWatch
-from ppctl.rank_records import RankFailure
-from ppctl.rundir import RunDir
+from ppctl.records.rank_records import RankFailure
+from ppctl.runs.rundir import RunDir
 
 HOSTS = ("a", "b", "c")
 LIMIT = 3.0

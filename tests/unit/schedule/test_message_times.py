@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ppctl.schedule.action import Action, Channel, Op, Placement
-from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
-from ppctl.schedule.trace import Span
+from ppctl.schedule.trace import Span, message_times
 
 
 @pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)])

@@ -14,12 +14,11 @@ from xml.etree import ElementTree
 import pytest
 
 from ppctl.cli.timeline import plain
-from ppctl.schedule.page import timeline_html
+from ppctl.schedule.drawings import picture_svg, timeline_html
 from ppctl.schedule.perfetto import perfetto_json
 from ppctl.schedule.picture import Picture, RankMemory, StageNote, memory_over_time
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
-from ppctl.schedule.svg import picture_svg
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")

@@ -10,7 +10,7 @@ import pytest
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Op, Pair, Schedule
-from ppctl.schedule.page import timeline_html
+from ppctl.schedule.drawings import timeline_html
 from ppctl.schedule.pairs import pair_up, put_off_weights
 from ppctl.schedule.passes import lower
 from ppctl.schedule.perfetto import perfetto_json

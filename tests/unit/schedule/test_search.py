@@ -16,7 +16,7 @@ from ppctl.schedule.lane_orders import Clock, Lanes, critical_blocks, rows_of, s
 from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.search import Found, find_schedule
+from ppctl.schedule.search import FoundSchedule, find_schedule
 from ppctl.schedule.search_task import Task, least_limits, named_schedules
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import step_time
@@ -50,7 +50,7 @@ def any_placement(chance: Random, most_pp: int) -> Placement:
     return Placement(kind, pp, pp * vpp)
 
 
-def peaks(task: Task, found: Found) -> list[float]:
+def peaks(task: Task, found: FoundSchedule) -> list[float]:
     """What each rank holds at most, counted action by action: from F to W, or to B."""
     most = []
     for row in found.schedule.actions:
@@ -62,7 +62,7 @@ def peaks(task: Task, found: Found) -> list[float]:
     return most
 
 
-def check_found(task: Task, found: Found) -> None:
+def check_found(task: Task, found: FoundSchedule) -> None:
     assert found.schedule.placement == task.placement and found.schedule.num_microbatches == task.num_microbatches
     assert verify(lower(found.schedule)) == []
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks(task, found), task.limits, strict=True))

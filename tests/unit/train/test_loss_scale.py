@@ -3,7 +3,7 @@
 import pytest
 
 from ppctl.config.schema import OptimConfig
-from ppctl.train.loss_scale import LossScale
+from ppctl.train.mixed_precision import LossScale
 
 
 @pytest.mark.parametrize(

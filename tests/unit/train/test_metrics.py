@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppctl.step_lines import clock_text, step_line
+from ppctl.records.step_lines import clock_text, step_line
 from ppctl.train.metrics import Screen
 
 RECORD = {
@@ -33,7 +33,7 @@ def test_the_screen_takes_the_width_that_the_launcher_passes_on(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr("shutil.os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError()))
-    Screen(400)(RECORD)
+    Screen(400).log_metrics(RECORD)
     line = capsys.readouterr().out
     assert line.startswith(start) and line.endswith(f"ETA {clock_text(393 * 0.5)}\n")
 

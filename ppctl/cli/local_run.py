@@ -1,0 +1,299 @@
+"""From an accepted plan to the end of a run on this machine: the steps that train, resume, submit and parity share.
+
+Knows their order, and what a person sees of them. Must not know torch: a rank is started as `python -m
+ppctl.rank.worker`. A process that torchrun, SLURM or another scheduler started becomes such a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from ppctl.checkpoint.local_copy import refused_on_one_host
+from ppctl.cli import plan_text
+from ppctl.cli.console import is_live, note, print_problems, prose, width
+from ppctl.cli.longer import longer, rates_text, same_rates
+from ppctl.cli.runs import checkpoint_of, program, short_path
+from ppctl.config.argv import ALIASES, LAYOUT, retyped, typed_again
+from ppctl.config.compose import Composed
+from ppctl.config.gpu_environment import gpu_environment, kept_allocator
+from ppctl.config.schema import RunConfig
+from ppctl.errors import PpctlError, Problem, pasted
+from ppctl.hang.progress import Limits
+from ppctl.host.private_files import own_directory, shared_memory
+from ppctl.launch.described import absent_for, other_version
+from ppctl.launch.environment import Started, detect
+from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
+from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
+from ppctl.launch.planning import planned, refuse
+from ppctl.launch.process import become_worker
+from ppctl.launch.run_directory import Launch, with_value
+from ppctl.launch.watch import LocalJob, supervise
+from ppctl.launch.weights import check_weights, find_weights
+from ppctl.plan import Plan, fits
+from ppctl.runs.checkpoint_folder import AUTO, candidates, step_of
+from ppctl.runs.finding import checkpoint_if_any, find_checkpoint
+from ppctl.runs.rundir import RunDir
+
+_CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
+"""(pp, vpp) that a run which has ended proposes, the first that fits."""
+_SIZES = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
+"""Keys of a cut."""
+
+
+@contextmanager
+def start_of(args: argparse.Namespace) -> Iterator[Started]:
+    """The launcher that started this process. Ranks other than 0 become workers here, and wait for rank 0.
+
+    Problems inside are printed once, by rank 0 (with --json as one object, too); all ranks exit with their exit code.
+    """
+    started = detect(os.environ)
+    if started.rank > 0:
+        become_worker(started, "--join")
+    try:
+        yield started
+    except PpctlError as error:
+        if args.json:
+            problems = [problem.to_json() for problem in error.problems]
+            print(json.dumps({"state": "refused", "exit_code": error.exit_code, "problems": problems}), flush=True)
+        if not started.is_rank:
+            raise
+        print_problems(error.problems)
+        become_worker(started, "--refuse", str(error.exit_code))
+
+
+def accepted(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> Plan:
+    """The plan of a config without problems, after printing the notes on it. Raises as `refuse`."""
+    refuse(problems)
+    assert plan is not None  # there were no problems
+    for line in composed.notes:
+        note(f"note: {line}")
+    return plan
+
+
+def adapt_to_machine(
+    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started, command: str = "train"
+) -> tuple[RunConfig, Mapping[str, Any]]:
+    """`config` with its device and its GPU environment, and what its data is.
+
+    `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run that it names). Raises
+    ConfigError with all problems if it cannot run on this machine.
+    """
+    from ppctl.data.load import examine  # numpy
+
+    world = plan.sizes.world
+    ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
+    share = config.launch.share_gpu
+    device = choose_device(_asked_device(config, plan), ranks_here, os.environ, share=share)
+    problems = []
+    if find_spec("torch") is None:
+        remedy = f"{pasted(sys.executable)} -m pip install torch"
+        problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
+    else:
+        problems += absent_for(config.model)
+        if other := other_version(config.model):
+            note(f"note: {other}")
+    if started.is_rank and started.world_size != world:
+        problems.append(_other_world(started, world, arguments))
+    elif not started.is_rank and config.launch.target == "env":
+        message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
+        remedy = f"{typed_again(command, arguments)} launch.target=local"
+        problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
+    else:
+        problems += shortage(device, ranks_here, arguments, os.environ, share=share, command=command)
+    one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
+    problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
+    config, conflicts = with_gpu_environment(
+        with_value(config, "launch", device=device, share_gpu=share and device == "cuda"), plan
+    )
+    data, wrong = examine(config)
+    refuse([*problems, *conflicts, *wrong])
+    return config, data
+
+
+def _asked_device(config: RunConfig, plan: Plan) -> str:
+    """`launch.device`; where nothing sets it and this machine has no GPU, a model that is here trains on the CPU."""
+    left_open = plan.provenance.get("launch.device", "default") == "default" and config.model.from_ is not None
+    if not left_open or config.launch.device != "cuda" or count_gpus(os.environ):
+        return config.launch.device
+    note("note: this machine has no GPU: ranks run on the CPU, over gloo; launch.device=cuda refuses that")
+    return "cpu"
+
+
+def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
+    """The problem of a launcher that has started another number of ranks than the plan has."""
+    typed = typed_again("train", arguments)
+    how = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
+    remedy = how.get(started.by, f"WORLD_SIZE={world}")
+    larger = with_overrides(arguments, "launch.nodes=1", f"launch.gpus_per_node={started.world_size}")
+    plan, problems = planned(larger, for_training=True)[1:]
+    if plan is not None and plan.sizes.world == started.world_size and not problems:
+        remedy += "\n" + typed_again("plan", larger)
+    starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
+    message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
+    return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")
+
+
+def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
+    """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
+    if config.launch.device != "cuda":
+        return config, []
+    environ = os.environ
+    variables, conflicts = gpu_environment(config, plan.sizes.pp, environ, config.launch.env, routed=plan.routed)
+    if (kept := kept_allocator(environ, config.launch.env)) is not None:
+        note(kept)
+    return with_value(config, "launch", env=variables), conflicts
+
+
+def with_paths(config: RunConfig) -> RunConfig:
+    """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
+    if config.checkpoint.load is not None and config.checkpoint.resume is None:
+        config = _with_loaded(config, config.checkpoint.load)
+    elif config.checkpoint.resume not in (None, AUTO):
+        checkpoint = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
+        _note_rates(config, checkpoint)
+        config = with_value(config, "checkpoint", resume=str(checkpoint))
+    if config.model.from_ is not None:
+        weights = find_weights(config.model.from_, Path(config.log.dir))
+        for line in check_weights(weights, config.model):
+            note(f"note: {line}")
+        config = with_value(config, "model", from_=str(weights))
+    return config
+
+
+def _note_rates(config: RunConfig, checkpoint: Path) -> None:
+    """Say what the learning rate does, where the checkpoint is of a run with other rates."""
+    with suppress(PpctlError, OSError, ValueError, ArithmeticError):
+        before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
+        if not same_rates(before, config):
+            note(f"note: learning rate: {rates_text(before, config, done)}")
+
+
+def _with_loaded(config: RunConfig, load: str) -> RunConfig:
+    """`config` with the checkpoint that `checkpoint.load` finds; as it is where the run begins."""
+    checkpoint = checkpoint_if_any(load, Path(config.log.dir))
+    outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
+    note(f"note: checkpoint.load={load}: {outcome}")
+    if checkpoint is None:
+        return config
+    _note_rates(config, checkpoint)
+    return with_value(config, "checkpoint", resume=str(checkpoint), load=None)
+
+
+def command_line(command: str, args: argparse.Namespace) -> str:
+    """The command line with full names, ready to paste."""
+    recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
+    return " ".join(filter(None, (program(), command, pasted(*recipes), retyped(args.line.overrides))))
+
+
+def run_to_end(
+    run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
+) -> int:
+    """Print the first screen, run the job to its end and print how it ended.
+
+    `overrides` are those of a train command, from which the last lines make commands to go on with.
+    """
+    out = sys.stderr if as_json else sys.stdout
+    config = launch.config
+    print(
+        f"{first_screen(launch.plan)}\n\nrun {short_path(run.path)} on {config.launch.device}\n", file=out, flush=True
+    )
+    if started.is_rank:
+        become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
+    if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
+        os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+    tried = candidates(config.checkpoint.resume, run.checkpoints)
+    limits, first_step = Limits.of(config.launch), step_of(tried[0].path if tried else None)
+    with own_directory(shared_memory()) as directory:
+        job = LocalJob(run, launch.plan.sizes.world, directory, config.launch.env, limits=limits, first_step=first_step)
+        with _terminal(job, config, out) as lines:
+            outcome = supervise(job, lines)
+    if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
+        note("")  # the terminal has shown ^C
+    if outcome.report:
+        note(outcome.report + saved_before(run, outcome))
+    if as_json:
+        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
+    elif outcome.exit_code in (DONE, STOPPED):
+        print("\n".join(ending(run, launch, outcome, overrides)))
+    return outcome.exit_code
+
+
+def first_screen(plan: Plan) -> str:
+    """The first screen of a training run: the letters, the layers of each pp_rank, and the equations."""
+    columns = width()
+    facts = prose([*plan_text.equations(plan), plan_text.schedule_line(plan)], columns)
+    return "\n".join([prose([plan_text.legend(plan)], columns), "", plan_text.drawing(plan), "", facts])
+
+
+@contextmanager
+def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[TextIO]:
+    """Prints rank 0's lines to `out`; on a terminal above a block that shows the run's progress."""
+    if out is not sys.stdout or not is_live():
+        yield out
+        return
+    from ppctl.cli.live import live_block  # rich
+
+    with live_block(job.run, job.directory, job.world_size, config.train.steps) as lines:
+        yield lines
+
+
+def saved_before(run: RunDir, outcome: JobOutcome) -> str:
+    """After an interruption: the checkpoint to go on from, or how to have one next time."""
+    if outcome.exit_code != INTERRUPTED:
+        return ""
+    checkpoint = checkpoint_of(run)
+    if checkpoint is None:
+        again = "checkpoint.interval=100 saves every 100 steps; Ctrl-C saves too, once, after the first step"
+        return f"\n  no checkpoint yet: {again}"
+    return f"\n  go on from {checkpoint.name} with: {program()} resume {pasted(short_path(run.path))}"
+
+
+def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
+    """The model's sample, the paths, and commands to go on with."""
+    name, lines = program(), [""]
+    sample = run.result().get("sample")
+    if isinstance(sample, dict):
+        lines += ["the model reads, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
+        lines += ["the model writes, choosing from the likeliest tokens:", _indented(str(sample.get("text", ""))), ""]
+    checkpoint = checkpoint_of(run)
+    lines.append(f"run         {run.path}")
+    lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
+    where = pasted(short_path(run.path))
+    if outcome.exit_code == STOPPED:
+        return [*lines, "", "stopped after saving; go on with:", f"  {name} resume {where}"]
+    recipe = "deepseek_v3" if launch.config.recipe == "quickstart" else launch.config.recipe
+    cut = None if overrides is None else _another_cut(launch, overrides)
+    lines += ["", "next:"]
+    lines += [f"  {name} plan {pasted(f'+recipe={recipe}')}"] if recipe else []
+    lines += [f"  {name} train {cut}"] if cut else []
+    return [*lines, f"  {longer(short_path(run.path), launch.config)}"]
+
+
+def _indented(text: str) -> str:
+    """`text` indented and wrapped at the terminal's width, with control characters as dots."""
+    if not text.strip():
+        return "  (blanks only)"
+    visible = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
+    room = max(shutil.get_terminal_size().columns - 4, 20)
+    lines = [line[at : at + room] for line in visible.split("\n") for at in range(0, max(len(line), 1), room)]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _another_cut(launch: Launch, overrides: Sequence[str]) -> str | None:
+    """The overrides of this run with another pp and vpp that fit it."""
+    config, plan = launch.config, launch.plan
+    for pp, vpp in _CUTS:
+        cut = {"pp": pp, "vpp": vpp, "layout": None}
+        if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and fits(config, plan.provenance, cut):
+            kept = [override for override in overrides if override.partition("=")[0] not in _SIZES]
+            return retyped([*kept, f"pp={pp}", f"vpp={vpp}"])
+    return None

@@ -1,0 +1,189 @@
+"""Rules on how a model is divided and run: recomputation, offloading, messages, schedules, whole matrices.
+
+Knows Megatron's names of modules. Must not know stages: how many layers these have is the plan's
+(`plan/layout_choice.py`), what a stage recomputes is in `geometry/layers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppctl.config.keys import Finding, as_typed, did_you_mean, nearest, text_keys
+from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
+from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, schedule_policy
+
+MODULES = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")
+_KEY = "train.recompute_granularity"
+_BELONGS = {
+    "full": ("recompute_method", "recompute_num_layers"),
+    "selective": ("recompute_modules",),
+}
+
+SWITCH, LAYERS = "parallel.cpu_offloading", "parallel.cpu_offloading_num_layers"
+_ACTIVATIONS = "parallel.cpu_offloading_activations"
+
+_OPTIMIZER = "optim.name"
+
+_BATCH, _OVERLAP = "parallel.batch_p2p_comm", "parallel.overlap_p2p_comm"
+
+
+def muon(config: RunConfig) -> Iterator[Finding]:
+    """Muon needs a weight, its gradient and its momentum whole on one rank; its keys need Muon."""
+    if config.optim.name != "muon":
+        for name, typed in text_keys().items():
+            if name.startswith("optim.muon_") and config[name] != typed.default:
+                message = f"{name} is a key of Muon alone, and {_OPTIMIZER} is {config.optim.name}"
+                yield (name, _OPTIMIZER), message, f"{as_typed(name, typed.default)}\n{_OPTIMIZER}=muon"
+        return
+    parallel = config.parallel
+    for axis in ("tensor_model", "expert_tensor"):
+        key = f"parallel.{axis}_parallel_size"
+        if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
+            yield (
+                (key, _OPTIMIZER),
+                "Muon needs whole matrices, and tensor parallelism splits them",
+                f"{key}=1\n{_OPTIMIZER}=adamw",
+            )
+    if config.model.lora:
+        message = "Muon orthogonalises whole weights, and an adapter is a product of two factors"
+        yield (_OPTIMIZER, "model.lora"), message, f"{_OPTIMIZER}=adamw"
+
+
+def in_batches(parallel: ParallelConfig) -> bool:
+    """Whether a rank waits for neighbouring messages as one batch, instead of computing while they travel."""
+    return parallel.batch_p2p_comm or not parallel.overlap_p2p_comm
+
+
+def messages(config: RunConfig) -> Iterator[Finding]:
+    """Rules on how messages between stages travel."""
+    parallel, backend = config.parallel, "parallel.pipeline_model_parallel_comm_backend"
+    if parallel.overlap_p2p_comm and parallel.batch_p2p_comm:
+        message = "a rank waits for each batch of messages: they cannot overlap with computation"
+        yield (_BATCH, _OVERLAP), message, f"{_OVERLAP}=false"
+    if parallel.batch_p2p_sync and not parallel.batch_p2p_comm:
+        message = "batch_p2p_sync synchronises after the batches of batch_p2p_comm, which is off"
+        yield ("parallel.batch_p2p_sync", _BATCH), message, "parallel.batch_p2p_sync=false"
+    if config.pipeline.p2p_capacity is not None and in_batches(parallel):
+        message = "with batch_p2p_comm no message overlaps with computation, so a capacity has no effect"
+        yield ("pipeline.p2p_capacity", _BATCH, _OVERLAP), message, "pipeline.p2p_capacity=null"
+    if parallel.pipeline_model_parallel_comm_backend == "nccl" and config.launch.device == "cpu":
+        message = "NCCL sends tensors of GPUs, but the device is the CPU"
+        yield (backend, "launch.device"), message, f"{backend}=null"
+
+
+def recompute(config: RunConfig) -> Iterator[Finding]:
+    """Which keys of recomputation belong together, and which modules a model has to recompute."""
+    train = config.train
+    granularity = train.recompute_granularity
+    for owner, names in _BELONGS.items():
+        for name in names:
+            if getattr(train, name) is not None and granularity != owner:
+                message = f"train.{name} is a detail of {_KEY}={owner}, and that is {granularity or 'null'}"
+                yield (f"train.{name}", _KEY), message, f"train.{name}=null"
+    if train.recompute_stages is not None and granularity is None:
+        keys = ("train.recompute_stages", _KEY)
+        yield keys, "recompute_stages has no effect: recompute_granularity is null", "train.recompute_stages=null"
+    if train.compile and granularity == "selective":
+        message = "torch.compile decides what a layer keeps: single modules of it cannot be recomputed"
+        yield ("train.compile", _KEY), message, "train.compile=false"
+    yield from _modules(config)
+    partial = config.parallel.num_microbatches_with_partial_activation_checkpoints
+    if partial is not None and granularity != "full":
+        name = "parallel.num_microbatches_with_partial_activation_checkpoints"
+        message = f"it exempts microbatches from {_KEY}=full, and that is {granularity or 'null'}"
+        yield (name, _KEY), message, f"{name}=null"
+
+
+def _modules(config: RunConfig) -> Iterator[Finding]:
+    modules = config.train.recompute_modules
+    if modules is None or config.train.recompute_granularity != "selective":
+        return
+    name = "train.recompute_modules"
+    missing = _missing(config.model)
+    right = [module for module in modules if module in MODULES and module not in missing]
+    remedy = as_typed(name, right or None)
+    if not modules:
+        yield (name,), f"{name} names no module", remedy
+    for module in modules:
+        if module not in MODULES:
+            known = f"{', '.join(MODULES)}{did_you_mean(module, MODULES)}"
+            yield (name,), f"there is no module {module} to recompute; there are {known}", remedy
+        elif module in missing:
+            yield (name,), f"the model has no {module} to recompute: {missing[module]}", remedy
+
+
+def _missing(model: ModelConfig) -> dict[str, str]:
+    """The modules that this model does not have, and why."""
+    missing: dict[str, str] = {}
+    if model.num_moe_experts is None:
+        missing |= dict.fromkeys(("moe", "moe_act"), "model.num_moe_experts is null")
+    if not model.multi_latent_attention:
+        missing["mla_up_proj"] = "model.multi_latent_attention is false"
+    return missing
+
+
+def offloading(config: RunConfig) -> Iterator[Finding]:
+    """Which keys of `cpu_offloading` belong together. Unlike in Megatron, several stages and recomputation are no
+    obstacle."""
+    parallel = config.parallel
+    if not parallel.cpu_offloading:
+        if parallel.cpu_offloading_num_layers:
+            message = f"{LAYERS} is a detail of {SWITCH}, and that is false"
+            yield (LAYERS, SWITCH), message, f"{SWITCH}=true"
+        if not parallel.cpu_offloading_activations:
+            message = f"{_ACTIVATIONS} is a detail of {SWITCH}, and that is false"
+            yield (_ACTIVATIONS, SWITCH), message, f"{_ACTIVATIONS}=true"
+        return
+    if not parallel.cpu_offloading_num_layers:
+        message = f"{SWITCH} moves the first layers of every stage, and their number is 0"
+        yield (SWITCH, LAYERS), message, f"{LAYERS}=1"
+    if not parallel.cpu_offloading_activations:
+        message = f"{SWITCH} has nothing to move: activations are left out"
+        yield (_ACTIVATIONS, SWITCH), message, f"{_ACTIVATIONS}=true"
+    if config.train.compile:
+        message = "torch.compile decides what a layer keeps, which then cannot be moved to the host"
+        yield ("train.compile", SWITCH), message, "train.compile=false"
+
+
+def schedule(config: RunConfig) -> Iterator[Finding]:
+    """A schedule that exists, with the keys that apply to it."""
+    name, memory = config.pipeline.pp_schedule, config.pipeline.schedule_memory
+    if memory is not None and (config.pipeline.pp_schedule_csv is not None or schedule_policy(name) != AUTO):
+        message = f"pipeline.schedule_memory={memory:g} is a limit for a search, and no schedule is searched for"
+        remedy = f"pipeline.pp_schedule={AUTO}" if config.pipeline.pp_schedule_csv is None else None
+        unset = "pipeline.schedule_memory=null"
+        yield ("pipeline.schedule_memory", "pipeline.pp_schedule"), message, "\n".join(filter(None, (remedy, unset)))
+    yield from _deferred_limit(config)
+    if config.pipeline.pp_schedule_csv is not None and name is None:
+        return
+    if schedule_policy(name) is None:
+        abstract = (name or "").lower() in ("pipelineschedulesingle", "pipelineschedulemulti")  # torch's base classes
+        hint = ": that is a kind of schedule" if abstract else did_you_mean(str(name), SPELLINGS)
+        fitting = fitting_policy(config.parallel.virtual_pipeline_model_parallel_size or 1)
+        begun = [each for each in SPELLINGS if name and each.startswith(name.lower())]
+        close = [*nearest(str(name), SPELLINGS), *begun, fitting]
+        yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", f"pipeline.pp_schedule={close[0]}"
+
+
+def _deferred_limit(config: RunConfig) -> Iterator[Finding]:
+    limit, file = config.pipeline.put_off_limit, config.pipeline.pp_schedule_csv
+    policy = POLICIES.get(schedule_policy(config.pipeline.pp_schedule) or "") if file is None else None
+    if limit is not None and (policy is None or not policy.splits):
+        name = config.pipeline.pp_schedule if file is None else "of a file"
+        named = ", ".join(name for name, policy in POLICIES.items() if policy.splits)
+        message = f"pipeline.put_off_limit={limit} is for schedules that split backwards ({named}), not schedule {name}"
+        yield ("pipeline.put_off_limit", "pipeline.pp_schedule"), message, "pipeline.put_off_limit=null"
+
+
+def exchanging_layers(config: RunConfig) -> Iterator[Finding]:
+    """Uses of whole logits and whole graphs, which layers that communicate do not have."""
+    tensor, context = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
+    if config.pipeline.loss_fn is not None and config.parallel.tensor_model_parallel_size > 1:
+        message = (
+            "loss_fn needs the logits of the whole vocabulary, and each tensor-parallel rank has only a part of them"
+        )
+        yield ("pipeline.loss_fn", tensor), message, "tp=1"
+    over = [key for key in (tensor, context) if getattr(config.parallel, key.partition(".")[2]) > 1]
+    if config.train.compile and over:
+        message = "layers that communicate with other ranks cannot be compiled: collectives would break their graphs"
+        yield ("train.compile", *over), message, "train.compile=false"

@@ -1,0 +1,105 @@
+"""Values that change while a run goes on, as they are written: a batch that grows, a rate and a weight in pieces.
+
+Must not know the schema, which names these forms; `batch_sizes.py` and `learning_rate.py` say what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ppctl.config.metadata import MOST_SAMPLES, Form
+from ppctl.config.quantities import tokens
+
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD", "piecewise")
+
+MOST_SIZES = 256
+"""Sizes of a batch that grows: each has a schedule of its own."""
+
+
+class Rampup(NamedTuple):
+    """A batch that grows from `start` by `increment` until `samples` are consumed, each size for as many of these."""
+
+    start: int
+    increment: int
+    samples: int
+
+    def sizes(self, full: int) -> range:
+        """Every size before `full`, which follows."""
+        return range(self.start, full, self.increment)
+
+
+def read_rampup(value: Any) -> Rampup:
+    """[START, INCREMENT, SAMPLES]. Raises ValueError."""
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ValueError(value)
+    if any(type(number) is not int or number < 1 for number in value) or value[0] > MOST_SAMPLES:
+        raise ValueError(value)
+    return Rampup(*value)
+
+
+class GivenPiece(NamedTuple):
+    """A row of `optim.lr_pieces`. It ends at `steps` updates, or after `tokens`."""
+
+    style: str
+    steps: int
+    tokens: float | None
+    lr: float | None
+
+
+class WeightPiece(NamedTuple):
+    """A row of `model.mtp_loss_scaling_pieces`: a weight until so many steps are done, or tokens consumed."""
+
+    steps: int
+    tokens: float | None
+    weight: float
+
+
+def read_piece(row: Any) -> GivenPiece:
+    """A row as {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}. Raises ValueError."""
+    if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
+        raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")
+    style, lr = row["style"], row.get("lr")
+    if style not in ("constant", "linear", "cosine"):
+        raise ValueError(f"the style of a piece is constant, linear or cosine, not {style!r}")
+    if lr is not None:
+        _check_amount("rate", lr)
+    return GivenPiece(style, *_end(row["until"]), lr)
+
+
+def read_weight_piece(row: Any) -> WeightPiece:
+    """A row as {until: STEPS or "10T tokens", weight: W}. Raises ValueError."""
+    if not isinstance(row, Mapping) or set(row) != {"until", "weight"}:
+        raise ValueError(f"{row!r} is not a piece: it has until and weight")
+    _check_amount("weight", row["weight"])
+    return WeightPiece(*_end(row["until"]), float(row["weight"]))
+
+
+def _check_amount(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"a {name} is a number, at least 0, not {value!r}")
+
+
+def _end(until: Any) -> tuple[int, float | None]:
+    """Steps, or 0 and tokens."""
+    if isinstance(until, str):
+        return 0, tokens(until)
+    if isinstance(until, bool) or not isinstance(until, int) or until < 1:
+        raise ValueError(f"a piece ends after a number of steps, or after tokens as '10T tokens', not {until!r}")
+    return until, None
+
+
+def _rows(words: str, read_row: Any) -> Form:
+    def read(rows: Any) -> object:
+        if not isinstance(rows, list | tuple) or not rows:
+            raise ValueError(rows)
+        return [read_row(row) for row in rows]
+
+    return Form(words, read)
+
+
+RAMPUP = Form("[START, INCREMENT, SAMPLES], whole numbers above 0", read_rampup, "[1, 1, 1000]")
+LR_PIECES = _rows('rows as {style: cosine, until: "10T tokens", lr: 2e-5}: constant, linear or cosine', read_piece)
+MTP_PIECES = _rows('rows as {until: "10T tokens", weight: 0.3}', read_weight_piece)

@@ -1,0 +1,119 @@
+"""Rules on how a run is started, watched and saved: samples, recorded steps, copies in memory, submission.
+
+Knows the names of sbatch's and srun's options. Must not know how the batch script is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ppctl.config.keys import Finding, keys_with, names_of_keys
+from ppctl.config.quantities import slurm_seconds, steps_of
+from ppctl.config.schema import LaunchConfig, RunConfig
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+WATCHED = ("log.trace", "log.torch_profile", "log.gradients")
+"""Keys that name steps of which more is kept."""
+
+_NEVER = (
+    *("--parsable", "--wrap", "-a", "--array", "--test-only"),
+    *("-W", "--wait", "--kill-on-bad-exit", "-K", "-l", "--label"),
+)
+"""Options with which ppctl could not tell how the job goes."""
+
+
+def environment(config: RunConfig) -> Iterator[Finding]:
+    """Variables of ranks that nobody may set, or that are none."""
+    for name in config.launch.env:
+        if name in RANK_VARIABLES:
+            message = f"launch.env cannot set {name}: it differs between ranks, and the launcher sets it for each"
+        elif name == "PPCTL_SECRET":
+            message = "launch.env cannot set PPCTL_SECRET: others can read config.yaml and the job script; use export"
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            message = f"launch.env cannot set {name!r}: letters, digits and _ make the name of a variable"
+        else:
+            continue
+        yield ("launch.env",), message, "launch.env"
+
+
+def samples(config: RunConfig) -> Iterator[Finding]:
+    """The size of a sample and of a microbatch."""
+    if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
+        keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
+        yield keys, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
+    length, positions = config.data.seq_length, config.model.max_position_embeddings
+    if config.pipeline.pp_seq_len not in (None, length):
+        message = f"messages would be made for sequences of {config.pipeline.pp_seq_len}, and the data's have {length}"
+        yield ("pipeline.pp_seq_len", "data.seq_length"), message, f"pipeline.pp_seq_len={length}"
+    if length > positions:
+        message = f"a sequence of {length} is longer than the model's {positions} positions"
+        # A model whose code is transformers' has the positions of its own config.json.
+        foreign = config.model.transformers is not None
+        remedy = f"data.seq_length={positions}" + ("" if foreign else f"\nmodel.max_position_embeddings={length}")
+        yield ("data.seq_length", "model.max_position_embeddings"), message, remedy
+
+
+def watched_steps(config: RunConfig) -> Iterator[Finding]:
+    """Steps that the run does not have: nothing would be kept, without a word."""
+    last = config.train.steps
+    for name in WATCHED:
+        asked = config[name]
+        if asked is not None and (steps := steps_of(asked))[-1] > last:
+            there = max(last - len(steps) + 1, 1)
+            message = f"{name}={asked} ends with step {steps[-1]}, but the run ends with step {last}"
+            yield (name, "train.steps"), message, f"{name}={there}:{last + 1}"
+
+
+def local_copies(config: RunConfig) -> Iterator[Finding]:
+    """Copies of checkpoints in memory, which belong to background saves."""
+    checkpoint = config.checkpoint
+    if (checkpoint.local is not None) != (checkpoint.local_every > 0):
+        message = "set both the directory and the interval of copies in memory, or neither"
+        remedy = "checkpoint.local_every=10" if checkpoint.local is not None else "checkpoint.local=/dev/shm/ppctl"
+        yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
+    if checkpoint.local is not None and not checkpoint.async_:
+        message = "copies in memory are made by background saves"
+        yield ("checkpoint.local", "checkpoint.async"), message, "checkpoint.async=true"
+    if checkpoint.local_replicas and checkpoint.local is None:
+        message = "a neighbour's host can only hold copies in memory, and there are none"
+        yield ("checkpoint.local_replicas", "checkpoint.local"), message, "checkpoint.local_replicas=0"
+
+
+def submission(config: RunConfig) -> Iterator[Finding]:
+    """Devices, time limits, lines of the batch script, and options that ppctl sets itself."""
+    launch = config.launch
+    if launch.share_gpu and launch.device == "cpu":
+        message = "launch.share_gpu has no effect for ranks on the CPU"
+        yield ("launch.share_gpu", "launch.device"), message, "launch.share_gpu=false"
+    yield from _time(launch)
+    for name, key in keys_with("slurm").items():
+        if key.is_list and any("\n" in line or "\0" in line for line in config[name] or ()):
+            yield (name,), f"each entry of {name} is one line", f"{name}=null"
+    if launch.container_image is None:
+        for name in ("container_mounts", "container_workdir"):
+            if getattr(launch, name):
+                message = f"launch.{name} needs launch.container_image"
+                yield (f"launch.{name}", "launch.container_image"), message, f"launch.{name}=null"
+    for name in ("sbatch_args", "srun_args"):
+        yield from _arguments(f"launch.{name}", getattr(launch, name) or ())
+
+
+def _time(launch: LaunchConfig) -> Iterator[Finding]:
+    limit = None if launch.time is None else slurm_seconds(launch.time)
+    if limit is not None and limit <= launch.signal_lead:
+        message = f"the ranks would have to stop {launch.signal_lead} s before a limit of {limit} s: at the start"
+        yield ("launch.time", "launch.signal_lead"), message, f"launch.signal_lead={max(limit // 2, 1)}"
+
+
+def _arguments(key: str, arguments: Sequence[str]) -> Iterator[Finding]:
+    owners = names_of_keys("options")
+    for argument in arguments:
+        option = argument.partition("=")[0] if argument.startswith("--") else argument[:2]
+        if not re.match(r"-[A-Za-z]|--[a-z]", argument):
+            yield (key,), f"{key}: {argument!r} is no option; write each as one word, as --mail-type=END", f"{key}=null"
+        elif option in owners:
+            yield (key,), f"{key}: ppctl sets {option} by {owners[option]}", f"{key}=null"
+        elif option in _NEVER:
+            yield (key,), f"{key}: with {option} ppctl could not tell how the job goes", f"{key}=null"

@@ -1,0 +1,97 @@
+"""How long a job may stand still in each of its states, and whether it has stood still for longer.
+
+Knows the limits of a config and the states of ranks. Must not know clocks or processes: the caller passes the time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ppctl.config.quantities import seconds
+from ppctl.config.schema import LaunchConfig
+from ppctl.records.rank_records import RankState
+
+LEAST, TIMES = 120.0, 10.0
+"""The adaptive limit of a step: so many times the slowest one so far, and at least so many seconds."""
+_AS_LONG_AS_A_FIRST_STEP = {"loading kernels", "recording", "saving", "evaluating", "generating", "done"}
+GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
+"""Seconds by which a rank's own alarm is later than the watch's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds for which nothing may move, in each state of the job."""
+
+    start: float
+    first_step: float
+    step: float | None
+    """None adapts: `TIMES` the slowest step so far, at least `LEAST`, at most `longest`."""
+
+    @classmethod
+    def of(cls, launch: LaunchConfig) -> Limits:
+        """The limits of a config that has been checked."""
+        step = None if launch.step_limit is None else float(seconds(launch.step_limit))
+        return cls(seconds(launch.start_limit), seconds(launch.first_step_limit), step)
+
+    @property
+    def longest(self) -> float:
+        """The longest of the limits: at the latest then, the watch ends a job in which nothing moves."""
+        return max(self.start, self.first_step, LEAST if self.step is None else self.step)
+
+    @property
+    def of_groups(self) -> timedelta:
+        """How long a process group waits for its other ranks before its backend gives up.
+
+        Later than the watch, which names a culprit, and than every rank's alarm, which writes its stacks: the errors of
+        backends have neither.
+        """
+        return timedelta(seconds=self.longest + 2 * GRACE)
+
+    @property
+    def look(self) -> float:
+        """Seconds between publications of a node: so short that, under a short limit, no live node seems silent."""
+        return min(10.0, (self.step or LEAST) / 4)
+
+
+class Progress:
+    """Follows one start of a job: `late` returns how long nothing has moved, if that is too long."""
+
+    def __init__(self, limits: Limits, now: float, first_step: int = 0) -> None:
+        self.limits = limits
+        self._first = first_step
+        self._began = now
+        self._step = -1
+        self._entered = now
+        self._slowest = 0.0
+
+    def late(self, states: Sequence[RankState], now: float) -> float | None:
+        """Seconds since anything moved, if they exceed the limit; else None. `now` is on the clock of the states."""
+        self.note(states)
+        if not states or all(each.state == "done" for each in states):
+            return None
+        still = now - max(self._began, *(each.since for each in states))
+        return still if still > self.limit(states) else None
+
+    def limit(self, states: Sequence[RankState]) -> float:
+        """The limit for ranks in these states, in seconds."""
+        names = {each.state for each in states}
+        if names & {"starting", "warming up", "loading"}:
+            return self.limits.start
+        if self._step <= self._first or names & _AS_LONG_AS_A_FIRST_STEP:
+            return self.limits.first_step
+        if self.limits.step is not None:
+            return self.limits.step
+        return min(self.limits.longest, max(LEAST, TIMES * self._slowest))
+
+    def note(self, states: Sequence[RankState]) -> None:
+        """Note when a step begins, and how long the one before took (without the start-up before the first one)."""
+        training = [each for each in states if each.state == "training"]
+        newest = max((each.step for each in training), default=-1)
+        if newest > self._step:
+            began = min(each.since for each in training if each.step == newest)
+            if self._step >= 0:
+                self._slowest = max(self._slowest, (began - self._entered) / (newest - self._step))
+            self._step, self._entered = newest, began

@@ -1,0 +1,175 @@
+"""Files: never half-written, whatever crashes or fills the disk; read up to a limit; locked. And closed streams.
+
+Knows the operating system. Must not know what is written, nor where.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from ppctl.records.json_reader import parse, read
+
+T = TypeVar("T")
+
+MOST_READ = 2**24
+"""Bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
+
+MOST_READ_OF_A_MODEL = 2**28
+"""The same for a tokenizer, or the index of a model's files: 256 MiB."""
+ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
+"""What `read_whole` raises for what is there and no file of ours, in place of faults of the disk."""
+
+
+def is_file(path: Path | str) -> bool:
+    """Whether there is a file, `~` for a home directory included; False for a name that no file can have."""
+    try:
+        return _expanded(path).is_file()
+    except OSError:  # too long a name
+        return False
+
+
+def cache_directory() -> Path:
+    """This user's own directory for what can be made again; it need not be there."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "ppctl"
+
+
+def nearest_there(path: Path) -> Path:
+    """`path`, or the first directory above it that is there: what `ls` can list."""
+    return next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), Path("/"))
+
+
+def _expanded(path: Path | str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise OSError(errno.ENOENT, str(error), str(path)) from None
+
+
+def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) -> bytes:
+    """All bytes of a regular file; `~` is a home directory.
+
+    Raises OSError as `open_regular`, and for a file of more than `most` bytes.
+    """
+    with open_regular(_expanded(path), follow=follow) as file:
+        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+            return data
+    raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a regular file to read it; without `follow` not through a link in its place.
+
+    Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None
+        raise
+    except ValueError:  # a zero byte, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file has such a name", str(path)) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
+    return open(descriptor, "rb")
+
+
+def read_json(path: Path, kind: type[T], most: int = MOST_READ) -> T:
+    """The value of type `kind` in a file of a run or a checkpoint. Raises OSError, and ValueError as `json_reader`."""
+    return read(kind, parse(read_whole(path, most, follow=False)))
+
+
+def read_text(path: Path | str, most: int = MOST_READ) -> str:
+    """The text of a regular file in UTF-8, with plain line ends. Raises OSError and UnicodeDecodeError."""
+    return read_whole(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there.
+
+    A `private` file can be read by this user alone.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "wb", opener=_opener_of_private if private else None) as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _opener_of_private(path: str, flags: int) -> int:
+    with suppress(FileNotFoundError):  # a draft of a killed process with this number may have another mode
+        os.unlink(path)
+    return os.open(path, flags | os.O_EXCL, 0o600)
+
+
+def append(path: Path, line: str) -> None:
+    """Append `line` in a single write: lines of two writers never mix.
+
+    Raises OSError where the disk is full; then no half of the line is left.
+    """
+    data = line.encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        written = os.write(descriptor, data)
+        if written < len(data):
+            os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR) - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
+TAKEN = -1
+
+
+def lock(path: Path, patience: float = 0.0) -> int | None:
+    """A descriptor that holds the directory's lock; TAKEN if another process has it; None without locks.
+
+    For `patience` seconds it tries again: a process that only tests the lock has it for a moment, too.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return TAKEN
+            time.sleep(0.02)
+        except OSError:
+            os.close(descriptor)
+            return None
+
+
+def release(descriptor: int | None) -> None:
+    """Release what `lock` returned."""
+    if descriptor not in (None, TAKEN):
+        os.close(descriptor)
+
+
+def silence(out: TextIO) -> None:
+    """Discard what is still written to `out`, whose reader has closed it, instead of failing at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

@@ -1,0 +1,190 @@
+"""Files that no other user of the machine can reach: in shared memory and in temporary directories.
+
+Anybody may take a name there: a FIFO hangs whoever opens it, a link leads to a file elsewhere, a file may be a lie.
+So all files are in directories of this user's alone (mode 0700), with random names where no later start must find them;
+and what is opened must be this user's, a regular file, and no link. Must not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.host.processes import boot
+
+NODE_DIRECTORY = "PPCTL_NODE_DIRECTORY"
+"""The variable by which ranks of ppctl's launcher find the directory of their start."""
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def shared_memory() -> Path:
+    """This machine's shared memory, or the temporary directory where there is none."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def is_own_name(name: str) -> bool:
+    """Whether `own_directory` may have given this name on this machine, for this user."""
+    return _names().fullmatch(name) is not None
+
+
+def _prefix() -> str:
+    """The beginning of the names: machines may share a temporary directory and not its locks."""
+    return f"ppctl-{os.geteuid()}-{boot()[:8]}-"
+
+
+def _names() -> re.Pattern[str]:
+    return re.compile(rf"{_prefix()}[0-9a-f]{{16}}")
+
+
+@contextmanager
+def own_directory(place: Path | None = None) -> Iterator[Path]:
+    """A new directory with a random name in `place` (default: the temporary directory), removed at the end.
+
+    Removes first what processes of this user's have left in `place` when they were killed: the kernel has released
+    their locks. Raises ConfigError (PP-E649).
+    """
+    try:
+        place = place or Path(tempfile.gettempdir())
+        _sweep(place)
+        path, descriptor = _new(place)
+    except OSError as error:
+        message = f"a directory for the files of this start cannot be made: {error.strerror}"
+        raise ConfigError(Problem("PP-E649", message, "df -hi /dev/shm /tmp", str(place or "TMPDIR"))) from error
+    try:
+        yield path
+    finally:
+        _remove(path, descriptor)
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make `path`, and where it is missing its parent, for this user alone, unless it is there.
+
+    Raises OSError where either is a link, no directory, or another user's; the parent may be the system's.
+    """
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    above = path.parent.lstat()
+    if not stat.S_ISDIR(above.st_mode) or above.st_uid not in (os.geteuid(), 0):
+        raise _refused(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    os.close(_opened(path, tighten=True))
+
+
+def open_file(path: Path, flags: int) -> int:
+    """A descriptor of a regular file in a directory that is this user's alone; `flags` as os.open takes them.
+
+    Never waits. Raises OSError where the file or its directory is another user's, a link or of another type.
+    """
+    with _inside(path.parent) as directory:
+        descriptor = os.open(path.name, flags | _SAFELY, 0o600, dir_fd=directory)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise _refused(path)
+
+
+def read(path: Path, most: int) -> bytes:
+    """All of the file, opened as `open_file` does. Raises OSError also where it has more than `most` bytes."""
+    with open(open_file(path, os.O_RDONLY), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return data
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace the file, whole or not at all, by way of one that ends in `.tmp`. Raises OSError."""
+    draft = path.with_suffix(".tmp")
+    with open(open_file(draft, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.truncate()
+        file.write(data)
+    with _inside(path.parent) as directory:
+        os.replace(draft.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def remove(path: Path) -> None:
+    """Remove the file where it is there. Raises OSError where its directory is not this user's alone."""
+    with suppress(FileNotFoundError), _inside(path.parent) as directory:
+        os.unlink(path.name, dir_fd=directory)
+
+
+def names(directory: Path) -> list[str]:
+    """The names in a directory that is this user's alone, sorted. Raises OSError for any other."""
+    with _inside(directory) as descriptor:
+        return sorted(os.listdir(descriptor))
+
+
+@contextmanager
+def _inside(directory: Path) -> Iterator[int]:
+    descriptor = _opened(directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _opened(directory: Path, *, tighten: bool = False) -> int:
+    """A descriptor of a directory that is this user's alone, or with `tighten` becomes so."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _SAFELY)
+    except NotADirectoryError:
+        raise _refused(directory) from None
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid():
+        if tighten:
+            os.fchmod(descriptor, 0o700)
+        if tighten or not status.st_mode & 0o077:
+            return descriptor
+    os.close(descriptor)
+    raise _refused(directory)
+
+
+def _refused(path: Path) -> OSError:
+    return PermissionError(errno.EPERM, "it is a link, of another type, or not this user's alone", str(path))
+
+
+def _new(place: Path) -> tuple[Path, int]:
+    """A directory in `place`, and a descriptor that holds its lock; it gets its name when it is locked."""
+    path = place / f"{_prefix()}{secrets.token_hex(8)}"
+    draft = path.with_name(f".{path.name}")
+    draft.mkdir(0o700)
+    descriptor = _opened(draft)
+    _lock(descriptor)
+    return draft.rename(path), descriptor
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the directory's lock; False where another process has it, or the file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(place: Path) -> None:
+    with suppress(OSError):  # of a place that may be written and not be listed
+        for path in (place / name for name in filter(_names().fullmatch, os.listdir(place))):
+            with suppress(OSError), _inside(path) as descriptor:
+                if _lock(descriptor):
+                    _remove(path, descriptor)
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    """Empty the directory that is open, whatever has its name now, and remove it."""
+    shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
+    with suppress(OSError):
+        path.rmdir()

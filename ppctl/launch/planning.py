@@ -1,0 +1,109 @@
+"""From a command line to a plan: composed, checked and planned, as far as possible, with every problem once.
+
+Every command that takes overrides has its config and its plan from here (ARCHITECTURE.md draws the road). Knows who
+reads a model's directory and a tokenizer. Must not know how values are composed (`ppctl.config`) or derived
+(`ppctl.plan`), nor what a command does with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Timer
+from typing import Any
+
+from ppctl.config.argv import Arguments
+from ppctl.config.compose import Composed, RefusedError, compose
+from ppctl.errors import ConfigError, MemoryPlanError, Problem
+from ppctl.plan import Plan, plan_checked
+from ppctl.plan.violations import MEMORY
+
+_PATIENCE_S = 1.0
+
+
+def planned(
+    overrides: Sequence[str] | Arguments, *, for_training: bool = False
+) -> tuple[Composed, Plan | None, list[Problem]]:
+    """The config that words or sorted arguments describe, its plan if it has one, and all problems of both."""
+    try:
+        composed = compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens)
+    except RefusedError as error:
+        problems = list(error.problems)
+        if any(problem.code == "PP-E104" for problem in problems) or _is_unread(error.composed):
+            # Without the recipe or the directory, the plan would be of something else.
+            return error.composed, None, list(dict.fromkeys(problems))
+        return error.composed, *plan_of(error.composed, problems)
+    return composed, *plan_of(composed, [])
+
+
+def _is_unread(composed: Composed) -> bool:
+    """Whether `model.from` names a model of which nothing could be taken."""
+    given = composed.config.model.from_ is not None
+    return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
+
+
+def plan_of(
+    composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
+) -> tuple[Plan | None, list[Problem]]:
+    """The plan of a composed config, and all problems: those that were known before, and the plan's.
+
+    `before` is the plan of the run's last start, whose schedule is kept where one was searched for.
+    """
+    try:
+        with _patience_asked():
+            plan = plan_checked(composed.config, composed.provenance, problems, before=before)
+    except ConfigError as error:
+        return None, list(dict.fromkeys(error.problems))
+    return plan, list(dict.fromkeys(plan.problems))
+
+
+@contextmanager
+def _patience_asked() -> Iterator[None]:
+    """Tell a person after a second that the plan takes longer."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    text = "note: still planning; searching for a layout or a schedule takes seconds"
+    waiting = Timer(_PATIENCE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
+
+
+def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
+    """The values that `model.from` sets."""
+    from ppctl.launch.weights import values_of  # imports ppctl.families: a tenth of a plan's time, rarely needed
+
+    return values_of(source, implementation, overrides, lora)
+
+
+def _count_tokens(tokenizer: str) -> int:
+    """The rows that an embedding needs for `data.tokenizer`."""
+    from ppctl.data.load import load_tokenizer  # numpy
+
+    return load_tokenizer(tokenizer).vocab_size
+
+
+def without_memory(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that are not about memory."""
+    return [problem for problem in problems if problem.code != MEMORY]
+
+
+def only_memory(problems: Sequence[Problem]) -> bool:
+    """Whether the memory is the only problem."""
+    return {problem.code for problem in problems} == {MEMORY}
+
+
+def refusal(problems: Sequence[Problem]) -> ConfigError | MemoryPlanError:
+    """The error of problems: exit code 4 if the memory is the only one, else 2."""
+    return MemoryPlanError(problems) if only_memory(problems) else ConfigError(problems)
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise the error of the problems, if there are any."""
+    if problems:
+        raise refusal(problems)

@@ -1,0 +1,87 @@
+"""One rank's process groups, by the axes of the grid along which they go.
+
+Knows which axes divide a step's tokens, a layer's weights and the world. Must not know stages, schedules or configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch.distributed import ProcessGroup
+
+from ppctl.comm.groups import make_group
+from ppctl.parallel.exchange_counts import watch
+from ppctl.parallel.tensor import SharedTokens, TensorParallel
+from ppctl.records.rank_records import EXCHANGING_AXES
+from ppctl.topology import ParallelSizes, RankGrid, axes_with_groups, levels
+
+_LEVELS = ("cp-inner", "cp-outer")
+
+
+class AxisGroups(dict[str, ProcessGroup]):
+    """Axis, or several axes joined by `-`, to this rank's group along it; an axis of one rank may have none.
+
+    With `sequence_parallel`, ranks along tp have tokens of their own between the products that they divide.
+    """
+
+    sequence_parallel: bool = False
+
+    @classmethod
+    def make(
+        cls, sizes: ParallelSizes, rank: int, *, experts: bool, sequence_parallel: bool, inner_cp: int | None
+    ) -> AxisGroups:
+        """Make the groups. A collective: all ranks of the world make them in one order.
+
+        `inner_cp` is the size of the inner level, where context parallelism has two.
+        """
+        grid = RankGrid(sizes)
+        named = axes_with_groups(sizes, experts=experts)
+        groups = cls({axes: make_group(grid.groups(*axes.split("-"))) for axes in named})
+        if inner_cp is not None:
+            both = levels(grid.group_of("cp", rank), inner_cp)
+            groups |= {name: make_group(level) for name, level in zip(_LEVELS, both, strict=True)}
+        groups.sequence_parallel = sequence_parallel
+        return groups
+
+    def count_exchanges(self, count: Callable[[str], None]) -> None:
+        """From now on call `count(axis)` whenever an exchange along one of EXCHANGING_AXES starts."""
+        counted = [name for name in (*EXCHANGING_AXES, *_LEVELS) if name in self]
+        watch({self[name]: partial(count, name.partition("-")[0]) for name in counted})
+
+    @property
+    def world(self) -> list[ProcessGroup]:
+        """The groups along the axes that make up the world: a gather over one after another reaches every rank."""
+        return self._present("pp", "dp", "cp", "tp")
+
+    @property
+    def split(self) -> TensorParallel | None:
+        """The ranks that divide weights with this one."""
+        group = self.get("tp")
+        return None if group is None else TensorParallel(group, sequence=self.sequence_parallel)
+
+    @property
+    def same_sequences(self) -> SharedTokens:
+        """The ranks that have other tokens of the same sequences."""
+        return SharedTokens(self._present(*["tp"] * self.sequence_parallel, "cp"))
+
+    @property
+    def other_tokens(self) -> SharedTokens:
+        """The ranks that route other tokens of a step through the same layers."""
+        groups = self._present(*["tp"] * self.sequence_parallel, "cp", "dp")
+        return SharedTokens([group for group in groups if group.size() > 1])
+
+    def exchanges(self, cp_comm_type: str | Iterable[str]) -> dict[str, list[str]]:
+        """Axis -> how its ranks exchange something other than by collectives (`reach/first_contact.py`)."""
+        ways = {cp_comm_type} if isinstance(cp_comm_type, str) else set(cp_comm_type)
+        exchanges: dict[str, list[str]] = {
+            "ep": ["all to all"],
+            "etp": ["all to all"],
+            "cp": ["round"] * ("p2p" in ways) + ["all to all"] * ("a2a" in ways),
+            "cp-inner": ["all to all"],
+            "cp-outer": ["round"],
+        }
+        return {axis: exchanges[axis] for axis in exchanges if axis in self}
+
+    def _present(self, *axes: str) -> list[ProcessGroup]:
+        return [self[axis] for axis in axes if axis in self]

@@ -1,0 +1,150 @@
+"""The live state of a rank: what it turns to, how long each phase of its start took, and whether its time is over.
+
+Knows clocks, the process's age, SLURM's end of a job, and who follows a rank's states. Must not know what a phase does,
+nor what a stop does. A run's time ends with its job's limit, or with `train.exit_after`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ppctl.config.quantities import seconds
+from ppctl.host.processes import started
+from ppctl.rank.own_process import StopRequest
+from ppctl.rank.watchdog import Alarm
+from ppctl.runs.heartbeat import HeartbeatFile
+from ppctl.train.callback import TIME_IS_OVER, Callback
+
+MARGIN = 60.0
+"""Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
+
+
+_SLOW_DISK = 100 * 2**20
+"""Bytes a second that a rank writes at least, as long as none has been measured."""
+
+
+class Phases:
+    """Seconds by name of phase, in the order of the phases. A phase that is entered twice is added up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add `seconds` to the phase `name`."""
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 3)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the body as the phase `name`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - began)
+
+    def line(self) -> str:
+        """`start-up 4.1 s: import 2.9, groups 0.3, build 0.9`, for a person."""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"start-up {sum(self.seconds.values()):.1f} s: {parts}"
+
+
+@dataclass
+class TimeLeft:
+    """Rank 0's clock: `enter` notes what begins, and `over` says, once a step, whether the run has to stop."""
+
+    exit_at: float | None = None
+    """When `train.exit_after` is over, in seconds since the epoch."""
+    job_end: float | None = None
+    """When the scheduler ends the job, in seconds since the epoch."""
+    clock: Callable[[], float] = time.time
+    slowest_save: float | None = None
+    """Seconds; None before the first one."""
+    saved_bytes: int = 0
+    """The size of a save: by it the first one is timed in advance."""
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+    """Seconds of the last steps."""
+    _doing: tuple[str, float] | None = None
+
+    def enter(self, state: str) -> None:
+        """`state` begins now, and the state before it ends."""
+        now = self.clock()
+        if self._doing is not None:
+            before, since = self._doing
+            if before == "training":
+                self.steps.append(now - since)
+            elif before == "saving":
+                self.note_save(now - since)
+        self._doing = (state, now)
+
+    def note_save(self, seconds: float) -> None:
+        """A save took so long, beside training or not."""
+        self.slowest_save = max(self.slowest_save or 0.0, seconds)
+
+    def over(self) -> bool:
+        """Whether the run has to stop now: the time left is less than two saves, three steps and the margin."""
+        now = self.clock()
+        if self.exit_at is not None and now >= self.exit_at:
+            return True
+        running = [now - self._doing[1]] if self._doing is not None and self._doing[0] == "training" else []
+        save = self.saved_bytes / _SLOW_DISK if self.slowest_save is None else self.slowest_save
+        needed = 2 * save + 3 * max([*self.steps, *running], default=0.0) + MARGIN
+        return self.job_end is not None and self.job_end - now < needed
+
+
+class LiveState(Callback):
+    """Follows a rank's states: its heartbeat, its alarm and, on rank 0, its clock; says when the run has to stop."""
+
+    def __init__(
+        self, heartbeat: HeartbeatFile, alarm: Alarm, time_left: TimeLeft, stop: StopRequest, loaded: Callable[[], None]
+    ) -> None:
+        """`loaded()` is called before the first state: what follows a start's phases is training."""
+        self._heartbeat, self._alarm, self._time_left = heartbeat, alarm, time_left
+        self._stop, self._loaded = stop, loaded
+        self._begun = False
+
+    def enter(self, state: str, step: int) -> None:
+        """Publish the state; `updating` is a part of a step of training, with its limit and in its time."""
+        if not self._begun:
+            self._begun = True
+            self._loaded()
+        self._heartbeat.step = step
+        self._heartbeat.set_state(state)
+        if state != "updating":
+            self._alarm.set(state)
+            self._time_left.enter(state)
+
+    def stop_requested(self) -> int:
+        """TIME_IS_OVER, or the number of the signal that asked this rank to stop."""
+        return TIME_IS_OVER * self._time_left.over() or self._stop()
+
+
+def time_left(exit_after: str | None) -> TimeLeft:
+    """The clock of a run that ends so long after its start, or with its job."""
+    return TimeLeft(None if exit_after is None else time.time() - process_age() + seconds(exit_after), job_end())
+
+
+def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
+    """When SLURM will end this job, in seconds since the epoch; None outside a job, and if SLURM does not answer."""
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    with suppress(OSError, subprocess.SubprocessError, ValueError, LookupError):
+        command = ("squeue", "-h", "-j", job, "-o", "%e")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return time.mktime(time.strptime(done.stdout.split()[0][:19], "%Y-%m-%dT%H:%M:%S"))
+    return None
+
+
+def process_age() -> float:
+    """Seconds since this process began; on a system without /proc, its CPU time so far."""
+    ticks = started(os.getpid())
+    if ticks is not None:
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.process_time()

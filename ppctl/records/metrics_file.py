@@ -1,0 +1,83 @@
+"""metrics.jsonl as it grows: every record once, also of a file of gigabytes or of lines that are none.
+
+Must not know the run, nor what the figures mean.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from ppctl.host.files import open_regular
+from ppctl.records.json_reader import parse, read
+from ppctl.records.run_records import Metrics
+
+_LONGEST = 2**16
+_TAIL = 2**18
+"""Bytes that are read at the end of a file at least."""
+_MOST_OF_A_RECORD = 2**11
+_MOST_DAMAGED = 1000
+"""Lines that are none, after which the rest is not read: a file of 200 MB may have as many."""
+
+
+class MetricsFile:
+    """Reads what was added since it read last; at first all, or at least the `last` so many records."""
+
+    def __init__(self, path: Path, damaged: Callable[[object], None], *, last: int | None = None, at: int = 0) -> None:
+        """`damaged` takes the reason why the file, or the first such line, was left out."""
+        self._path, self._damaged, self._at = path, damaged, at
+        self._tail = None if last is None else max(_TAIL, last * _MOST_OF_A_RECORD)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records, without lines that are none. A last line without an end is still being written, or was cut by a
+        crash."""
+        try:
+            with open_regular(self._path, follow=False) as file:
+                return [record for _, record in self._added(file)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._damaged(error.strerror)
+            return []
+
+    def drop_from(self, step: int) -> None:
+        """Cut the file before its first record of `step` or later, and before a last line without an end. It is read
+        from the end on. Raises OSError where it is no file."""
+        with open_regular(self._path, follow=False) as file:
+            size, self._tail = os.fstat(file.fileno()).st_size, _TAIL
+            while True:
+                self._at = 0
+                found = self._added(file)
+                if self._tail >= size or (found and found[0][1]["step"] < step):
+                    break
+                self._tail *= 8
+        os.truncate(self._path, next((begin for begin, record in found if record["step"] >= step), self._at))
+
+    def _added(self, file: BufferedReader) -> list[tuple[int, dict[str, Any]]]:
+        """Each record that was added, behind the byte where it begins."""
+        found: list[tuple[int, dict[str, Any]]] = []
+        faults: list[str] = []
+        size = os.fstat(file.fileno()).st_size
+        self._at = min(self._at, size)  # a resumed run drops the steps that it repeats
+        if self._tail is not None and self._at < size - self._tail:
+            file.seek(size - self._tail)
+            self._at = size - self._tail + len(file.readline(_LONGEST))
+        file.seek(self._at)
+        for line in iter(partial(file.readline, _LONGEST), b""):
+            if not line.endswith(b"\n") and len(line) < _LONGEST:
+                break
+            begin, self._at = self._at, self._at + len(line)
+            try:
+                found.append((begin, dict(read(Metrics, parse(line)))))
+            except ValueError as error:
+                faults.append(f"{error} (before byte {self._at})")
+                if len(faults) > _MOST_DAMAGED:
+                    self._at = size
+                    break
+        if faults:
+            self._damaged(faults[0])
+        return found

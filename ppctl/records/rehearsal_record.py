@@ -1,0 +1,113 @@
+"""The measurements of one rehearsed rank, which its process hands to the command that started it.
+
+Knows the fields and their JSON. Must not know how they are measured, nor what is concluded from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FORWARD, BACKWARD, MESSAGE, STEP = PHASES = ("forward", "backward", "message", "step")
+"""What a rank is doing; `step` is what surrounds the schedule. The others grow with the number of microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """A line at which the host would wait for the device."""
+
+    file: str
+    line: int
+    during: str
+    """One of PHASES."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTraffic:
+    """Messages or collectives of one kind over one group in a step."""
+
+    kind: str
+    group: str
+    during: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Torch's operations in a step."""
+
+    during: str
+    count: int
+    launches: int
+    """Operations that launch a kernel: those that make or change values on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one microbatch on a stage, the state of which is not counted."""
+
+    stage: int
+    kept: int
+    """From its forward to its backward."""
+    in_forward: int
+    """At most, beside what was there when its forward began."""
+    in_backward: int
+    """At most, beside what was there when its backward began."""
+    received: int = 0
+    """The part of `kept` that is the received message, whose memory returns to a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An action of the list: bytes at its end, and the most since the one before."""
+
+    index: int
+    bytes: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """One rank, measured over one step."""
+
+    rank: int
+    weight_bytes: int
+    """At most: `full` sharding holds them only while a stage computes."""
+    gradient_bytes: int
+    """At most."""
+    optimizer_bytes: int
+    peak_bytes: int
+    """Peak of what the rank's own code allocates; workspaces of libraries are not seen."""
+    peak_action: str
+    """The action at the peak; `update` behind the schedule."""
+    stages: tuple[StageMemory, ...]
+    moments: tuple[Moment, ...]
+    in_update: int
+    """The most bytes behind the schedule: sums, norm, clipping and the optimizer."""
+    host_waits: tuple[HostWait, ...]
+    operations: tuple[Operations, ...]
+    traffic: tuple[MeasuredTraffic, ...]
+    seconds: float
+    """The step took here."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Rehearsed:
+        """The inverse of `to_json`."""
+        rows = {name: tuple(row(**each) for each in data[name]) for name, row in _ROWS.items()}
+        return cls(**{each.name: data[each.name] for each in fields(cls)} | rows)
+
+
+_ROWS: dict[str, Any] = {
+    "stages": StageMemory,
+    "moments": Moment,
+    "host_waits": HostWait,
+    "operations": Operations,
+    "traffic": MeasuredTraffic,
+}

@@ -1,0 +1,315 @@
+"""A directory of checkpoints: names, order of writes, what a crash may leave, and which checkpoint a start reads.
+
+Knows directories, the `latest` file and that the manifest is a checkpoint's last file. Must not know tensors, ranks or
+what is in a file. Standard library only: launcher and ranks use it; no other module knows these
+names (decision 23).
+
+    step-20/        a checkpoint: complete, because it got this name by one rename, after its manifest was written
+    latest          text: the name of the checkpoint to continue from; replaced by rename
+    step-30.tmp/    being written or being deleted, or left half-done by a crash: never read
+    step-20.old/    moved aside while a new step-20 takes its place; read only if a crash left no step-20
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppctl.errors import CheckpointError, Problem, pasted
+from ppctl.host.files import open_regular
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that is written last and deleted first: without it, the checkpoint is not complete."""
+STATE = "state.json"
+
+AUTO = "auto"
+"""The value of `checkpoint.resume` with which a start goes on from the newest checkpoint that is not damaged."""
+
+_OLD, _TEMPORARY = ".old", ".tmp"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_KEPT = re.compile(rf"{_STEP.pattern}(?:\{_OLD})?")
+_REMAINS = re.compile(r"(step-[0-9]+|latest)\.tmp")
+_LONGEST_NAME = 255
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """The checkpoint that a start continues from."""
+
+    path: Path
+    warning: str = ""
+    """The fault of `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
+
+
+# Names
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """The directory of the checkpoint of `step` completed steps."""
+    return directory / f"step-{step}"
+
+
+def temporary_path(directory: Path, step: int) -> Path:
+    """The directory in which it is written, under a name that is never read."""
+    return directory / f"step-{step}{_TEMPORARY}"
+
+
+def step_of(checkpoint: Path | str | None) -> int:
+    """The number of completed steps in a checkpoint's name (`step-6` and `step-6.old`: 6); 0 for any other name."""
+    match = _KEPT.fullmatch(Path(checkpoint or "").name)
+    return int(match[1]) if match else 0
+
+
+def is_step(checkpoint: Path) -> bool:
+    """Whether it has a name that `step_of` knows."""
+    return _KEPT.fullmatch(checkpoint.name) is not None
+
+
+# Reading
+
+
+def find(directory: Path) -> FoundCheckpoint | None:
+    """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
+
+    The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. If
+    none is complete, the newest one: loading it fails, so that no run starts again at step 0 beside its checkpoints.
+    Raises CheckpointError (PP-E505) where the directory cannot be read.
+    """
+    with _os_errors_as_problems(directory):
+        named, fault = _named_by_latest(directory)
+        # Twice: a run that saves at this moment may be between two renames.
+        path = None if named is None else _at(named) or _at(named)
+        if path is not None:
+            return FoundCheckpoint(path)
+        there = kept(directory)
+        if not there:
+            return None
+        newest = max(there, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
+        which = "newest complete checkpoint" if is_complete(newest) else "newest (none is complete)"
+    return FoundCheckpoint(newest, f"{fault}; using {newest.name}, the {which} there")
+
+
+def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
+    """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other; none for a new run.
+
+    One, unless `resume` is AUTO: then the one that `find` finds, and after it all earlier complete ones, newest first.
+    Raises CheckpointError (PP-E505) where the directory cannot be read.
+    """
+    if resume is None:
+        return []
+    if resume != AUTO:  # a `step-N.old` of the config may have its name back
+        return [FoundCheckpoint(at(Path(resume)) or Path(resume))]
+    first = find(directory)
+    if first is None:
+        return []
+    with _os_errors_as_problems(directory):
+        earlier = [path for path in complete(directory) if step_of(path) < step_of(first.path)]
+    return [first, *map(FoundCheckpoint, reversed(earlier))]
+
+
+def at(path: Path) -> Path | None:
+    """The checkpoint that a path names, or None.
+
+    After a crash while a new step-N took the place of an old one, this is `step-N.old`, also for the path `step-N`;
+    once the next save has given it its name back, it is `step-N`, also for the path `step-N.old`. Any other directory
+    with a manifest is a checkpoint, too (a copy under a name of its own), but never a `.tmp`.
+    Raises CheckpointError (PP-E505) where the file system does not answer.
+    """
+    with _os_errors_as_problems(path):
+        return _at(path)
+
+
+def complete(directory: Path) -> list[Path]:
+    """All complete checkpoints, by step; `step-N.old` only where there is no complete step-N.
+
+    Empty where there is no such directory. Raises OSError where it cannot be read.
+    """
+    by_step = {step_of(path): path for path in sorted(kept(directory), reverse=True) if is_complete(path)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def kept(directory: Path) -> list[Path]:
+    """Every step-N and step-N.old, complete or not.
+
+    Empty where there is no such directory. Raises OSError where it cannot be read.
+    """
+    try:
+        entries = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.lexists(directory):  # a file, or a link into a file system that is not mounted
+            raise
+        return []
+    return [path for path in entries if _KEPT.fullmatch(path.name) and path.is_dir()]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the checkpoint at `path` has been written completely, and its deletion has not begun.
+
+    Raises OSError where the file system does not answer: then the checkpoint may be there.
+    """
+    try:
+        return stat.S_ISREG((path / MANIFEST).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return False
+
+
+def _at(path: Path) -> Path | None:
+    places = [path]
+    if _KEPT.fullmatch(path.name):
+        places.append(path.with_suffix("" if path.suffix == _OLD else _OLD))
+    for place in places:
+        if is_complete(place) and place.suffix != _TEMPORARY:
+            return place
+    # Without a manifest it is damaged. Loading it reports that: no other one is used in its place here.
+    return next((place for place in places if _KEPT.fullmatch(place.name) and place.is_dir()), None)
+
+
+def _named_by_latest(directory: Path) -> tuple[Path | None, str]:
+    """The path that `latest` names, and what is wrong with `latest` if nothing is there."""
+    pointer = directory / LATEST
+    try:
+        with open_regular(pointer, follow=False) as file:
+            text = file.read(_LONGEST_NAME).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None, f"{pointer} is missing"
+    except OSError as error:
+        return None, f"{pointer} cannot be read ({error.strerror})"
+    if not text:
+        return None, f"{pointer} is empty"
+    if not _STEP.fullmatch(text):
+        return None, f"{pointer} holds {text!r}, which is not the name of a checkpoint"
+    return directory / text, f"{pointer} names {text}, which is not there"
+
+
+@contextmanager
+def _os_errors_as_problems(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        remedy = f"ls -ld {pasted(str(path))}"
+        raise CheckpointError(Problem("PP-E505", message, remedy, str(error.filename or path))) from error
+
+
+# Writing. The machine may stop between any two lines: `find` must understand every state in between.
+
+
+def prepare(directory: Path, step: int) -> Path:
+    """Make the empty directory into which `step` is written, after removing the remains of crashed saves."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sweep(directory)
+    pointer = directory / LATEST
+    if pointer.is_dir() and not pointer.is_symlink():
+        # Not ours, and no file can take its place. Its owner may need it: it is moved, not deleted.
+        pointer.rename(pointer.with_suffix(_OLD))
+    path = temporary_path(directory, step)
+    path.mkdir()
+    return path
+
+
+def sweep(directory: Path) -> None:
+    """Remove the remains of crashed saves, and finish or undo replacements. Only while no other process saves here."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix == _OLD and _KEPT.fullmatch(path.name):
+            _settle(path)
+        elif _REMAINS.fullmatch(path.name):
+            discard(path)
+
+
+def _settle(moved: Path) -> None:
+    """Finish or undo the replacement of a checkpoint that a crash interrupted."""
+    path = moved.with_suffix("")
+    if is_complete(moved) and not is_complete(path):
+        discard(path)
+        moved.rename(path)
+    elif os.path.lexists(path):
+        discard(moved)
+    # Else it is damaged, but it shows that there was a checkpoint: without it a start would begin at step 0.
+
+
+def publish(directory: Path, step: int) -> Path:
+    """Give the written checkpoint its name, then point `latest` at it; both outlast a power failure.
+
+    Everything that needs space on the disk happens before the first rename.
+    """
+    path = step_path(directory, step)
+    _draft_latest(directory, path)
+    moved = path.with_suffix(_OLD)
+    if os.path.lexists(path):
+        path.rename(moved)
+    temporary_path(directory, step).rename(path)
+    sync(directory)
+    return _finish(directory, path)
+
+
+def point_at(directory: Path, step: int) -> Path:
+    """The rest of a `publish` that stopped behind its first renames: the checkpoint has its name already."""
+    path = step_path(directory, step)
+    _draft_latest(directory, path)
+    return _finish(directory, path)
+
+
+def _draft_latest(directory: Path, path: Path) -> None:
+    pointer = directory / f"{LATEST}{_TEMPORARY}"
+    pointer.write_text(f"{path.name}\n")
+    sync(pointer)
+
+
+def _finish(directory: Path, path: Path) -> Path:
+    (directory / f"{LATEST}{_TEMPORARY}").replace(directory / LATEST)
+    sync(directory)
+    discard(path.with_suffix(_OLD))
+    return path
+
+
+def retain(directory: Path, step: int, keep: int, keep_every: int = 0) -> None:
+    """Delete what `expired` names. What cannot be deleted now is tried again at the next save."""
+    for path in expired(directory, step, keep, keep_every):
+        remove(path)
+
+
+def expired(directory: Path, step: int, keep: int, keep_every: int = 0) -> list[Path]:
+    """The complete checkpoints up to `step` but the last `keep` (0 keeps all) and those of every `keep_every`-th step.
+
+    Later ones are there if the run was resumed from an earlier step; they stay until it reaches them.
+    """
+    past = [path for path in complete(directory) if step_of(path) <= step]
+    old = past[:-keep] if keep else []
+    return [path for path in old if not keep_every or step_of(path) % keep_every]
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one is never read."""
+    discard(checkpoint.rename(temporary_path(checkpoint.parent, step_of(checkpoint))))
+
+
+def discard(path: Path) -> None:
+    """Delete a file or a directory that is not read any more, as far as the file system allows.
+
+    Of a checkpoint the manifest is deleted first: after a crash its remains are not complete under any name.
+    """
+    if path.is_dir() and not path.is_symlink():
+        try:
+            (path / MANIFEST).unlink(missing_ok=True)
+            sync(path)
+        except OSError:
+            return
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content or a directory's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

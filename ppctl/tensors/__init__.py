@@ -1,0 +1,6 @@
+"""Operations on tensors that know neither models nor process groups.
+
+wide_dtype     the dtype of sums
+tensor_halves  tensors with whole sequences, or with each rank's halves of them
+row_order      permuted rows whose gradients are gathers
+"""

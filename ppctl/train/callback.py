@@ -1,0 +1,165 @@
+"""Follows a run while it trains: metrics, recordings, checkpoints and a rank's live state are all callbacks.
+
+Knows the places of a run at which they are called. Must not know how a step is computed, nor files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ppctl.data.sampler import SAMPLE_ORDER
+
+if TYPE_CHECKING:
+    from ppctl.engine.stage import StageProgram
+    from ppctl.train.session import Session
+
+TIME_IS_OVER, SAVE_FAILED = -1, -2
+"""Reasons to stop beside signals: the run's time is nearly over, or a checkpoint could not be written."""
+
+
+class Start(NamedTuple):
+    """Where a run begins: completed steps, the position in the data, and the checkpoint that it continues from."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    sample_order: int = SAMPLE_ORDER
+    checkpoint: Path | None = None
+
+
+class TrainingRun(NamedTuple):
+    """The run that a callback follows."""
+
+    session: Session
+    start: Start
+    enter: Callable[[str, int], None]
+    """Tells all callbacks that the rank turns to a state, after so many completed steps."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A step, the same on every rank but for `phases`."""
+
+    step: int
+    """From 1."""
+    record: dict[str, Any]
+    """The figures of the step; callbacks may add some."""
+    stop: str | None
+    """Why the run has to stop, where some rank was asked to."""
+    last: bool
+    """Whether it is the last step of `train.steps`."""
+    phases: tuple[float, float, float, float]
+    """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock."""
+
+
+@dataclass(slots=True)
+class TrainingEnd:
+    """How training ended, the same on every rank."""
+
+    step: int
+    """Completed optimizer steps."""
+    loss: float | None = None
+    """Loss of the last step that this process ran; None if no step was left."""
+    eval_loss: float | None = None
+    """Loss of the last evaluation, if there was one."""
+    checkpoint: Path | None = None
+    why: str | None = None
+    """Why it stopped before the last step; None where it did not."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a request ended it before the last step."""
+        return self.why is not None
+
+
+class Callback:
+    """Follows a run: what it is interested in, a subclass overrides; every method here does nothing.
+
+    Each method is called on every rank at the same place of the run, so that it may use collectives. Several callbacks
+    are called in the order of their list. Steps count from 1. The order of the calls:
+
+        pre_train
+        for each step:  enter("training"), pre_step, enter("updating"), stop_requested, pre_update, post_update,
+                        log_metrics (at log.interval), post_step
+        post_train
+        close           always, also after an error
+    """
+
+    def pre_train(self, run: TrainingRun) -> None:
+        """Training begins: the session is built, and a checkpoint is loaded if there is one."""
+
+    def enter(self, state: str, step: int) -> None:
+        """The rank turns to a state (`ppctl.records.rank_records.STATES`) after `step` completed steps."""
+
+    def stage_program(self, program: StageProgram, first: int) -> StageProgram:
+        """The program that the engine calls for a stage in place of `program`, which it may watch.
+
+        `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
+        where the batch grows.
+        """
+        return program
+
+    def pre_step(self, step: int) -> None:
+        """A step begins."""
+
+    def stop_requested(self) -> int:
+        """Why this rank would stop: the number of a signal, TIME_IS_OVER or SAVE_FAILED; 0 to go on."""
+        return 0
+
+    def pre_update(self, step: int) -> None:
+        """Gradients are complete: summed over all ranks, not clipped yet."""
+
+    def post_update(self, result: StepResult) -> None:
+        """The weights are updated."""
+
+    def log_metrics(self, record: dict[str, Any]) -> None:
+        """The figures of a step of `log.interval` are complete, with those of its evaluation; more may be added."""
+
+    def post_step(self, result: StepResult) -> None:
+        """A step is over, with its evaluation and its line of metrics."""
+
+    def post_train(self, end: TrainingEnd) -> None:
+        """The last step is over."""
+
+    def close(self, error: BaseException | None) -> None:
+        """No call follows. `error` is what ended training, if something did."""
+
+
+class Callbacks(Callback):
+    """Several callbacks as one."""
+
+    def __init__(self, *each: Callback) -> None:
+        self.each = each
+        for name in _WITHOUT_RESULT:
+            setattr(self, name, partial(_call_all, [getattr(one, name) for one in each]))
+
+    def stage_program(self, program: StageProgram, first: int) -> StageProgram:
+        """Pass to each what the one before has returned."""
+        for one in self.each:
+            program = one.stage_program(program, first)
+        return program
+
+    def stop_requested(self) -> int:
+        """The first reason, after all were asked."""
+        return next(filter(None, [one.stop_requested() for one in self.each]), 0)
+
+    def close(self, error: BaseException | None) -> None:
+        """Call each, also where one raises."""
+        with ExitStack() as closing:
+            for one in reversed(self.each):
+                closing.callback(one.close, error)
+
+
+_WITHOUT_RESULT = (
+    *("pre_train", "enter", "pre_step", "pre_update", "post_update", "log_metrics", "post_step"),
+    "post_train",
+)
+
+
+def _call_all(methods: Sequence[Callable[..., None]], *arguments: object) -> None:
+    for method in methods:
+        method(*arguments)

@@ -1,0 +1,97 @@
+"""Computing in a narrower dtype: autocast, and the loss scale of float16 with its adjustment.
+
+Must not know the optimizer, ranks or files: all ranks see the same norm, and so change their scale in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ppctl.comm.buffers import Message
+from ppctl.config.schema import OptimConfig
+from ppctl.engine.stage import StageProgram
+
+GROWTH = 2.0
+"""Factor upwards, and its inverse downwards: powers of two scale without rounding."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor on the loss, and the state of its adjustment (Megatron's rule).
+
+    A step whose gradients overflow is left out and uses up one of `hysteresis` chances; from the last one on the scale
+    is halved with each, down to `minimum`. `window` steps without overflow double it and give all chances back.
+    """
+
+    scale: float
+    minimum: float
+    window: int
+    hysteresis: int
+    fixed: bool = False
+    good_steps: int = 0
+    chances: int = 0
+
+    @classmethod
+    def of(cls, optim: OptimConfig) -> LossScale:
+        """A run's first loss scale."""
+        fixed = optim.loss_scale is not None
+        scale = optim.initial_loss_scale if optim.loss_scale is None else optim.loss_scale
+        return cls(scale, optim.min_loss_scale, optim.loss_scale_window, optim.hysteresis, fixed, 0, optim.hysteresis)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether another overflow could not lower the scale."""
+        return self.fixed or (self.chances <= 1 and self.scale <= self.minimum)
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of a step."""
+        if self.fixed:
+            return
+        if overflow:
+            self.good_steps, self.chances = 0, self.chances - 1
+            if self.chances <= 0:
+                self.scale = max(self.scale / GROWTH, self.minimum)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.scale, self.good_steps, self.chances = self.scale * GROWTH, 0, self.hysteresis
+
+    def state(self) -> dict[str, float]:
+        """The entries that a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "chances": self.chances}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from a checkpoint's; a fixed scale stays."""
+        if not self.fixed:
+            self.scale = float(state["scale"])
+            self.good_steps, self.chances = int(state["good_steps"]), int(state["chances"])
+
+
+def in_precision(
+    program: StageProgram, autocast: str | None, device: torch.device, scale: LossScale | None
+) -> StageProgram:
+    """The program, cast to `autocast` where that is a dtype, with its loss (if it has one) times the loss scale."""
+
+    def forward(mb: int, inputs: Message) -> Message:
+        if autocast is None:
+            outputs = program.forward(mb, inputs)
+        else:
+            with torch.autocast(device.type, dtype=getattr(torch, autocast)):
+                outputs = program.forward(mb, inputs)
+        if scale is not None and not program.sends:
+            outputs = tuple(loss * scale.scale for loss in outputs)
+        return outputs
+
+    return program if autocast is None and scale is None else replace(program, forward=forward)
+
+
+@torch.no_grad()
+def unscale(masters: Mapping[str, nn.Parameter], scale: LossScale | None) -> None:
+    """Divide the gradients by the loss scale, if there is one."""
+    for parameter in masters.values():
+        if scale is not None and parameter.grad is not None:
+            parameter.grad.div_(scale.scale)

@@ -1,0 +1,135 @@
+"""One rank's stages of the model, with their weights, kernels, exchanges and recomputation.
+
+Knows how a stage is put together for this rank. Must not know the schedule, nor how gradients are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ppctl.config.precision import weight_dtype
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.layers import offloaded_layers
+from ppctl.geometry.parts import Parts
+from ppctl.geometry.rows import Parameter
+from ppctl.model.compile import compile_stage
+from ppctl.model.core_attention import Attend, attend
+from ppctl.model.feed_forward import ExchangeRows
+from ppctl.model.initialize import Initialize, initialize
+from ppctl.model.kernels import Capability, Kernels, choose_kernels
+from ppctl.model.offload import Offload
+from ppctl.model.recompute import Switch, recompute
+from ppctl.model.stage import build_stage
+from ppctl.model.stage_model import StageModel
+from ppctl.parallel.axis_groups import AxisGroups
+from ppctl.parallel.context import context_attention
+from ppctl.parallel.dispatch import ExpertExchange
+from ppctl.plan import StageSpec
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Makers of the parts of a model that its config does not give; a rehearsal (`ppctl/rehearsal`) brings its own."""
+
+    exchange: Callable[[ProcessGroup | None, ProcessGroup | None], ExchangeRows] = ExpertExchange
+    """(ep group, etp group), at least one of them: makes the way of rows to experts on other ranks."""
+    initialize: Initialize = initialize
+    """Fills a stage's weights."""
+    capability: Callable[..., Capability] = Capability.of
+    """(device, packed=whether documents are kept apart): what kernels can be chosen from."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """The stages of one rank. Collections go by stage, in chunk order."""
+
+    stages: Mapping[int, StageModel]
+    kernels: Kernels
+    parts: Parts
+    """The part of each parameter that the axes leave to this rank."""
+    recompute: Mapping[int, Switch]
+    offload: Offload | None
+    """Moves activations to the host, where any are moved."""
+    rows: Mapping[str, Parameter] = field(init=False)
+    """The row of the parameter table of each parameter and buffer of these stages, by canonical name."""
+
+    def __post_init__(self) -> None:
+        rows = {name: row for stage in self.stages.values() for name, row in stage.parameter_rows().items()}
+        object.__setattr__(self, "rows", rows)
+
+
+def build_model(
+    config: RunConfig,
+    specs: Sequence[StageSpec],
+    own: Parts,
+    groups: AxisGroups,
+    device: torch.device,
+    parts: ModelParts,
+) -> RankModel:
+    """Build a rank's stages (`specs`), of whose parameters it has the part `own`."""
+    if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
+        # Only where it changes something: the call imports torch's compiler.
+        torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
+    kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
+    stages = _build_stages(config, own, specs, device, kernels, groups, parts)
+    chosen = {spec.stage: offloaded_layers(config.parallel, spec.layers) for spec in specs}
+    offload = Offload(device) if any(chosen.values()) else None
+    switches = {
+        number: recompute(stage, config.train, number, offload, chosen[number]) for number, stage in stages.items()
+    }
+    return RankModel(stages, kernels, own, switches, offload)
+
+
+def _build_stages(
+    config: RunConfig,
+    own: Parts,
+    specs: Sequence[StageSpec],
+    device: torch.device,
+    kernels: Kernels,
+    groups: AxisGroups,
+    parts: ModelParts,
+) -> dict[int, StageModel]:
+    """The stages with their weights, their exchanges and, where asked for, compiled."""
+    given: dict[str, Any] = dict(
+        seed=config.train.seed,
+        dtype=getattr(torch, weight_dtype(config.parallel)),
+        device=device,
+        parts=own,
+        initialize=parts.initialize,
+    )
+    build: Callable[[StageSpec, ModelConfig], StageModel] = partial(build_stage, kernels=kernels, **given)
+    if (foreign := foreign_of(config.model)) is not None:
+        from ppctl.foreign.foreign_stage import build_foreign_stage  # transformers, which few runs need
+
+        build = partial(build_foreign_stage, foreign=foreign, **given)
+    stages = {spec.stage: build(spec, config.model) for spec in specs}
+    for stage in stages.values():
+        if groups.split is not None:
+            stage.split_over(groups.split)
+        if "cp" in groups:
+            stage.share_sequences(own.cp, _ways(config, kernels, groups))
+        if groups.same_sequences.groups:
+            stage.share_tokens(groups.same_sequences)
+        if "ep" in groups or "etp" in groups:
+            stage.spread_experts(parts.exchange(groups.get("ep"), groups.get("etp")))
+        if config.train.compile:
+            compile_stage(stage, device, packed=config.data.reset_attention_mask)
+    return stages
+
+
+def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:
+    """How attention reaches other ranks' tokens, for every `cp_comm_type` of the model."""
+    assert kernels.blocks is not None  # chosen where ranks share sequences
+    listed = config.model.cp_comm_type
+    levels = (groups["cp-inner"], groups["cp-outer"]) if "cp-inner" in groups else None
+    make = partial(
+        context_attention, group=groups["cp"], kernel=kernels.blocks, attend=partial(attend, kernels=kernels)
+    )
+    return {kind: make(kind, levels=levels) for kind in {"p2p", *([listed] if isinstance(listed, str) else listed)}}

@@ -1,0 +1,276 @@
+"""The weights of one rank, as the model computes with them and as the optimizer steps them (decisions 11, 21 and 67).
+
+Must not know stages' modules, the schedule or the optimizer's rule. All by canonical name. In float32 and float64 both
+are the same objects and nothing is done twice; otherwise masters are float32, and the master's `.grad` is the
+accumulator (Megatron's main_grad). Replication, ties, norm, clipping, optimizers and checkpoints read masters only.
+
+Where data-parallel ranks share what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
+dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and
+moments exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole,
+or (`GatheredWeights`) whole only while a stage computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce_sums, start_sending
+from ppctl.parallel.replicate import buckets
+from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
+from ppctl.tensors.wide_dtype import wide_dtype
+from ppctl.topology import BUCKET_ELEMENTS
+
+GroupOf = Callable[[str], dist.ProcessGroup]
+"""The ranks that share the parameter of a canonical name."""
+
+
+class Weights:
+    """A rank's parameters by canonical name: `model` (what stages compute with) and `master` (float32 or wider).
+
+    Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype.
+    """
+
+    model: dict[str, nn.Parameter]
+    master: dict[str, nn.Parameter]
+
+    def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
+        self.model = dict(model)
+        self.master = {name: _master(parameter) for name, parameter in model.items()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's parameters: after an optimizer step, and after loading a checkpoint."""
+        for name, parameter in self.model.items():
+            if parameter is not self.master[name]:
+                parameter.copy_(self.master[name])
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        for parameter in (*self.model.values(), *self.master.values()):
+            parameter.grad = None
+
+    def run(self, name: str) -> range:
+        """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
+        return range(self.model[name].numel())
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == wide_dtype(parameter.dtype):
+        return parameter
+    master = nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
+    parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
+    return master
+
+
+def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        master.grad = add_wide(master.grad, gradient)
+
+
+def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """`total` with one microbatch's gradient added in place: `wide`, which keeps what bfloat16 would round away."""
+    return gradient.to(wide_dtype(gradient.dtype)) if total is None else total.add_(gradient)
+
+
+class ShardedWeights(Weights):
+    """Weights of which `master[name]` is this rank's part of the parameter, flat, in float32 at least.
+
+    It has the elements that the rank owns where the name is in `owned`, else one of n equal parts.
+    """
+
+    def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf, owned: Mapping[str, Runs]) -> None:
+        self.model = dict(model)
+        self.group_of = group_of
+        self.owned = owned
+        self.master = {
+            name: nn.Parameter(self._part(name, p.detach().to(wide_dtype(p.dtype)))) for name, p in model.items()
+        }
+        self.sums: dict[str, Tensor] = {}
+        """Whole gradients of this rank's microbatches by name, of weights narrower than their masters; else `.grad`."""
+        for name, parameter in model.items():
+            if parameter.dtype != wide_dtype(parameter.dtype):
+                parameter.register_post_accumulate_grad_hook(self._accumulator(name))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make the model's weights from the ranks' masters. A collective of the groups."""
+        for names in self.buckets(self.model):
+            self._start(names).into(self.model[name].data for name in names)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        self.sums.clear()
+        super().clear_gradients()
+
+    def run(self, name: str) -> range:
+        """Which elements of the rank's parameter, read flat, its part is; the padding behind the last one not."""
+        if name in self.owned:
+            return own_run(self.owned[name], self.group_of(name))
+        return run_of(self.model[name], self.group_of(name))
+
+    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
+        """Start making the weights of one of `buckets` whole from the ranks' masters."""
+        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
+
+    def start_gather(
+        self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype
+    ) -> GatheredWholes | OwnedWholes:
+        """Start making tensors of one of `buckets` whole from the ranks' parts of them."""
+        group = self.group_of(names[0])
+        if names[0] in self.owned:
+            return start_sending(parts, [self.owned[name] for name in names], dtype, group)
+        return start_gather(parts, dtype, group)
+
+    def start_sums(self, names: Sequence[str], gradients: Iterable[Tensor]) -> ScatteredSums | ReducedSums:
+        """Start summing the gradients of one of `buckets`, which are asked for one by one, into the ranks' parts."""
+        masters, group = [self.master[name] for name in names], self.group_of(names[0])
+        device, dtype = masters[0].device, masters[0].dtype
+        if names[0] in self.owned:
+            return reduce_sums(gradients, [self.owned[name] for name in names], group, device, dtype)
+        return scatter_sums(gradients, [master.numel() for master in masters], group, device, dtype)
+
+    def take_sum(self, name: str) -> Tensor:
+        """The gradient summed so far, zeros where there is none, which is forgotten here."""
+        parameter = self.model[name]
+        gradient, parameter.grad = parameter.grad, None
+        gradient = self.sums.pop(name, gradient)
+        if gradient is None:
+            return torch.zeros(parameter.shape, dtype=wide_dtype(parameter.dtype), device=parameter.device)
+        return gradient
+
+    def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """The names by the group that shares them and by how it does, in buckets."""
+        alike: dict[tuple[dist.ProcessGroup, bool], list[str]] = {}
+        for name in names:
+            alike.setdefault((self.group_of(name), name in self.owned), []).append(name)
+        for shared in alike.values():
+            yield from buckets(shared, lambda name: self.model[name].numel(), self.group_of, BUCKET_ELEMENTS)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part, a copy."""
+        if name not in self.owned:
+            return part_of(whole, self.group_of(name))
+        run = own_run(self.owned[name], self.group_of(name))
+        return whole.reshape(-1)[run.start : run.stop].clone()
+
+    def _accumulator(self, name: str) -> Callable[[Tensor], None]:
+        def accumulate(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self.sums[name] = add_wide(self.sums.get(name), gradient)
+
+        return accumulate
+
+
+class GatheredWeights(ShardedWeights):
+    """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
+
+    Between steps a rank has its parts of the masters and moments, and nothing else of a weight. `begin` and
+    `hold` are collectives of the groups that share the stage's parameters: all ranks call in one order.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Iterable[str]],
+        model: Mapping[str, nn.Parameter],
+        group_of: GroupOf,
+        owned: Mapping[str, Runs],
+    ) -> None:
+        super().__init__(model, group_of, owned)
+        self.stages = {stage: list(names) for stage, names in stages.items()}
+        self._coming: dict[int, list[tuple[list[str], GatheredWholes | OwnedWholes]]] = {}
+        self._held: set[int] = set()
+        self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
+        self.release_all()
+
+    def publish(self) -> None:
+        """Do nothing: the next step gathers what the masters are by then."""
+
+    @torch.no_grad()
+    def begin(self, stage: int) -> None:
+        """Start gathering the stage's weights, and return; nothing where they are here or on their way."""
+        if stage in self._held or stage in self._coming:
+            return
+        self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
+
+    @torch.no_grad()
+    def hold(self, stage: int) -> None:
+        """Return once the stage's weights are whole."""
+        if stage in self._held:
+            return
+        self.begin(stage)
+        coming = self._coming.pop(stage)
+        self._held.add(stage)
+        while coming:  # what was gathered is freed bucket by bucket
+            names, bucket = coming.pop(0)
+            bucket.into(self._made(name) for name in names)
+            del bucket
+
+    def release(self, stage: int) -> None:
+        """Forget the stage's weights, after its last backward."""
+        self._held.discard(stage)
+        for name in self.stages[stage]:
+            self.model[name].data = self._nothing[name]
+
+    @contextmanager
+    def all_held(self) -> Iterator[None]:
+        """All stages' weights are whole inside."""
+        for stage in self.stages:
+            self.hold(stage)
+        yield
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Forget all weights, where no backward follows."""
+        for stage in self.stages:
+            self.release(stage)
+
+    def _made(self, name: str) -> Tensor:
+        """Memory for a weight, which is the model's from now on."""
+        parameter = self.model[name]
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return parameter.data
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    """A tensor of the same shape that takes no memory, and whose values (NaN) show where somebody computes with it."""
+    return torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+class GradientScatter:
+    """Gives every rank, in place of `GradientReducer`, its part of the sums of a stage's gradients."""
+
+    def __init__(self, stages: Mapping[int, Iterable[str]], weights: ShardedWeights) -> None:
+        self.stages = {stage: list(names) for stage, names in stages.items()}
+        self.weights = weights
+        self._running: list[tuple[list[str], ScatteredSums | ReducedSums]] = []
+
+    @torch.no_grad()
+    def reduce(self, stage: int, divisor: float = 1.0) -> None:
+        """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
+
+        Those of the stage before are waited for first, so that no more than one stage's are on their way.
+        """
+        self.finish()
+        weights = self.weights
+
+        def scaled(name: str) -> Tensor:
+            gradient = weights.take_sum(name)
+            return gradient if divisor == 1.0 else gradient.div_(divisor)
+
+        for names in weights.buckets(self.stages[stage]):
+            self._running.append((names, weights.start_sums(names, map(scaled, names))))
+
+    def finish(self) -> None:
+        """Wait for every sum started since the last call: the masters' gradients are there."""
+        for names, sums in self._running:
+            for name, part in zip(names, sums.wait(), strict=True):
+                self.weights.master[name].grad = part
+        self._running.clear()

@@ -1,0 +1,39 @@
+"""A draft takes values of unknown types: of a directory that is asked with them, and of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppctl.config.compose import compose
+from ppctl.config.draft import Draft, model
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [({"a": None}, {"a": "null"}), (3, {}), (["a"], {}), ({"a": "1"}, {"a": "1"})]
+)
+def test_a_directory_is_asked_with_values_of_the_keys_types(given: Any, seen: dict[str, str]) -> None:
+    draft = Draft.of(RunConfig(), {}, [])
+    draft.values |= {"model.from": "DIR", "model.implementation": "transformers", "model.hf_overrides": given}
+    asked = []
+
+    def read_model(*words: Any) -> Any:
+        asked.append(words)
+        raise ConfigError(Problem("PP-E520", "no such directory"))
+
+    model(draft, read_model, scaled=False, for_training=False)
+    assert asked == [("DIR", "transformers", seen, {})]
+
+
+def test_a_section_that_a_file_sets_to_one_value_is_a_problem_among_the_others(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("train:\n  stepz: 3\nmodel: 5\ndata: 7\n")
+    with pytest.raises(ConfigError) as error:
+        compose([f"recipe={recipe}", "steps=4"])
+    problems = error.value.problems
+    assert [problem.code for problem in problems] == ["PP-E102", "PP-E102", "PP-E101"]
+    assert [problem.message.split()[0] for problem in problems[:2]] == ["model", "data"]

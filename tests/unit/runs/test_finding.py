@@ -1,0 +1,101 @@
+"""Finding a run by what a person calls it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ppctl.config.schema import RunConfig
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.runs.finding import checkpoint_if_any, find_checkpoint, find_run
+from ppctl.runs.rundir import RunDir
+
+
+def make(root: Path, run_id: str, name: str) -> RunDir:
+    return RunDir.create(root, name, lambda draft: draft.write_config(RunConfig()), run_id)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for age, (name, run_id) in enumerate([("a", "20260101-1"), ("a", "20260101-2"), ("b", "4711.0"), ("b", "47110.0")]):
+        run = make(tmp_path, run_id, name)
+        run.write_environment({"variables": {"SLURM_JOB_ID": "99"} if run_id == "20260101-1" else {}})
+        os.utime(run.path / "config.yaml", (1000.0 + age, 1000.0 + age))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        (None, "47110.0"),
+        ("20260101-2", "20260101-2"),
+        ("4711", "4711.0"),
+        ("4711.0", "4711.0"),
+        ("47110", "47110.0"),
+        ("99", "20260101-1"),
+    ],
+)
+def test_a_run_is_found_by_id_prefix_job_or_as_the_newest(root: Path, reference: str | None, found: str) -> None:
+    assert find_run(reference, root).id == found
+
+
+def test_a_run_is_found_by_its_directory_from_anywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root / "a")
+    run = find_run("20260101-1", Path("nowhere"))
+    assert (run.id, run.name) == ("20260101-1", "a")
+    assert run.path.is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("reference", "says", "lists"),
+    [
+        ("2026", "PP-E612: 2026 means 2 runs", ["20260101-2", "20260101-1"]),
+        ("nine", "PP-E611: no run under", ["47110.0", "4711.0", "20260101-2", "20260101-1"]),
+    ],
+)
+def test_what_means_no_run_or_several_is_answered_with_the_candidates(
+    root: Path, reference: str, says: str, lists: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        find_run(reference, root)
+    (problem,) = caught.value.problems
+    assert [line.split()[0] for line in problem.place.splitlines()] == lists
+
+
+def test_an_empty_root_has_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="PP-E611: there are no runs under"):
+        find_run(None, tmp_path)
+
+
+def saved(run: RunDir, step: int) -> Path:
+    """A checkpoint of the run, as far as finding it goes."""
+    path = run.checkpoints / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    (run.checkpoints / "latest").write_text(path.name)
+    return path
+
+
+def test_what_is_loaded_if_there_is_any_is_the_newest_of_a_directory_of_runs(root: Path) -> None:
+    assert checkpoint_if_any(str(root), Path("nowhere")) is None
+    assert checkpoint_if_any(str(root / "not-there-yet"), Path("nowhere")) is None
+    older, newer = find_run("20260101-1", root), find_run("4711", root)
+    first = saved(older, 5)
+    assert checkpoint_if_any(str(root), Path("nowhere")) == first
+    second = saved(newer, 3)
+    assert checkpoint_if_any(str(root), Path("nowhere")) == second
+    assert checkpoint_if_any(str(older.path), Path("nowhere")) == checkpoint_if_any(str(first), root) == first
+
+
+def test_a_checkpoint_of_megatrons_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(CheckpointError, match=r"PP-E615: checkpoint\.load=.* is a checkpoint of Megatron's"):
+        checkpoint_if_any(str(tmp_path), tmp_path)
+
+
+def test_a_missing_checkpoint_is_reported_under_the_name_that_was_typed(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="PP-E615: ckpt export --hf=nowhere: there is no such checkpoint"
+    ) as error:
+        find_checkpoint("nowhere", tmp_path, "ckpt export --hf")
+    assert "checkpoint.resume" not in str(error.value)
