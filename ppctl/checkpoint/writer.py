@@ -124,7 +124,7 @@ class NodeWriter:
     def close(self) -> None:
         """Let the writer go: no call follows."""
         if self._connection is not None:
-            with suppress(OSError):  # what it has not been told is lost with it
+            with suppress(OSError):  # what did not reach it is lost with it
                 self._connection.close()
             self._connection = None
 

@@ -315,9 +315,9 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: C
         message = f"the schedule is for {place.pp} pipeline ranks, the communicator has {size}"
         raise ScheduleError(Problem("PP-E390", message))
     problems = []
-    expected, found = list(place.stages_of(pp_rank)), sorted(program.stage for program in programs)
-    if expected != found:
-        message = f"pp_rank {pp_rank} owns the stages {expected}, the programs are for {found}"
+    expected, given = list(place.stages_of(pp_rank)), sorted(program.stage for program in programs)
+    if expected != given:
+        message = f"pp_rank {pp_rank} owns the stages {expected}, the programs are for {given}"
         problems.append(Problem("PP-E390", message))
     channels = {place.channel(action) for action in schedule.actions[pp_rank] if action.op in MESSAGES}
     if not schedule.lowered or channels - schedule.capacities.keys():

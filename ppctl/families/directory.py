@@ -99,7 +99,7 @@ def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
     raise ConfigError(Problem("PP-E521", f"{message}; here it is {json.dumps(said)[:80]}", remedy, str(path / CONFIG)))
 
 
-def told_quantised(path: Path) -> str:
+def quantised_note(path: Path) -> str:
     """A line about a directory whose config says that its weights are quantised and that stores them as plain floats;
     empty for others.
 

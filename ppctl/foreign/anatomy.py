@@ -75,14 +75,16 @@ def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
 def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name of the list of decoder layers, and the list. Raises CannotCut where no list or several can be it."""
     count = getattr(model.config, "num_hidden_layers", None)
-    found = [
+    candidates = [
         (path, module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and next(module.parameters(), None) is not None
     ]
-    counted = [each for each in found if len(each[1]) == count]
+    counted = [each for each in candidates if len(each[1]) == count]
     outermost = [
-        each for each in counted or found if not any(each[0].startswith(f"{path}.") for path, _ in counted or found)
+        each
+        for each in counted or candidates
+        if not any(each[0].startswith(f"{path}.") for path, _ in counted or candidates)
     ]
     if len(outermost) != 1:
         listed = ", ".join(f"{path} of {len(module)}" for path, module in outermost) or "none"

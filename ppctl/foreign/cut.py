@@ -129,33 +129,33 @@ def _unknown(name: str, part: int, modules: dict[str, nn.Module]) -> Problem:
 
 
 def _twice(parts: Sequence[Sequence[str]]) -> list[Problem]:
-    found = []
+    problems = []
     counts = Counter(name for part in parts for name in part)
     for name, count in counts.items():
         if count > 1:
             listed = " and ".join(str(k) for k, part in enumerate(parts) if name in part)
-            found.append(Problem(CODE, f"{FIELD}: {name} is named in parts {listed}", f"name {name} in one part"))
+            problems.append(Problem(CODE, f"{FIELD}: {name} is named in parts {listed}", f"name {name} in one part"))
     for k, part in enumerate(parts):
         for name in part:
             around = [(other, j) for j, names in enumerate(parts) for other in names if name.startswith(f"{other}.")]
             for other, j in around:
                 if j != k:
                     message = f"{FIELD}: {name} is named in part {k}, and {other}, which holds it, in part {j}"
-                    found.append(Problem(CODE, message, f"name the modules in {other} one by one"))
-    return found
+                    problems.append(Problem(CODE, message, f"name the modules in {other} one by one"))
+    return problems
 
 
 def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
     """Modules under two names: two stages would call one module."""
     first: dict[int, str] = {}
-    found = []
+    problems = []
     for path, module in modules.items():
         before = first.setdefault(id(module), path)
         if before != path and any(True for _ in saved(module)):
             message = f"{path} is the same module as {before}"
             remedy = "two modules that share their parameters: one.weight = other.weight"
-            found.append(Problem("PP-E132", message, remedy))
-    return found
+            problems.append(Problem("PP-E132", message, remedy))
+    return problems
 
 
 def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
@@ -179,22 +179,22 @@ def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
 
 def _inner(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> str:
     names = [name for part in parts for name in part]
-    found = []
+    paths = []
     for path, module in modules.items():
         inside = {name[len(path) + 1 :].partition(".")[0] for name in names if name.startswith(f"{path}.")}
         if path and "." not in path and len(inside) > 1 and not isinstance(module, (*_CONTAINERS, nn.Sequential)):
-            found.append(path)
-    return found[0] if len(found) == 1 else ""
+            paths.append(path)
+    return paths[0] if len(paths) == 1 else ""
 
 
 def _units(module: nn.Module, prefix: str = "") -> list[str]:
     """The modules that a cut can fall between: children, and those of containers one by one."""
-    found = []
+    units = []
     for name, child in module.named_children():
         if any(True for each in child.modules() for _ in saved(each)):
             spread = isinstance(child, _CONTAINERS) or any(isinstance(each, _CONTAINERS) for each in child.children())
-            found += _units(child, f"{prefix}{name}.") if spread else [f"{prefix}{name}"]
-    return found
+            units += _units(child, f"{prefix}{name}.") if spread else [f"{prefix}{name}"]
+    return units
 
 
 def _proposal(model: Any, pp: int) -> str:

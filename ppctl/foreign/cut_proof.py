@@ -62,9 +62,9 @@ def look_at(
     try:
         if not torch.is_autocast_enabled(device.type):
             with _META:
-                found = forward(blank, _META)
-            if found is not None:
-                return found
+                crossing = forward(blank, _META)
+            if crossing is not None:
+                return crossing
         return _autocast(forward, blank, device)
     except ConfigError:
         raise
@@ -82,9 +82,11 @@ def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Cros
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
-        found = forward(copied(blank, device), device)
-        assert found is not None  # it is, where the device is the one that autocast is for
-    return Crossing(*(tree_map(partial(_in_place, _META), each) for each in (found.edges, found.forms, found.output)))
+        crossing = forward(copied(blank, device), device)
+        assert crossing is not None  # it is, where the device is the one that autocast is for
+    return Crossing(
+        *(tree_map(partial(_in_place, _META), each) for each in (crossing.edges, crossing.forms, crossing.output))
+    )
 
 
 def _in_place(place: torch.device, each: Any) -> Any:
@@ -117,13 +119,13 @@ class _Forward:
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
             stage = CutStage(blank, self.cut, number, place, self.aware)
-            found = cast(stage(*cast((edges[-1] if edges else None, *arguments), casts.inputs)), casts.result)
-            if not isinstance(found, Tensor):
+            result = cast(stage(*cast((edges[-1] if edges else None, *arguments), casts.inputs)), casts.result)
+            if not isinstance(result, Tensor):
                 message = (
-                    f"part {number} returns a {type(found).__name__}, but only one tensor can be sent to the next part"
+                    f"part {number} returns a {type(result).__name__}, but only one tensor can be sent to the next part"
                 )
                 raise ConfigError(Problem(CODE, message, "return the hidden state alone where the head is None"))
-            edges.append(found)
+            edges.append(result)
         return Crossing(tuple(edges))
 
     def _follow(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing | None:

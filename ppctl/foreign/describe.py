@@ -171,12 +171,12 @@ def _adapted(
 ) -> list[tuple[Parameter, ...]]:
     """By layer, its rows with those of its adapters, and all others frozen. Changes the model."""
     shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
-    found = []
+    adapted = []
     for index, rows in enumerate(structures):
         prefix, pattern = f"{anatomy.layer(index)}.", f"{anatomy.layers}.{{layer}}."
         own = {name.replace(prefix, pattern, 1): shape for name, shape in shapes.items() if name.startswith(prefix)}
-        found.append(with_adapters(rows, own))
-    return found
+        adapted.append(with_adapters(rows, own))
+    return adapted
 
 
 def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> str:
@@ -205,15 +205,15 @@ def _router_logits(
     """
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:
-        found = {router_logits(config, anatomy, index, size) for index in routed}
-        if len(found) > 1:
+        logits = {router_logits(config, anatomy, index, size) for index in routed}
+        if len(logits) > 1:
             raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
     except CannotCut as error:
         raise _uncut(config, directory, error) from error
     except (*CODE_FAILS, NotImplementedError) as error:
         unseen = CannotCut(f"what its routers record is not seen on tensors without values: {line_of(error)}")
         raise _uncut(config, directory, unseen) from error
-    return next(iter(found), None)
+    return next(iter(logits), None)
 
 
 def _notes(config: Any, anatomy: Anatomy) -> list[str]:
@@ -258,20 +258,22 @@ _SHOWN = 3
 
 def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
     """By layer, in what it differs from others. What numbers the layers tells nothing: it differs in all of them."""
-    found = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
-    places = dict.fromkeys(place for values in found for place in values)
-    telling = [place for place in places if _tells([values[place] for values in found if place in values], len(found))]
-    return [tuple((place, str(values[place])) for place in telling if place in values) for values in found]
+    by_layer = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
+    places = dict.fromkeys(place for values in by_layer for place in values)
+    telling = [
+        place for place in places if _tells([values[place] for values in by_layer if place in values], len(by_layer))
+    ]
+    return [tuple((place, str(values[place])) for place in telling if place in values) for values in by_layer]
 
 
 def _values(layer: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_place: dict[str, Any] = {}
     for path, module in layer.named_modules():
-        found[path or "layer"] = type(module).__name__
+        by_place[path or "layer"] = type(module).__name__
         for name, value in vars(module).items():
             if not name.startswith("_") and (value is None or isinstance(value, bool | int | float | str)):
-                found[f"{path}.{name}" if path else name] = value
-    return found
+                by_place[f"{path}.{name}" if path else name] = value
+    return by_place
 
 
 def _tells(values: Sequence[Any], layers: int) -> bool:
@@ -287,11 +289,11 @@ def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
     train, in that one no gradient of its input, and behind it that alone in layers with nothing to train."""
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
     first = trained.index(True)
-    found: list[Traits] = []
+    traits: list[Traits] = []
     for index, own in enumerate(trained):
         backward = "none" if index < first else "of its weights" if index == first else "" if own else "of its input"
-        found.append((("backward", backward),) if backward else ())
-    return found
+        traits.append((("backward", backward),) if backward else ())
+    return traits
 
 
 def names_of(kinds: Sequence[Traits]) -> list[str]:

@@ -359,8 +359,8 @@ def _initializer(model: nn.Module, name: str) -> Callable[..., Any]:
     while name and not hasattr(model.get_submodule(name), "_init_weights"):
         name = name.rpartition(".")[0]
     owner: Any = model.get_submodule(name)
-    found: Callable[..., Any] = owner._init_weights
-    return found
+    initialize: Callable[..., Any] = owner._init_weights
+    return initialize
 
 
 def _is_unset(module: nn.Module) -> bool:

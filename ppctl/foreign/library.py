@@ -23,7 +23,7 @@ from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.metadata import MOST_STAGES
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.families.config_json import known_families
-from ppctl.families.directory import CONFIG, read_config_file, told_quantised
+from ppctl.families.directory import CONFIG, quantised_note, read_config_file
 
 _OLDEST = 5
 """The oldest major version that is supported: before it models record, name and convert otherwise."""
@@ -117,7 +117,7 @@ def _refuse_quantised(config: Any, directory: Path) -> None:
         message += "transformers' own code trains weights as they are"
         remedy = "model.implementation=ppctl" if config.model_type in known_families() and method == "fp8" else ""
         with suppress(CheckpointError):  # damaged weights are reported where they are read
-            remedy = "model.hf_overrides.quantization_config=null" if told_quantised(directory) else remedy
+            remedy = "model.hf_overrides.quantization_config=null" if quantised_note(directory) else remedy
         raise ConfigError(Problem("PP-E550", message, remedy, str(directory / CONFIG)))
 
 
@@ -187,8 +187,8 @@ def recorded() -> list[Tensor]:
     transformers collects what a module returns by hooks, in the order of the calls (`OutputRecorder`).
     """
     collector = importlib.import_module("transformers.utils.output_capturing")._active_collector.get()
-    found: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
-    return found
+    logits: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
+    return logits
 
 
 def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -229,24 +229,24 @@ class Conversions:
     @property
     def order(self) -> Callable[[str], Any]:
         """By which names are sorted: expert 2 before expert 10."""
-        found: Callable[[str], Any] = self._core.dot_natural_key
-        return found
+        sort_key: Callable[[str], Any] = self._core.dot_natural_key
+        return sort_key
 
     def target_of(self, stored: str) -> tuple[str, str | None]:
         """The model's tensor that a stored one belongs to; and where it is a part of one, the pattern of its name."""
         prefix = self._model.base_model_prefix
-        found: tuple[str, str | None] = self._core.rename_source_key(
+        renamed: tuple[str, str | None] = self._core.rename_source_key(
             stored, self._renamings, self._converters, prefix, self._state
         )
-        return found
+        return renamed
 
     def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
         """The tensor with this name, of stored ones by their patterns."""
         converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
-        found: Any = parts
+        value: Any = parts
         for operation in converter.operations:
-            found = operation.convert(
-                found,
+            value = operation.convert(
+                value,
                 source_patterns=converter.source_patterns,
                 target_patterns=converter.target_patterns,
                 full_layer_name=name,
@@ -254,7 +254,7 @@ class Conversions:
                 config=self._model.config,
                 missing_keys=None,
             )
-        (tensor,) = found.values()
+        (tensor,) = value.values()
         whole: Tensor = tensor[0] if isinstance(tensor, list) else tensor
         return whole
 
@@ -289,7 +289,9 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
     try:
         return make(values)
     except ConfigError as refused:
-        alone = [found for name, value in values.items() if (found := _refusal(config, name, value, make)) is not None]
+        alone = [
+            refusal for name, value in values.items() if (refusal := _refusal(config, name, value, make)) is not None
+        ]
         raise ConfigError(alone or [_problem(", ".join(values), _reason(refused), "")]) from None
 
 

@@ -222,9 +222,9 @@ class _Pass:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor), self.counter:
-            found = run()
+            result = run()
         self.kept = dict(kept)
-        return found
+        return result
 
     def backward(self) -> list[float]:
         """Live bytes by operator of the backward, or of its I: an output is a message, or the next layer's input."""

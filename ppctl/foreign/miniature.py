@@ -98,10 +98,10 @@ def _lower_widths(small: Any) -> None:
 
 def lower_windows(config: Any) -> int:
     """Make windows and chunks of attention shorter than all that is measured; the shortest that there was, or 0."""
-    found = [value for name in _WINDOWS if _is_size(value := _own(config, name))]
+    widths = [value for name in _WINDOWS if _is_size(value := _own(config, name))]
     for name in _WINDOWS:
         _lower(config, name, _WINDOW)
-    return min(found, default=0)
+    return min(widths, default=0)
 
 
 _SEEN = 0.5
@@ -178,9 +178,9 @@ def _narrow(config: Any, width: int) -> None:
 
 def _lower_other_heads(config: Any, most: int) -> None:
     """At most so many of the kind with the fewest heads, and of the others in proportion."""
-    found = {name: heads for name in _OTHER_HEADS if _is_size(heads := _own(config, name))}
-    share = max(1, min(found.values(), default=1) // most)
-    for name, heads in found.items():
+    heads_of = {name: heads for name in _OTHER_HEADS if _is_size(heads := _own(config, name))}
+    share = max(1, min(heads_of.values(), default=1) // most)
+    for name, heads in heads_of.items():
         if heads % share == 0:
             setattr(config, name, heads // share)
 

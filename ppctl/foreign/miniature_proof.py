@@ -125,9 +125,9 @@ def _run_whole(
     """By microbatch what enters the first layer and what every layer returns; gradients by name; losses."""
     states, losses = list[list[Tensor]](), list[_Losses]()
     for tokens, labels, mask in batches:
-        with _watched(model, anatomy) as found:
+        with _watched(model, anatomy) as watched:
             logits, added = call(model, input_ids=tokens)
-        states.append(found)
+        states.append(watched)
         losses.append(_losses((logits,) if added is None else (logits, added), labels, mask))
         _objective(losses[-1]).backward()
     trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -207,16 +207,16 @@ def _run_cut(
             hops.append((given, outputs))
             given = tuple(output.detach().requires_grad_() for output in outputs)
         *before, (entered, outputs) = hops
-        found = _losses(outputs, labels, mask)
-        _compare_losses(anatomy, found, losses[mb])
-        _objective(found).backward()
+        of_parts = _losses(outputs, labels, mask)
+        _compare_losses(anatomy, of_parts, losses[mb])
+        _objective(of_parts).backward()
         for given, left in reversed(before):
             torch.autograd.backward(left, [each.grad for each in entered])
             entered = given
 
 
-def _compare_losses(anatomy: Anatomy, found: _Losses, expected: _Losses) -> None:
-    (loss, added), (whole, all_added) = found, expected
+def _compare_losses(anatomy: Anatomy, of_parts: _Losses, expected: _Losses) -> None:
+    (loss, added), (whole, all_added) = of_parts, expected
     if not torch.equal(loss, whole):
         raise CannotCut(f"{anatomy.head}: with the same states before it the loss differs")
     if (added is None) != (all_added is None) or (
@@ -246,11 +246,11 @@ def _differs(anatomy: Anatomy, stage: ForeignStage, mb: int) -> str:
     )
 
 
-def _compare_gradients(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
-    if missing := expected.keys() - found.keys():
+def _compare_gradients(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
+    if missing := expected.keys() - gradients.keys():
         raise CannotCut(f"{min(missing)} is on no stage")
     for name, gradient in expected.items():
-        own = found[name]
+        own = gradients[name]
         if (own is None) != (gradient is None) or (
             own is not None and gradient is not None and not torch.equal(own, gradient)
         ):

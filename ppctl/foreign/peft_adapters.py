@@ -42,15 +42,15 @@ def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: 
     try:
         with warnings.catch_warnings():  # it says that it turns GPT-2's matrices by itself
             warnings.simplefilter("ignore")
-            found: Any = peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
+            injected: Any = peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         message = f"peft cannot adapt a module of model.lora.targets: {str(error).splitlines()[0]}"
         remedy = pasted(f"model.lora.targets=[{','.join(_known(model, anatomy)[:2])}]")
         raise ConfigError(Problem("PP-E542", message, remedy, "model.lora")) from error
-    for parameter in found.parameters():
+    for parameter in injected.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    adapted: nn.Module = found
+    adapted: nn.Module = injected
     return adapted
 
 
@@ -86,13 +86,13 @@ def _why(model: nn.Module, target: str, named: list[str], outside: list[str]) ->
 
 def _known(model: nn.Module, anatomy: Anatomy) -> list[str]:
     """The last parts of the names of the linear modules, GPT-2's Conv1D among them; routers are none."""
-    found = {
+    targets = {
         path.rpartition(".")[2]
         for path, module in model.named_modules()
         if path.startswith(f"{anatomy.layers}.")
         and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     }
-    return sorted(found)
+    return sorted(targets)
 
 
 def _wrong(message: str, remedy: str) -> ConfigError:

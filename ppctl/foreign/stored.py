@@ -70,16 +70,16 @@ class StoredWeights:
         """One tensor by its canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another shape."""
         parts = self._parts[name]
         if parts[0][0] is None:
-            found = self._stored(parts[0][1])
+            whole = self._stored(parts[0][1])
         else:
             by_pattern: dict[str, list[Tensor]] = defaultdict(list)
             for pattern, stored in parts:
                 by_pattern[str(pattern)].append(self._stored(stored))
-            found = self._library.converted(name, by_pattern)
-        if tuple(found.shape) != self.shapes[name]:
-            shapes = f"{name}: {list(found.shape)} stored, {list(self.shapes[name])} expected"
+            whole = self._library.converted(name, by_pattern)
+        if tuple(whole.shape) != self.shapes[name]:
+            shapes = f"{name}: {list(whole.shape)} stored, {list(self.shapes[name])} expected"
             self._refuse("holds tensors of another shape than the model's", [shapes])
-        return found
+        return whole
 
     def _stored(self, name: str) -> Tensor:
         header: Stored = self._headers[name]

@@ -88,15 +88,15 @@ def _words(text: str) -> list[str]:
 
 def _layers(text: str) -> tuple[int, ...]:
     """`[0,4-7]`: indexes of layers, from 0, and ranges of them, both ends included."""
-    found: set[int] = set()
+    chosen: set[int] = set()
     for word in _words(text):
         match = _RANGE.fullmatch(word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < MOST_STAGES:
             what = f"{word} is none" if word else "one is empty" if text.strip("[] ") else "there is none in it"
             raise _wrong("layers", f"layers={text}: decoder layers are named from 0 on, as [0,4-7]; {what}")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
 
 
 def _number(name: str, text: str) -> float:
@@ -119,14 +119,14 @@ def with_adapters(rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]]
 
     `made` are the shapes of all parts of adapters in the layer, by name.
     """
-    found = []
+    parameters = []
     for row in rows:
-        found.append(frozen(row))
+        parameters.append(frozen(row))
         for part, start in ((_FIRST, "adapter"), (_SECOND, "zeros")):
             name = row.name.removesuffix(".weight") + part
             if row.name.endswith(".weight") and name in made:
-                found.append(Parameter(name, made[name], "matrix", start=start))  # type: ignore[arg-type]  # of Start
-    return tuple(found)
+                parameters.append(Parameter(name, made[name], "matrix", start=start))  # type: ignore[arg-type]  # of Start
+    return tuple(parameters)
 
 
 def frozen(row: Parameter) -> Parameter:

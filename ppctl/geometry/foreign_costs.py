@@ -118,10 +118,10 @@ class PartCosts(NamedTuple):
         return PartCosts(self.element, self.above, tables, self.before.scaled(factor), *parts, layers)
 
 
-def measured_for(found: Sequence[PartCosts], element: int, length: int) -> PartCosts:
+def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> PartCosts:
     """The one for numbers of so many bytes in sequences of this length; wider ones cost in proportion to the widest."""
-    width = element if any(each.element == element for each in found) else max(each.element for each in found)
-    fitting = sorted((each for each in found if each.element == width), key=lambda each: each.above)
+    width = element if any(each.element == element for each in measured) else max(each.element for each in measured)
+    fitting = sorted((each for each in measured if each.element == width), key=lambda each: each.above)
     chosen = next((each for each in reversed(fitting) if each.above < length), fitting[0])
     return chosen if width == element else chosen.scaled(element / width)
 

@@ -83,7 +83,7 @@ class Adapters(NamedTuple):
 
     @classmethod
     def from_list(cls, data: Sequence[Any]) -> Adapters:
-        """From JSON; of before there were layers, too."""
+        """The value from JSON, also from an earlier one without layers."""
         rank, alpha, targets, *layers = data
         return cls(rank, alpha, tuple(targets), *map(tuple, layers))
 
@@ -201,11 +201,11 @@ def described(text: str) -> ForeignModel:
 @cache
 def first_trained(text: str) -> int:
     """The first decoder layer that has something to train; 0 where what stands before them is trained."""
-    found = described(text)
-    if any(row.gradient != "none" for row in found.first):
+    model = described(text)
+    if any(row.gradient != "none" for row in model.first):
         return 0
-    trained = [any(row.gradient != "none" for row in kind.rows) for kind in found.kinds]
-    return next((index for index, kind in enumerate(found.layers) if trained[kind]), found.anatomy.count)
+    trained = [any(row.gradient != "none" for row in kind.rows) for kind in model.kinds]
+    return next((index for index, kind in enumerate(model.layers) if trained[kind]), model.anatomy.count)
 
 
 def foreign_of(model: ModelConfig) -> ForeignModel | None:

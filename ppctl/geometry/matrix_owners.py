@@ -53,11 +53,11 @@ def owned_runs(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, d
     Those of a stack are neighbours, in the order of ranks; a rank that owns none is not there.
     """
     entries = [Matrices(*shape[-2:], *shape[:-2]) for shape in shapes.values()]
-    found: dict[str, dict[int, range]] = {}
+    runs: dict[str, dict[int, range]] = {}
     for name, entry, owned in zip(shapes, entries, deal(entries, ranks), strict=True):
-        start, found[name] = 0, {}
+        start, runs[name] = 0, {}
         for rank, number in enumerate(owned):
             if number:
-                found[name][rank] = range(start, start + number * entry.size)
-                start = found[name][rank].stop
-    return found
+                runs[name][rank] = range(start, start + number * entry.size)
+                start = runs[name][rank].stop
+    return runs

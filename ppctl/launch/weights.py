@@ -27,8 +27,8 @@ from ppctl.families.directory import (
     has_weights,
     model_tensors,
     open_directory,
+    quantised_note,
     read_config_file,
-    told_quantised,
 )
 from ppctl.families.safetensors import read_directory
 from ppctl.geometry.adapters import WrongAdapters, read_adapters
@@ -127,8 +127,8 @@ def check_weights(path: Path, model: ModelConfig) -> list[str]:
             open_directory(path, model=model)
         elif has_weights(path):
             read_directory(path)  # its names are known to transformers, which ranks import: they compare them
-        told = told_quantised(path)
-        return [f"{path}: {told}"] if told else []
+        quantised = quantised_note(path)
+        return [f"{path}: {quantised}"] if quantised else []
     manifest = read_manifest(path)
     cut = [
         f"{path / name}: {_size(path / name):,} bytes instead of {record.bytes:,}"

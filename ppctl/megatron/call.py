@@ -47,8 +47,8 @@ class Call:
 
     def __post_init__(self) -> None:
         if not callable(self.forward_step_func):
-            found = type(self.forward_step_func).__name__
-            message = f"forward_step_func is a {found}, and is called as forward_step_func(data_iterator, model)"
+            kind = type(self.forward_step_func).__name__
+            message = f"forward_step_func is a {kind}, and is called as forward_step_func(data_iterator, model)"
             raise misuse(message, "forward_step_func=...")
 
 

@@ -89,7 +89,7 @@ def edges_of(
 
 def message_dtype(config: Any) -> torch.dtype:
     """The dtype of all messages, `config.pipeline_dtype` (a dtype or its name). Raises ConfigError without one."""
-    found = torch_dtype(setting(config, "pipeline_dtype"), "pipeline_dtype")
-    if found is None:
+    wanted = torch_dtype(setting(config, "pipeline_dtype"), "pipeline_dtype")
+    if wanted is None:
         raise misuse("pipeline_dtype is None: stages agree on what they send", "pipeline_dtype=torch.float32")
-    return found
+    return wanted

@@ -91,8 +91,8 @@ def all_chunks(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[An
         raise misuse("interleaving takes a list of models, one per chunk", "model=[chunk_0, chunk_1]")
     iterators = [None] * len(model) if data_iterator is None else data_iterator
     if not isinstance(iterators, list) or len(iterators) != len(model):
-        found = f"{len(iterators)}" if isinstance(iterators, list) else f"a {type(iterators).__name__}"
-        message = f"interleaving takes a list of data iterators, one for each of the {len(model)} chunks, not {found}"
+        given = f"{len(iterators)}" if isinstance(iterators, list) else f"a {type(iterators).__name__}"
+        message = f"interleaving takes a list of data iterators, one for each of the {len(model)} chunks, not {given}"
         raise misuse(message, "data_iterator=[iterator_0, iterator_1]")
     return model, iterators
 

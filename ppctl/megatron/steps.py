@@ -127,8 +127,8 @@ def backward_step(
         if pairs:
             edges = [get_gradient_edge(output) for output, _ in pairs]
             torch.autograd.backward(edges, [gradient for _, gradient in pairs])
-    found = [None if tensor is None else _gradient_of(tensor) for tensor in inputs]
-    return found if isinstance(input_tensor, list) else found[0]
+    of_inputs = [None if tensor is None else _gradient_of(tensor) for tensor in inputs]
+    return of_inputs if isinstance(input_tensor, list) else of_inputs[0]
 
 
 def _loss_and_seed(loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:

@@ -205,9 +205,9 @@ class StepLoss:
             lambda each: torch.zeros_like(each, device=device).requires_grad_(each.is_floating_point()), output
         )
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            found = self.function(zeros, labels)
-        if not isinstance(found, Tensor) or found.dim():
-            what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            value = self.function(zeros, labels)
+        if not isinstance(value, Tensor) or value.dim():
+            what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             remedy = "loss_fn=lambda output, labels: torch.nn.functional.mse_loss(output, labels)"
             raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, but a loss is one number", remedy))
 

@@ -63,8 +63,8 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Pipel
 
         if directory is None:
             return whole_config(model)
-        found = read_own_config(directory)
-        return found, found.dtype if isinstance(found.dtype, torch.dtype) else torch.float32
+        config = read_own_config(directory)
+        return config, config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
     its_config, dtype = agreed(ranks, "read the model's config", known, own=True)
 
@@ -165,15 +165,15 @@ def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int)
     if config.pp_schedule_csv is None:
         vpp = place.num_stages // place.pp
         return lower(make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches))
-    found = _schedule_in(config.pp_schedule_csv)
-    if found.num_microbatches != num_microbatches:
+    given = _schedule_in(config.pp_schedule_csv)
+    if given.num_microbatches != num_microbatches:
         message = (
-            f"{config.pp_schedule_csv} runs {found.num_microbatches} microbatches, and the batch has {num_microbatches}"
+            f"{config.pp_schedule_csv} runs {given.num_microbatches} microbatches, and the batch has {num_microbatches}"
         )
-        raise ConfigError(Problem(CODE, message, f"pp_batch_size={found.num_microbatches * config.pp_microbatch_size}"))
-    if problems := verify(found):
+        raise ConfigError(Problem(CODE, message, f"pp_batch_size={given.num_microbatches * config.pp_microbatch_size}"))
+    if problems := verify(given):
         raise ScheduleError(problems)
-    return lower(found)
+    return lower(given)
 
 
 def _schedule_in(path: str) -> Schedule:
@@ -196,14 +196,14 @@ def device_of(asked: torch.device | str | None) -> torch.device:
         os.environ.pop(QUEUES, None)  # nobody here reads it, and what this process starts would inherit it
     if asked is not None:
         try:
-            found = torch.device(asked)
+            chosen = torch.device(asked)
         except RuntimeError as error:
             raise ConfigError(
                 Problem(CODE, f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'")
             ) from None
-        if found.type == "cuda" and not there:
+        if chosen.type == "cuda" and not there:
             raise ConfigError(Problem(CODE, f"device={asked!r}, and torch sees no GPU here", "device='cpu'"))
-        return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+        return torch.device("cuda", torch.cuda.current_device()) if str(chosen) == "cuda" else chosen
     if there:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device("cpu")
@@ -225,9 +225,9 @@ def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None
     for each other under different names until the limit of the group.
     """
 
-    def conclude(found: list[int]) -> None:
-        if len({found[rank] for rank in members}) > 1:
-            counts = ", ".join(f"rank {rank} {found[rank]}" for rank in sorted(members))
+    def conclude(counts_of: list[int]) -> None:
+        if len({counts_of[rank] for rank in members}) > 1:
+            counts = ", ".join(f"rank {rank} {counts_of[rank]}" for rank in sorted(members))
             message = f"ranks have made different numbers of process groups ({counts}): torch names the next one so"
             remedy = "torch.distributed.new_group([rank], use_local_synchronization=True) on ranks that have made fewer"
             raise ConfigError(Problem(CODE, message, remedy))

@@ -128,8 +128,8 @@ class SameCall:
         """The highest rank whose part of a call has failed, behind its messages; None where none has."""
         if self.alone:
             return None
-        *_, found = self._largest(0, failed=failed)
-        return found - 1 if found else None
+        *_, first = self._largest(0, failed=failed)
+        return first - 1 if first else None
 
     def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
         """For all ranks: the number, its negative, and 1 + a rank that failed. The same form on every rank."""

@@ -51,7 +51,7 @@ class RankStages:
         self.modules: dict[int, Any] = {n: (parallelize(m) or m) if parallelize else m for n, m in made.items()}
         self.sync = {n: GradientSync(module) for n, module in self.modules.items()}
         agreed(ranks, "look at how stages are sharded", lambda: self._check_sync(config))
-        found = agreed(
+        computed = agreed(
             ranks,
             "compare the stages' dtypes",
             lambda: {n: dtypes_of(module) for n, module in made.items()},
@@ -59,7 +59,7 @@ class RankStages:
             to=list[StageDtypes],
             joined=_in_model_order,
         )
-        agreed(ranks, "follow the stages' dtypes", lambda: source.compute_in(found), own=True)
+        agreed(ranks, "follow the stages' dtypes", lambda: source.compute_in(computed), own=True)
         self._ties = self._tie()
         self._compared = False
 
@@ -84,11 +84,11 @@ class RankStages:
         unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not _equal(each, state[n])]
         if unequal:
             raise CheckpointError(_unequal(unequal, "PP-E537"))
-        found = {name: state.get(name, state.get(owner.get(name, name))) for name in own}
-        wrong = [f"{n} is missing" for n, tensor in found.items() if tensor is None]
+        held = {name: state.get(name, state.get(owner.get(name, name))) for name in own}
+        wrong = [f"{n} is missing" for n, tensor in held.items() if tensor is None]
         wrong += [
             f"{name}: {list(tensor.shape)} given, {list(own[name].shape)} expected"
-            for name, tensor in found.items()
+            for name, tensor in held.items()
             if tensor is not None and tensor.shape != own[name].shape
         ]
         if wrong:
@@ -97,7 +97,7 @@ class RankStages:
             message = "stages that fully_shard has divided hold parts of tensors"
             remedy = "torch.distributed.checkpoint.load(pipeline.state_dict(), checkpoint_id=...)"
             raise CheckpointError(Problem("PP-E539", message, remedy))
-        for name, tensor in found.items():
+        for name, tensor in held.items():
             assert tensor is not None  # it would be in `wrong`
             own[name].copy_(tensor)
         self._compared = False
@@ -113,9 +113,9 @@ class RankStages:
             return
 
         def conclude(ranks: list[dict[str, str]]) -> None:
-            found = {name: digest for rank in ranks for name, digest in rank.items()}
+            digests = {name: digest for rank in ranks for name, digest in rank.items()}
             owned = [(name, next(iter(uses))) for uses in self._source.ties for name in uses]
-            unequal = [f"{name} and {owner}" for name, owner in owned if found[name] != found[owner]]
+            unequal = [f"{name} and {owner}" for name, owner in owned if digests[name] != digests[owner]]
             if unequal:
                 raise CheckpointError(_unequal(unequal, "PP-E504"))
 
@@ -215,6 +215,6 @@ def _bytes(tensor: Any) -> Any:
     return whole.cpu().contiguous().view(torch.uint8).numpy()
 
 
-def _in_model_order(found: list[dict[int, StageDtypes]]) -> list[StageDtypes]:
-    whole = {number: dtypes for rank in found for number, dtypes in rank.items()}
+def _in_model_order(of_ranks: list[dict[int, StageDtypes]]) -> list[StageDtypes]:
+    whole = {number: dtypes for rank in of_ranks for number, dtypes in rank.items()}
     return [whole[number] for number in sorted(whole)]

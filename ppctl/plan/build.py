@@ -122,7 +122,7 @@ _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
 
 
 def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
-    """The sizes on the way of a batch that grows, each with its schedule, proved as that of the full size is."""
+    """The ramp-up sizes of a batch that grows, each with its schedule, proved as that of the full size is."""
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
     batches: list[SmallerBatch] = []
     held: list[_OfSize] = []

@@ -100,7 +100,7 @@ class Derivation:
 
     @cached_property
     def smaller(self) -> tuple[Size, ...]:
-        """The sizes on the way of a batch that grows."""
+        """The ramp-up sizes of a batch that grows."""
         return derive_sizes(self.values, self.world.dp)
 
     @property

@@ -64,7 +64,7 @@ class Plan:
     traffic: tuple[tuple[Exchange, ...], ...] = ()
     """pp_rank -> what one of its ranks sends in a step."""
     smaller: tuple[SmallerBatch, ...] = ()
-    """The sizes on the way of a batch that grows, in their order."""
+    """The ramp-up sizes of a batch that grows, in their order."""
     derived: tuple[Derived, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Dotted config key -> where its value came from."""
@@ -87,16 +87,16 @@ class Plan:
 
     def of_batch(self, size: int) -> Plan:
         """The plan of a step of `size` samples: a ramp-up size's, or the global batch's."""
-        found = next((each for each in self.smaller if each.size == size), None)
-        if found is None:
+        of_size = next((each for each in self.smaller if each.size == size), None)
+        if of_size is None:
             return self
         return replace(
             self,
-            schedule=found.schedule,
-            num_microbatches=found.num_microbatches,
-            gradient_accumulation_steps=found.gradient_accumulation_steps,
-            bubble_fraction=found.bubble_fraction,
-            step_time_s=found.step_time_s,
+            schedule=of_size.schedule,
+            num_microbatches=of_size.num_microbatches,
+            gradient_accumulation_steps=of_size.gradient_accumulation_steps,
+            bubble_fraction=of_size.bubble_fraction,
+            step_time_s=of_size.step_time_s,
             smaller=(),
         )
 
@@ -147,7 +147,7 @@ class Plan:
             "replicated_params": [stage.replicated_params for stage in self.stages],
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
             "schedule": _without_rows(self.schedule, {_CALLS: self.gradient_accumulation_steps}, times),
-            # A plan of before has no such key, and most have one size.
+            # Earlier plans have no such key, and most have one size.
             **({"smaller": [_of_size(each) for each in self.smaller]} if self.smaller else {}),
             "timing": self.timing.to_json(),
             "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
@@ -216,7 +216,7 @@ def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[s
 def _rows(schedule: Schedule) -> dict[str, Any]:
     """Each rank's actions, the pairs among them, and how many stages have no backward."""
     rows: dict[str, Any] = {"actions": [" ".join(map(str, row)) for row in schedule.actions]}
-    if schedule.pairs:  # most have none, and a plan of before has no such key
+    if schedule.pairs:  # most have none, and earlier plans have no such key
         rows["pairs"] = [str(pair) for pair in sorted(schedule.pairs)]
     if schedule.frozen_stages:
         rows["frozen_stages"] = schedule.frozen_stages

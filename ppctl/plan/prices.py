@@ -119,9 +119,9 @@ def _scales(
     for kind in {kind for counts, _ in rows for kind in counts}:
         one = preset(kind, whole)
         prior[kind] = LayerSeconds(one.forward, one.input_gradient + one.weight_gradient)
-    found = fitted(rows, prior)
+    priced = fitted(rows, prior)
     return {
-        kind: (found[kind].forward / (before.forward or 1.0), found[kind].backward / (before.backward or 1.0))
+        kind: (priced[kind].forward / (before.forward or 1.0), priced[kind].backward / (before.backward or 1.0))
         for kind, before in prior.items()
     }
 

@@ -1,4 +1,4 @@
-"""A batch that grows: the steps of each size, and whether every size on the way can be run.
+"""A batch that grows: the steps of each size, and whether every ramp-up size can be run.
 
 Knows what a size must divide and which schedules take any number of microbatches. Must not know how schedules are made.
 """
@@ -25,7 +25,7 @@ _SHOWN = 3
 
 
 class Size(NamedTuple):
-    """A size on the way, below the global batch size."""
+    """A ramp-up size, below the global batch size."""
 
     segment: Segment
     steps: int
@@ -34,7 +34,7 @@ class Size(NamedTuple):
 
 
 def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
-    """The sizes on the way, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
+    """The ramp-up sizes, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
     if values[RAMPUP] is None:
         return ()
     ramp = []

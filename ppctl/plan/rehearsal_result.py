@@ -48,8 +48,8 @@ class Rehearsal:
     @cached_property
     def peaks(self) -> tuple[RankPeak, ...]:
         """Peaks of all pp_ranks of the rehearsed kinds, by pp_rank."""
-        found = [peak for kind, each in self.measured for peak in peaks_of(self.plan, self.short, kind, each)]
-        return tuple(sorted(found, key=lambda peak: peak.pp_rank))
+        rows = [peak for kind, each in self.measured for peak in peaks_of(self.plan, self.short, kind, each)]
+        return tuple(sorted(rows, key=lambda peak: peak.pp_rank))
 
     def cost_of(self, rank: int) -> RankCost:
         """The plan's cost of a global rank."""

@@ -53,21 +53,21 @@ Judge = Callable[[ConfigValues], Iterable[Violation]]
 def as_problems(values: ConfigValues, violations: Iterable[Violation], judge: Judge) -> list[Problem]:
     """The violations as problems, with at most REMEDIES remedies each."""
     violations = list(violations)
-    told = {violation.rule: violation.message for violation in violations}
+    messages = {violation.rule: violation.message for violation in violations}
     return [
-        Problem(each.code, each.message, "\n".join(_remedies(values, each, told, judge)), each.place)
+        Problem(each.code, each.message, "\n".join(_remedies(values, each, messages, judge)), each.place)
         for each in violations
     ]
 
 
-def _remedies(values: ConfigValues, violation: Violation, told: Mapping[Rule, str], judge: Judge) -> list[str]:
+def _remedies(values: ConfigValues, violation: Violation, messages: Mapping[Rule, str], judge: Judge) -> list[str]:
     """Candidates that work: with them the violation's own rule is kept and no other is newly broken.
 
     Those that mend everything come first, and those last with which another rule is broken by other values than it is
     now: typed, they lead to the next refusal. A candidate that newly breaks a single other rule is tried again,
     combined with that rule's own candidates.
     """
-    elsewhere = told.keys() - {violation.rule}
+    elsewhere = messages.keys() - {violation.rule}
     whole: list[str] = []
     partial: list[str] = []
     leading: list[str] = []
@@ -78,7 +78,7 @@ def _remedies(values: ConfigValues, violation: Violation, told: Mapping[Rule, st
         broken = list(judge(values.overridden(candidate)))
         new = [each for each in broken if each.rule not in elsewhere]
         if not new:
-            leads = any(each.message != told[each.rule] for each in broken)
+            leads = any(each.message != messages[each.rule] for each in broken)
             (leading if leads else partial if broken else whole).append(overrides_text(candidate))
         elif len(new) == 1 and new[0].rule != violation.rule:
             breaking.append((candidate, new[0]))

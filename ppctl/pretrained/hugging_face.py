@@ -30,9 +30,9 @@ from ppctl.families.directory import (
     model_tensors,
     mtp_tables,
     open_directory,
+    quantised_note,
     read_config_file,
     stored_names,
-    told_quantised,
 )
 from ppctl.families.family_table import Family
 from ppctl.families.safetensors import read_directory
@@ -69,7 +69,7 @@ def import_directory(
         state,
         progress,
         family=weights.model_type,
-        quantised=told_quantised(source),
+        quantised=quantised_note(source),
     )
 
 

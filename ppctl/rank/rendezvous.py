@@ -92,11 +92,11 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
     return PrefixStore(f"ppctl/start/{number}/", store)
 
 
-def sealed(store: Store, run: RunDir, *, told: bool = False) -> SealedStore:
-    """The store with the secret of the run's newest start. `told` and the errors are those of `secret_of`."""
+def sealed(store: Store, run: RunDir, *, reported: bool = False) -> SealedStore:
+    """The store with the secret of the run's newest start. `reported` and the errors are those of `secret_of`."""
     # A number alone would be that of another job's start, whose secret is still in its run directory, as well.
     start = [os.environ.get(name, "") for name in (_TORCHRUN, "MASTER_PORT", _START)]
-    return SealedStore(store, secret_of(run, told=told), " ".join(start))
+    return SealedStore(store, secret_of(run, reported=reported), " ".join(start))
 
 
 def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
@@ -138,16 +138,16 @@ def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
 
 
 def _lives(store: Store, number: int, own: OwnRank, until: float) -> bool:
-    """Whether the start with this number is the present one: its rank 0 has found all ranks, this one among them."""
+    """Whether the start with this number is the present one: its rank 0 has complete all ranks, this one among them."""
     if _TORCHRUN not in os.environ:
         return True  # a store for each start
-    found, pause = f"{_STARTS}/{number}/all", 0.01
-    while not store.check([found]):  # not `wait` with a limit: torch warns whenever one is over
+    complete, pause = f"{_STARTS}/{number}/all", 0.01
+    while not store.check([complete]):  # not `wait` with a limit: torch warns whenever one is over
         if store.check([f"{_STARTS}/{number + 1}"]) or time.monotonic() > until:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LOOK)
-    return bool(store.get(found) == str(own.world_size).encode())  # whatever stands there
+    return bool(store.get(complete) == str(own.world_size).encode())  # whatever stands there
 
 
 def _is_set(store: Store, key: str, until: float) -> bool:
@@ -204,10 +204,10 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
         if "refused" in parts:
             store.add(_READERS, 1)
             return _exit_code(parts["refused"])
-        told = RunDir(Path(parts["directory"]))
+        named = RunDir(Path(parts["directory"]))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TrainingError(unproved(_RUN)) from error
-    own = sealed(store, told, told=True)
+    own = sealed(store, named, reported=True)
     parts = own.get(_RUN)  # all of it is taken from here: what was read before may have been a stranger's
     run = RunDir(Path(parts["directory"]))
     return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own

@@ -212,11 +212,11 @@ def _try_hosts(store: SealedStore, rank: int, limit: float, patience: float) -> 
     return [str(name) for _, name, *_ in rows]
 
 
-def _dead_edges(ranks: Mapping[int, Any], found: Mapping[int, Any]) -> Problem | None:
+def _dead_edges(ranks: Mapping[int, Any], reported: Mapping[int, Any]) -> Problem | None:
     lines = [
         f"rank {rank} on {ranks[rank]['host']} does not reach rank {other} on {ranks[other]['host']} "
         f"at {host} port {port}: {reason}"
-        for rank, failures in found.items()
+        for rank, failures in reported.items()
         for other, host, port, reason in failures
     ]
     if not lines:

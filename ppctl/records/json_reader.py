@@ -184,14 +184,14 @@ def _object(kind: Any) -> _Read:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Fault("an object", value)
-        found, name = {}, ""
+        entries, name = {}, ""
         try:
             for name, inner, may_lack, null in fields:
                 if not may_lack or (name in value if null else value.get(name) is not None):
-                    found[name] = inner(value.get(name))
+                    entries[name] = inner(value.get(name))
         except Fault as fault:
             raise fault.below(name) from None
-        return {name: each for name, each in value.items() if name not in known} | found if keeps else kind(**found)
+        return {name: each for name, each in value.items() if name not in known} | entries if keeps else kind(**entries)
 
     return read
 

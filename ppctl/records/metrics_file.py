@@ -51,15 +51,15 @@ class MetricsFile:
             size, self._tail = os.fstat(file.fileno()).st_size, _TAIL
             while True:
                 self._at = 0
-                found = self._added(file)
-                if self._tail >= size or (found and found[0][1]["step"] < step):
+                records = self._added(file)
+                if self._tail >= size or (records and records[0][1]["step"] < step):
                     break
                 self._tail *= 8
-        os.truncate(self._path, next((begin for begin, record in found if record["step"] >= step), self._at))
+        os.truncate(self._path, next((begin for begin, record in records if record["step"] >= step), self._at))
 
     def _added(self, file: BufferedReader) -> list[tuple[int, dict[str, Any]]]:
         """Each record that was added, behind the byte where it begins."""
-        found: list[tuple[int, dict[str, Any]]] = []
+        records: list[tuple[int, dict[str, Any]]] = []
         faults: list[str] = []
         size = os.fstat(file.fileno()).st_size
         self._at = min(self._at, size)  # a resumed run drops the steps that it repeats
@@ -72,7 +72,7 @@ class MetricsFile:
                 break
             begin, self._at = self._at, self._at + len(line)
             try:
-                found.append((begin, dict(read(Metrics, parse(line)))))
+                records.append((begin, dict(read(Metrics, parse(line)))))
             except ValueError as error:
                 faults.append(f"{error} (before byte {self._at})")
                 if len(faults) > _MOST_DAMAGED:
@@ -80,4 +80,4 @@ class MetricsFile:
                     break
         if faults:
             self._damaged(faults[0])
-        return found
+        return records

@@ -111,28 +111,28 @@ def write_secret(run: RunDir) -> None:
     write_atomically(run.path / "secret", secrets.token_hex(32), private=True)
 
 
-def secret_of(run: RunDir, *, told: bool = False) -> bytes | None:
+def secret_of(run: RunDir, *, reported: bool = False) -> bytes | None:
     """The secret of the newest start; None where PPCTL_SECRET=none says that there shall be none.
 
-    Where the directory was `told`, perhaps by a stranger, the file counts only if no other user reads it or has given
+    Where a stranger may have `reported` the directory, it counts only if no other user reads it or has given
     it its name. Raises ConfigError (PP-E777).
     """
     text, place = os.environ.get(SECRET), "environment"
     if text == "none":
         return None
     if text is None:
-        text, place = _text(run.path / "secret", told=told), str(run.path / "secret")
+        text, place = _text(run.path / "secret", reported=reported), str(run.path / "secret")
     if re.fullmatch("[0-9a-f]{64}", text) is None:
         message = "the ranks of this start have no secret in common: 64 hexadecimal digits that this user alone reads"
         raise ConfigError(Problem("PP-E777", message, f"export {SECRET}=$(openssl rand -hex 32)", place))
     return bytes.fromhex(text)
 
 
-def _text(path: Path, *, told: bool) -> str:
+def _text(path: Path, *, reported: bool) -> str:
     with suppress(OSError), open_regular(path, follow=False) as file:
         status = os.fstat(file.fileno())
         private = status.st_uid == os.geteuid() and not status.st_mode & 0o077 and status.st_nlink == 1
-        if private or not told:  # file systems without modes have no private files
+        if private or not reported:  # file systems without modes have no private files
             return file.read(65).decode("latin-1")
     return ""
 

@@ -110,7 +110,7 @@ def test_what_was_recorded_of_another_start_of_the_same_run_is_refused(name, tmp
     run, plain = RunDir(tmp_path), HashStore()
     write_secret(run)
     sealed(plain, run).set("key", "recorded")
-    assert sealed(plain, run, told=True).get("key") == "recorded"
+    assert sealed(plain, run, reported=True).get("key") == "recorded"
     monkeypatch.setenv(name, "7")
     with pytest.raises(TrainingError, match="PP-E776"):
         sealed(plain, run).get("key")
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_secret_of_this_users_is_refused_at_once(tmp_path, mon
     monkeypatch.delenv(SECRET, raising=False)
     put(tmp_path / "secret")
     with pytest.raises(ConfigError, match="PP-E777"):
-        secret_of(RunDir(tmp_path), told=True)
+        secret_of(RunDir(tmp_path), reported=True)
 
 
 def test_ranks_without_a_common_disk_take_the_users_variable_and_none_says_that_there_is_none(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.families.config_json import write_config
-from ppctl.families.directory import open_directory, told_quantised
+from ppctl.families.directory import open_directory, quantised_note
 from ppctl.families.safetensors import INDEX, read_directory, read_header
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -118,7 +118,7 @@ def test_an_index_may_name_a_directory_within(tmp_path):
 def quantised(directory, said, dtype="F32"):
     (directory / "config.json").write_text(json.dumps({"quantization_config": said}))
     write(directory / "model.safetensors", {"a": F32 | {"dtype": dtype, "shape": [8 if dtype == "F8_E4M3" else 2]}}, 8)
-    return told_quantised(directory)
+    return quantised_note(directory)
 
 
 def test_plain_weights_whose_config_says_quantised_are_told(tmp_path):
