@@ -64,8 +64,8 @@ def values_of(tensor: Tensor) -> memoryview:
 class HostMemory:
     """Room for the values of shards of these parts, made and touched once. Raises CheckpointError (PP-E511).
 
-    A file without a name (memfd): who maps it keeps it, and the last one's end frees it. Or `file`, with what an
-    earlier process has left in it. For a GPU it is pinned.
+    The memory is an anonymous file (memfd), freed when the last process that maps it ends, or `file`, whose contents
+    from an earlier process are kept. For shards on a GPU the memory is pinned.
     """
 
     def __init__(self, shards: Sequence[Shard], file: Path | None = None) -> None:
@@ -89,7 +89,7 @@ class HostMemory:
 
     @property
     def bytes(self) -> memoryview:
-        """All of it."""
+        """The whole memory, as bytes."""
         return memoryview(self._map)
 
     @torch.no_grad()
@@ -122,9 +122,9 @@ class HostMemory:
         return events
 
     def wait(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Return when the copy with these events is there; on any thread.
+        """Wait until the copy that these events mark is complete; any thread may call this.
 
-        A new thread's device is the first one: what it asks of CUDA would make a context there, of half a GiB.
+        A new thread's current device is GPU 0: a CUDA call without `device` would create a context of 0.5 GiB there.
         """
         for device, event in zip(self._streams, events, strict=True):
             with torch.cuda.device(device):

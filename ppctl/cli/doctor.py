@@ -154,7 +154,7 @@ def _shared_memory() -> int | None:
 
 
 def _wrong(report: dict[str, Any]) -> Iterator[str]:
-    """Every problem, the worst first."""
+    """The problems of a report as lines of text, the most severe first."""
     if report["failure"]:
         yield report["failure"]
     for edge in report["edges"]:

@@ -105,6 +105,7 @@ def table(plan: Plan, width: int) -> str:
 
 
 def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
+    """The cells of one row of the pp_rank table: parameters, FLOPs, bubble, microbatches in flight, bytes."""
     costs = [plan.pp_ranks[rank] for rank in row.ranks]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
     flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == row.ranks[0])

@@ -25,7 +25,7 @@ LONGEST_CYCLE = 65536
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """Every rule that is broken."""
+    """A finding for each rule on `data` and on evaluation that the config breaks."""
     data = config.data
     for key, value in (("data.path", data.path), ("data.validation_path", data.validation_path)):
         try:
@@ -74,6 +74,7 @@ def _conversations(data: DataConfig) -> Iterator[Finding]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[Finding]:
+    """Broken rules between the interval of evaluations, their number of batches, and their data."""
     data, train = config.data, config.train
     if train.eval_interval > 0:
         if data.validation_path is None and not data.validation_split:

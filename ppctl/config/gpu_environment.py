@@ -93,7 +93,7 @@ def _set_by_user(
 
 
 def refuse_backend(config: RunConfig, backends: str, nccl: tuple[int, ...] | None) -> None:
-    """Raise ConfigError where the pipeline is to have a backend that the ranks' own `backends` cannot be for."""
+    """Raise ConfigError (PP-E642) if ranks share a GPU without NCCL in `backends`, and the config asks for it."""
     if "nccl" not in backends:
         version = ".".join(map(str, nccl or ()))
         problems = _backend_of_shared_gpus(config, f"NCCL {version} is older than 2.30.7, or {SEVERAL_RANKS}=1 not set")

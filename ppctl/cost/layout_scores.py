@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
         return self.mtp_stage < 0 or not any(self.counts[self.mtp_stage + 1 :])
 
     def pushed_before(self) -> Candidate:
-        """A legal one: what stands behind the MTP layers is spread over the stages before."""
+        """A legal candidate: decoder layers after the MTP layers are spread over the stages before them."""
         front, behind = self.counts[: self.mtp_stage + 1], self.counts[self.mtp_stage + 1 :]
         more = even_counts(sum(behind), len(front))
         return self._replace(counts=(*(a + b for a, b in zip(front, more, strict=True)), *(0 for _ in behind)))
@@ -87,17 +87,17 @@ class StagePrice(NamedTuple):
     input_gradient: float
     weight_gradient: float
     state: int
-    """Weights, gradients, optimizer."""
+    """Bytes of weights, gradients and optimizer state."""
     activation: int
-    """What one microbatch keeps from its F to its B, or to its I."""
+    """Bytes that one microbatch keeps from its F to its B, or to its I."""
     deferred: int
-    """What it keeps from its I to its W, where the backward is split."""
+    """Bytes that one microbatch keeps from its I to its W, if the backward is split."""
     message: float = 0.0
     """Seconds of a message to the next stage, and of its gradient's way back: router logits grow from hop to hop."""
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of a forward and a whole backward of one microbatch."""
         return self.forward + self.input_gradient + self.weight_gradient
 
 
@@ -109,7 +109,7 @@ class Score(NamedTuple):
     """How good a candidate looks; less is better."""
 
     excess: int
-    """Bytes over the limit."""
+    """Bytes by which the fullest pp_rank's peak exceeds the memory limit."""
     slowest_rank: float
     slowest_stage: float
     spread: float
@@ -185,7 +185,7 @@ class Scores:
         return self.score(candidate), candidate
 
     def burdened(self, candidate: Candidate) -> list[int]:
-        """The stages whose layers should go elsewhere: of the slowest rank, the slowest, of the fullest device."""
+        """Stages to take layers from: those of the slowest rank and of the fullest device, and the slowest stage."""
         prices, times = self.stage_prices(candidate), self.stage_seconds(candidate)
         slowest = max(self._ranks, key=lambda rank: sum(map(times.__getitem__, rank.stages)))
         stages = {*slowest.stages, max(range(len(times)), key=times.__getitem__)}
@@ -205,9 +205,9 @@ class Scores:
 
 
 def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The moments of a rank that no other exceeds in all numbers: microbatches alive by stage, before their B or I.
+    """The Pareto-maximal counts of microbatches in flight by stage (from F to B or I), over all times of the list.
 
-    Where backwards are split, also those that wait for their W, stage by stage behind the others.
+    With split backwards a count per stage of the microbatches between I and W is appended.
     """
     position = {stage: index for index, stage in enumerate(stages)}
     waiting = {stage: len(stages) + index for index, stage in enumerate(stages)}

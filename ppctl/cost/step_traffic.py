@@ -23,14 +23,14 @@ from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 REPORTED = 15
 """Numbers of a rank's report, its rank among them, without those of stages and routers (`train/reports.py`)."""
 _NUMBER = 8
-"""Bytes of one."""
+"""Bytes of one number of a rank's report."""
 
 
 class Sums(NamedTuple):
     """How gradients are summed, and weights shared."""
 
     sharding: str
-    """`none` where there is nobody to share with."""
+    """How optimizer state and weights are sharded over replicas; `none` also if there is only one replica."""
     gradient: int
     """Bytes of an element of a gradient, a sum or a master."""
     weight: int
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
     @property
     def owned(self) -> bool:
-        """Whether these matrices belong to one rank each."""
+        """Whether each matrix that Muon updates is owned by one rank."""
         return self.muon and self.sharding != "none"
 
 
@@ -50,12 +50,12 @@ class Stages(NamedTuple):
 
     of: Sequence[Sequence[Sequence[Layer]]]
     normed: Sequence[Sequence[Parameter]]
-    """By pp_rank, what has a norm of its own."""
+    """By pp_rank, the parameters that enter the gradient norm; tied ones only where their owner is."""
     pp_rank: int
 
     @classmethod
     def each(cls, model: ModelConfig, of: Sequence[Sequence[Sequence[Layer]]]) -> Iterator[Stages]:
-        """By pp_rank."""
+        """The stages from the view of each pp_rank, in the order of pp_ranks."""
         named = [
             {
                 name: row
@@ -129,11 +129,11 @@ def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSiz
 def _biases(
     found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, *, sequence_parallel: bool
 ) -> None:
-    """How many tokens each expert got, of all that are routed by the same routers: it moves their biases."""
+    """Note the all-reduces of tokens per expert, from which each router updates its expert biases."""
     routers = sum(kind.moe for layers in stages.own for kind in layer_kinds(model, layers))
     if not (routers and model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate):
         return
-    assert model.num_moe_experts is not None  # or there were no routers
+    assert model.num_moe_experts is not None  # a model with routers has experts
     for axis in (*("tp",) * sequence_parallel, "cp", "dp"):
         if (ranks := getattr(sizes, axis)) > 1:
             found.note(axis, "all_reduce", 2 * COUNT * routers * model.num_moe_experts * (ranks - 1) / ranks)

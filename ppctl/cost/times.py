@@ -54,13 +54,13 @@ class Work(NamedTuple):
     tensor: float = 0.0
     """Bytes that a device sends to its tensor-parallel group in a forward."""
     tensor_back: float = 0.0
-    """The same in a backward, without what runs beside products: tokens that are gathered for weights' gradients."""
+    """Bytes sent to the tensor-parallel group in a backward, without gathers that overlap with products."""
     context: ContextTraffic = ContextTraffic()
-    """Of attention: bytes that it sends to its context-parallel group."""
+    """Bytes that attention sends to its context-parallel group."""
     back: tuple[float, float] | None = None
     """Operations of a backward for inputs, attention's included, and for weights, where some of these are frozen."""
     trained: float | None = None
-    """Of `weights` those whose gradients are added up; None: all."""
+    """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
     """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
 
@@ -169,15 +169,15 @@ class Machine(NamedTuple):
     weight_bytes: int
     """Bytes of a weight as products read it."""
     narrow: bool
-    """8-bit products: their inputs are narrowed first, and dispatched so."""
+    """Whether products are 8-bit: inputs are cast before a product, and before the dispatch to experts."""
     topk: int = 1
-    """Experts per token."""
+    """Routed experts per token."""
     expert_groups: int | None = None
     """Most domains that a token's experts lie on, where routing is limited to groups."""
 
     @property
     def memory(self) -> float:
-        """Bytes per second."""
+        """Bytes per second of device memory, at the efficiency of kernels."""
         return self.device.memory_bandwidth * self.efficiency.memory
 
     def link(self, ranks: int) -> float:

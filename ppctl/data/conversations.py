@@ -31,7 +31,7 @@ _ASSISTANT = "assistant"
 _KINDS: dict[type, str] = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
 
 Spans = Sequence[tuple[int, int]]
-"""Begins and ends in characters."""
+"""(start, end) character positions of pieces of a text."""
 
 
 class Learned(NamedTuple):
@@ -48,7 +48,7 @@ class Learned(NamedTuple):
     """How many of the learned tokens begin before what the template generates, and end in it."""
 
     def runs(self) -> list[tuple[bool, str]]:
-        """The text in pieces, and whether each is learned; an end that was added is `<end>`."""
+        """Pieces of text as (whether its tokens are trained on, text); an added end token is shown as `<end>`."""
         if not len(self.tokens):
             return []
         changes = [0, *(np.flatnonzero(np.diff(self.learned)) + 1).tolist(), len(self.tokens)]

@@ -145,6 +145,7 @@ class Stage:
         self._hand_on(mb, outputs)
 
     def _forward_only(self, mb: int, arrival: Arrival | None) -> None:
+        """Run a forward that no backward follows, under no_grad, and release its input."""
         with torch.no_grad():
             outputs = self.program.forward(mb, () if arrival is None else arrival.message)
         if not self.is_last:

@@ -30,10 +30,10 @@ class RowBlock(NamedTuple):
 
 
 class MegatronPlace(NamedTuple):
-    """Where one of our tensors is."""
+    """Where a tensor of ppctl is stored in a Megatron checkpoint."""
 
     keys: tuple[str, ...]
-    """Its key where layers have keys of their own, as it is written today first; alternatives behind it."""
+    """Keys with one entry per layer: first the key that is written today, then alternatives for reading."""
     rows: RowBlock | None = None
     """Which rows of what is stored under the key; None for all."""
     alone: str = ""
@@ -62,13 +62,13 @@ _WHOLE = {
     "moe.experts.{expert}.w2": "mlp.experts.experts.{expert}.linear_fc2",
     "moe.shared_experts.w2": "mlp.shared_experts.linear_fc2",
 }
-"""Module within a layer -> theirs; `.weight` and `.bias` stay as they are."""
+"""ppctl's module name within a layer -> Megatron's; `.weight` and `.bias` are unchanged."""
 
 _NORMS = {
     "attention_norm": (f"{_ATTENTION}.linear_qkv.layer_norm_", "input_layernorm."),
     "ffn_norm": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 }
-"""Norms are stored with the product behind them, or by themselves."""
+"""Norm -> its key fused into the following linear layer, and its key as a separate module."""
 
 _FIRST = {
     "feed_forward": "mlp.linear_fc1",
@@ -117,13 +117,13 @@ def _place(name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> Megatr
 
 
 def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> MegatronPlace:
-    """Return where a tensor of a decoder layer is within that layer."""
+    """Megatron's keys and rows of a tensor of a decoder layer; names and keys are relative to the layer."""
     module, _, kind = name.rpartition(".")
     if name == "moe.router.expert_bias":
         return MegatronPlace(("mlp.router.expert_bias",))
     if module in _NORMS:
         fused, alone = _NORMS[module]
-        # Experts and compressed vectors have no product that takes the norm in; Megatron's own layers name it so.
+        # A norm before experts or MLA's down-projections is stored by itself: no product has it fused.
         by_itself = moe if module == "ffn_norm" else model.multi_latent_attention
         keys = (f"{fused}{kind}", f"{alone}{kind}")
         return MegatronPlace(keys[::-1] if by_itself else keys)

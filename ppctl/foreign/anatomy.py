@@ -95,8 +95,10 @@ def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequence[str] | None = None) -> None:
-    """Refuse parameters that have names in several parts of the model, but for a tied head: layers, and if it is known
-    what runs `first`, the parts before and behind them.
+    """Refuse parameters that several parts of the model share, except the weight of a tied head.
+
+    Parts are the single layers and the modules outside them; with `first` (the names of the modules that run before
+    the layers), the modules before and after the layers are two parts.
     """
 
     def part(name: str) -> str:

@@ -115,7 +115,7 @@ class _Forward:
             return self._chain(blank, arguments, place)
 
     def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing:
-        """The edges between parts that are called one after another."""
+        """The tensors sent between the parts, where the parts are called one after another."""
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
             stage = CutStage(blank, self.cut, number, place, self.aware)
@@ -271,7 +271,7 @@ class _Watch(TorchDispatchMode):
         self.part = max(self.part, part)
 
         def result(each: Any) -> Any:
-            """A new tensor: what a module hands through is on other stages there under its first name alone."""
+            """A new tensor, marked with this part, in place of a result that may be an unchanged input."""
             if not is_tensor(each):
                 return each
             made = torch.empty_like(each)

@@ -146,10 +146,10 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
 
 @contextmanager
 def known_rows(*, packed: bool | None = False, hides: bool | None = None) -> Iterator[None]:
-    """Let the library take it as known whether positions begin anew within rows, and whether a mask hides tokens.
+    """Tell transformers whether positions restart within rows (`packed`) and whether a mask hides tokens (`hides`).
 
-    None leaves it to look. Looking reads a value in every forward: a host waits there until its GPU is through with all
-    that it was given, and tensors without values have none to read.
+    For None, transformers reads it from the tensors in every forward: the host then waits until the GPU has finished
+    all enqueued work, and on meta tensors the read fails.
     """
     masks: Any = importlib.import_module("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
@@ -170,7 +170,7 @@ def known_rows(*, packed: bool | None = False, hides: bool | None = None) -> Ite
 
 @contextmanager
 def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """A module with other functions in the place of those that it has: older versions may not have all."""
+    """Temporarily replace functions of a module; names that the installed version lacks are skipped."""
     before = {name: own for name in functions if (own := getattr(module, name, None)) is not None}
     for name in before:
         setattr(module, name, functions[name])

@@ -45,7 +45,7 @@ class Wait:
     """The last action that it completed."""
     current: Action | None = None
     beside: Action | None = None
-    """The backward of a pair whose forward is `current`, where both compute."""
+    """The backward paired with the forward `current`, if both are running; else None."""
     needs: Action | None = None
     """The action of another rank that it waits for."""
     on: int | None = None
@@ -53,7 +53,7 @@ class Wait:
     sent: bool = False
     """Whether that rank has sent the message: then only the message is missing."""
     axis: str | None = None
-    """The axis along which both exchange something, where it waits for no message."""
+    """The parallel axis of the exchange in which it waits for rank `on`; None if it waits for a message."""
 
 
 def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
@@ -219,7 +219,7 @@ def _order(state: RankState) -> int:
 
 
 def _furthest_behind(by_rank: Mapping[int, RankState], own: RankState) -> int | None:
-    """The rank that `own` waits for outside the list, in a collective: the one that is furthest behind."""
+    """The rank with the least progress, which `own` waits for in a collective; None if none is behind `own`."""
 
     def progress(other: RankState) -> tuple[int, int, int]:
         return other.step, _order(other), other.index
@@ -239,7 +239,7 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
     """
     rank_waits = waits(plan, states)
     culprit = root(rank_waits)
-    assert culprit is not None  # of no states none is late
+    assert culprit is not None  # the caller passes at least one state
     code, message = STILL, _message(rank_waits, culprit, still)
     if (
         culprit.on is None

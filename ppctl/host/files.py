@@ -1,4 +1,4 @@
-"""Files: never half-written, whatever crashes or fills the disk; read up to a limit; locked. And closed streams.
+"""Atomic replacement, size-limited reads and locks of files; output streams whose reader has closed them.
 
 Knows the operating system. Must not know what is written, nor where.
 """

@@ -1,4 +1,4 @@
-"""`python -m ppctl.launch.rank RUN`: the second step of a submitted job. One task of its srun becomes one rank.
+"""`python -m ppctl.launch.rank RUN`: the second step of a submitted job. Each task of the job's srun becomes one rank.
 
 Knows SLURM's variables and where a rank's output goes. Must not know configs or torch. stderr of every rank, and stdout
 of all but rank 0, go to the rank's own log; rank 0's step lines go to the job's log.
@@ -17,7 +17,7 @@ from ppctl.runs.rundir import RunDir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the worker of this rank."""
+    """Send this task's output to its logs, and replace this process by the rank's worker."""
     (path,) = sys.argv[1:] if argv is None else argv
     run, started = RunDir(Path(path)), slurm_rank(os.environ)
     log = os.open(run.log(started.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -82,7 +82,7 @@ def parse_text(text: str) -> Parsed:
 
 
 class _LayoutParser:
-    """Recursive descent over one text. Each method starts at `position` and leaves it behind what it has read."""
+    """Recursive descent over one text. Each method starts at `position` and moves it past the text it has read."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -264,6 +264,7 @@ class _LayoutParser:
         return []
 
     def stray_star(self) -> list[_Piece]:
+        """Note a `*` that follows no item (PP-E003), and skip it with its digits; it stands for no layers."""
         start = self.position
         match = _COUNT.match(self.text, start)
         self.position = match.end() if match else start + 1

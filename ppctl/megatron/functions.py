@@ -11,8 +11,8 @@ for other purposes. `first_val_step` goes to models that treat the first microba
 the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`, `tp`, `cp`) and
 `force_all_reduce`, unless None, are passed to `finalize_model_grads_func`.
 
-Losses inside the layers (balance of experts, multi-token prediction) get their factor: Megatron's own autograd
-functions, where they are loaded, and modules with `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)`.
+The scale of losses inside layers (expert load balancing, multi-token prediction) is set on Megatron's own autograd
+functions if they are imported, and on modules with `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)`.
 
 Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
 entry per microbatch in order; on ranks without the last stage it is empty.

@@ -37,7 +37,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
     """The start value of the parameter `name` (float32, CPU), by its row in the table of parameters.
 
-    A further use of a shared parameter draws under its owner's name, so that all uses start equal.
+    All names of a tied parameter draw under the name of its owner, so that they start with equal values.
     """
     row = parameter_of(name, model)
     if row.start in ("ones", "zeros"):

@@ -142,7 +142,7 @@ class RankStages:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gradients are none inside; behind it they and all buffers are what they were before."""
+        """A context that starts without gradients, and restores gradients and buffers on exit."""
         held = [(parameter, parameter.grad) for _, parameter in self.named_parameters()]
         buffers = [(b, b.clone()) for m in self.modules.values() for b in m.buffers() if 0 not in b.stride()]
         for parameter, _ in held:
@@ -158,10 +158,10 @@ class RankStages:
 
     @contextmanager
     def summing_ties(self) -> Iterator[None]:
-        """A step runs inside; behind it every use of a shared parameter has the sum of all uses' gradients.
+        """A context for a step: on exit the gradient of each use of a shared parameter is the sum over all uses.
 
-        One accumulator per use, summed once (decision 3); gradients of earlier steps, which are sums already, stand
-        aside meanwhile.
+        Each use has an accumulator, and they are summed once (decision 3). Gradients of earlier steps, which are sums
+        already, are set aside on entry and added on exit.
         """
         held = {}
         for tied in self._ties:

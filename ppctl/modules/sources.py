@@ -33,10 +33,10 @@ from ppctl.schedule.policies import POLICIES
 
 
 class OwnModel:
-    """A user's module. Raises ConfigError as `cut_by_names`, and PP-E130, PP-E132 for what cannot be cut so.
+    """A user's module. Raises ConfigError as `cut_by_names` does; PP-E130 and PP-E132 if it cannot be cut.
 
     `ties` has the stage of every use of each shared parameter, by name, the owner first. `reads_masks` says whether the
-    stages' forwards want to know what is in a mask and in positions.
+    stages' forwards need to know the values of attention masks and positions.
     """
 
     reads_masks = False
@@ -219,7 +219,7 @@ def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ..
 
 
 def wanted_policy(config: PipelineConfig) -> str:
-    """The policy that pp_schedule names. Raises ConfigError (PP-E130) for a name that is none, or `auto`."""
+    """The policy that pp_schedule names. Raises ConfigError (PP-E130) for an unknown name and for `auto`."""
     from ppctl.schedule.policies import AUTO, schedule_policy
 
     policy = schedule_policy(config.pp_schedule)

@@ -15,7 +15,7 @@ come again. Gradients of keys and values are added up, and travel, in the dtype 
 
 Every rank of a group makes the same exchanges in the same order, whatever its documents are; the group has no others.
 On CUDA, NCCL runs them on its stream of the group: `wait` makes the current stream wait, never the host, and each
-buffer is held until then. Never run there.
+buffer is held until then. This has not been run on CUDA yet.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Drops(Protocol):
     """Which probabilities are dropped, by positions: `model/dropped_attention.py`'s DroppedBlocks."""
 
     def of_heads(self, rank: int, heads: int) -> Drops:
-        """Those of the rank-th `heads` of these."""
+        """The drops of heads [rank * heads, (rank + 1) * heads) of these."""
 
     def at(self, rows: slice, queries: Tensor, keys: Tensor) -> BlockKernel:
         """The kernel of a block: of these samples, queries and keys at these positions in their rows (int64)."""
@@ -96,7 +96,7 @@ class BlockGroup(NamedTuple):
     documents: Lengths | None = None
     """For a kernel that joins them: all documents of the one block."""
     halves: Halves | None = None
-    """Whose keys they are; None: those of whole sequences."""
+    """The rank whose halves `keys_values` are; None if they are of whole sequences."""
 
 
 class _Blockwise:
@@ -157,17 +157,17 @@ class _Blockwise:
 
 
 class RingAttention(_Blockwise):
-    """Keys and values go to the next rank; in the backward again, and their gradients behind them, back to their rank.
+    """Keys and values travel round the ring in forward and backward; their gradients follow, to their owner.
 
     A hop of keys and values runs beside the blocks of the part before, one of gradients beside those of the part after.
     """
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
-        """Its own keys and values, then those of the rank before, and so on."""
+        """Yield this rank's keys and values, then those of each other rank, going backwards through the ring."""
         rank, size = self.group.rank(), self.group.size()
         rows, halves = self._lengths(keys_values, lengths), self._halves(keys_values)
         part = self._own(keys_values, lengths, drops, apart=False)
-        del keys_values  # here and below: what is free when a hop has ended must have no other name
+        del keys_values  # drop this reference: the memory must be freed as soon as the hop has ended
         for number in range(1, size):
             hop = Hop.start(part.keys_values, self.group)
             yield part

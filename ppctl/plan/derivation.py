@@ -63,7 +63,7 @@ class Derivation:
     choice: Choice
     measured: Profile | None
     proof: ProvedSchedule | None = None
-    """Of the schedule that a search for the layout was made with."""
+    """The verified schedule for which the layout was searched; None without such a search."""
 
     @cached_property
     def sizes(self) -> ParallelSizes:
@@ -89,7 +89,7 @@ class Derivation:
 
     @cached_property
     def frozen_stages(self) -> int:
-        """How many first stages have no backward."""
+        """The number of stages, counted from the first, that have no backward."""
         return frozen_stages(self.values.config.model, self.stages)
 
     @cached_property
@@ -124,7 +124,7 @@ class Derivation:
 
     @cached_property
     def rank_costs(self) -> RankPricer:
-        """Says what every pp_rank holds when it runs a schedule."""
+        """The function that computes the memory of every pp_rank under a given schedule."""
         return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
 
     def compute_only(self, num_microbatches: int) -> tuple[Schedule, tuple[Derived, ...]]:
@@ -178,7 +178,7 @@ def derive(
 def _choice(
     values: ConfigValues, schedule: Schedule | None, cut: LayoutCut, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
-    """The choice of schedule for these stages, with all that is wrong with them and it."""
+    """The schedule chosen for these stages; adds all problems of the stages and the schedule to `violations`."""
     num_stages = values["pp"] * cut.vpp
     check_recompute(values, num_stages, violations)
     check_offloading(values, cut.layout.stages, violations)

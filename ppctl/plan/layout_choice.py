@@ -188,7 +188,7 @@ def _text(values: ConfigValues) -> str:
 
 
 def _even(values: ConfigValues) -> Iterator[Overrides]:
-    """The even split, typed."""
+    """An override that sets the layout to the even split; nothing if the layers have no even split."""
     try:
         stages = values["pp"] * (values["vpp"] or 1)
         yield {"layout": even_layout(values["model.num_layers"], stages, values["model.mtp_num_layers"] or 0)}

@@ -74,7 +74,7 @@ class RankPricer(Protocol):
     """A function that prices what each pp_rank's device holds."""
 
     def __call__(self, schedule: Schedule, samples: int = ..., /) -> tuple[RankCost, ...]:
-        """While it runs a schedule, in steps of so many samples; by default of the global batch size."""
+        """The cost of each pp_rank under `schedule`, for steps of `samples` (default: the global batch size)."""
 
 
 class _LastingBytes(NamedTuple):
@@ -83,13 +83,13 @@ class _LastingBytes(NamedTuple):
     params: int
     state: State
     passing: dict[int, Passing] | None
-    """Of its stages, state that is there only while they compute; None where all is there all the time."""
+    """By stage, weights and gradients that exist only while it computes; None if all state is permanent."""
     always: int
-    """Of the weights, what does not pass."""
+    """Bytes of the weights that are held all the time."""
     updating: int
-    """The most while the optimizer steps, and behind that, where new weights travel then."""
+    """Peak bytes during the optimizer step and, if new weights are exchanged after it, that exchange."""
     summed: dict[int, int]
-    """By stage, a copy of gradients beside them while they are summed; empty where there is none."""
+    """By stage, bytes of the copy of its gradients while they are summed; empty if no copy is made."""
     tied: int | None
     """Another use's gradient, beside the state; None where allocators know nothing of backwards."""
     buffers: int
@@ -260,9 +260,9 @@ class Held(NamedTuple):
     """Bytes of one microbatch on a stage, but for what lives while an operation runs."""
 
     kept: int
-    """From its F to its B or I."""
+    """Bytes of one microbatch from its F to its B or I."""
     deferred: int
-    """From its I to its W."""
+    """Bytes of one microbatch from its I to its W."""
 
 
 def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
@@ -273,7 +273,7 @@ def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
 def stages_held(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> list[Held]:
-    """Bytes of one microbatch on every stage, and from when to when."""
+    """Bytes of one microbatch on every stage, by the actions between which they are held."""
     setting, model = setting_of(config, sizes, micro_batch_size), config.model
 
     def held(stage: StageSpec) -> Held:
@@ -291,7 +291,7 @@ def _deferred(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, k
 def _tied_sum(
     config: RunConfig, stages: Sequence[StageSpec], own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str
 ) -> int:
-    """Another use's gradient of the token embedding, which a rank with a use receives behind the schedule."""
+    """Bytes of a tied token embedding's gradient that a rank receives from another stage after the schedule."""
     model = config.model
     uses = sum(len(embedding_uses(model, stage.layers)) for stage in stages)
     if uses < 2 or not any(embedding_uses(model, stage.layers) for stage in own):

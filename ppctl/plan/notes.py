@@ -25,7 +25,7 @@ def whose_code(model: ModelConfig) -> tuple[Derived, ...]:
 
 
 def _kinds_of(foreign: ForeignModel) -> tuple[Derived, ...]:
-    """The kinds of layers that a model of transformers has, and in what they differ; nothing where there is one."""
+    """A line on the kinds of layers of a transformers model; empty if all layers are of one kind."""
     if len(foreign.kinds) < 2:
         return ()
     parts, unnamed = [], "parameters of other shapes" if foreign.adapters is None else "a whole backward"

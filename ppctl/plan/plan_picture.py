@@ -37,6 +37,7 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
 
 
 def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
+    """For each pp_rank the planned bytes beside activations, and the activations of one microbatch by stage."""
     setting = setting_of(config, plan.sizes, micro_batch_size)
     alive = [stage_activations(config.model, each.layers, setting, each.stage) for each in plan.stages]
     ends = halves_of(config, plan.stages, setting, alive) if plan.schedule.split else None

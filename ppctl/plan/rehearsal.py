@@ -1,4 +1,4 @@
-"""Prepares a rehearsal and applies its result: ranks of one kind, fewer microbatches, the other ranks.
+"""Prepares a rehearsal (one rank of each kind, fewer microbatches) and applies its result to all ranks of the kind.
 
 Knows plans and what was measured of a rank. Must not know how it was measured, processes or texts.
 """
@@ -68,7 +68,7 @@ def _kind_of_stage(config: RunConfig, stage: StageSpec) -> Hashable:
 
 
 def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
-    """The run with only as many microbatches as fill every device as much as all of them do."""
+    """The run with fewer microbatches and the same peak of activations per pp_rank; unchanged if none is found."""
     if plan.smaller:  # the whole batch fills a device most
         config, plan = at_size(config, config.train.global_batch_size), replace(plan, smaller=())
     round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
@@ -92,7 +92,7 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
 
 
 def _fullest(config: RunConfig, plan: Plan) -> list[int]:
-    """The most bytes of activations on each pp_rank while all gradients are there and none is being summed."""
+    """The peak bytes of activations on each pp_rank, over the actions that `steady` selects."""
     setting = setting_of(config, plan.sizes, config.train.micro_batch_size)
     planned = {}
     for spec in plan.stages:
@@ -137,6 +137,7 @@ class Step:
     index: int
     """Index of its action in the list."""
     most: int
+    """Peak bytes of activations while the action runs."""
 
 
 def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[Step]:
@@ -168,7 +169,7 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
 
 
 UPDATE = "update"
-"""The place of a peak behind the schedule."""
+"""The `peak_action` of a peak that is reached after the schedule, in the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class RankPeak:
     """Libraries' workspaces included, which are planned and not measured."""
     peak_action: str
     stages: Mapping[int, StageMemory]
-    """By its own stages."""
+    """Activation memory of each of the pp_rank's stages."""
 
 
 def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> list[RankPeak]:

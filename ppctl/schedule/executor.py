@@ -68,7 +68,7 @@ class _ChannelState:
     def carry(self, clock: float, ready: _Ready, mb: int) -> None:
         """Send a message whose receive is always posted: how the edges of a schedule without messages behave.
 
-        A line carries all of its messages or none, and nobody waits for a carried one but by what is `ready`.
+        A line carries all of its messages or none, and only what reads `ready[mb]` waits for a carried message.
         """
         start = clock if clock > self.free_at else self.free_at
         ready[mb] = self.free_at = start + self.seconds
@@ -96,7 +96,7 @@ class _Work(NamedTuple):
     seconds: float
     gives: _Ready
     goes_by: _ChannelState | None
-    """None where the lists hold the message as an action of its own, and where nothing goes on."""
+    """The channel of the result; None if the lists hold its SEND as an action, or no stage takes it."""
 
 
 class _Lookup(NamedTuple):

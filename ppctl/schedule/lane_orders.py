@@ -37,7 +37,7 @@ class Lanes:
     num_microbatches: int
     seconds: list[float]
     goes_to: list[int]
-    """The lane that works on this one's result; -1 where nothing goes on."""
+    """For each lane, the lane that takes its result as input; -1 if no lane does."""
     line: list[int]
     """The channel that the result goes over, as an index of `line_seconds`; -1 where it stays on the rank."""
     line_seconds: list[float]
@@ -46,11 +46,11 @@ class Lanes:
     stages_of: list[tuple[int, ...]]
     """The stages of every pp_rank."""
     sizes: Sequence[float]
-    """What one microbatch holds on a stage from its F to its I."""
+    """Memory, in any unit, that one microbatch holds on each stage from its F to its I."""
     grows: list[float]
     """For each lane, how much more its rank holds after an entry."""
     limits: Sequence[float]
-    """What a pp_rank may hold, in the same unit, and a billionth more: sums of sizes are rounded."""
+    """Memory limit of each pp_rank in the unit of `sizes`, raised by 1e-9 because sums are rounded."""
     sums: list[float]
     """Seconds that every pp_rank takes to sum gradients, behind its last entry."""
 
@@ -99,7 +99,7 @@ class Lanes:
         )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
-        """The lanes with messages that many times as long, stages that much evener (0 to 1), lanes stretched."""
+        """Perturbed costs: message times scaled, stage times moved towards their mean (0 to 1), lanes stretched."""
         seconds = list(self.seconds)
         for kind in range(KINDS):
             mean = sum(seconds[kind::KINDS]) / self.placement.num_stages
@@ -114,7 +114,7 @@ class Lanes:
         return [count * sum(self.stage_seconds(stage) for stage in stages) for stages in self.stages_of]
 
     def stage_seconds(self, stage: int) -> float:
-        """F, I and W of one microbatch."""
+        """Seconds of F, I and W of one microbatch on a stage."""
         return sum(self.seconds[KINDS * stage : KINDS * (stage + 1)])
 
     def firsts(self) -> list[float]:
@@ -127,9 +127,10 @@ class Lanes:
         return first
 
     def bound(self) -> float:
-        """Seconds that no order undercuts: a rank's first arrival and all its work, or its backwards from their first.
+        """A lower bound, in seconds, on the time of a step in any order of lanes: the largest of three bounds.
 
-        Also one microbatch through all stages and back. Summing gradients is part of a rank's work.
+        These are one microbatch through all stages and back; for each rank, the earliest start of a forward and all its
+        work; and the earliest start of a backward and all its backwards. Work includes the sums of gradients.
         """
         first, count, seconds = self.firsts(), self.num_microbatches, self.seconds
         bounds = [first[1] + seconds[1] + seconds[2]]

@@ -105,7 +105,7 @@ def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[
 
 
 def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, int]]:
-    """rank -> where it is stuck if the two of a pair start at the same time, and the stage that it waits for.
+    """pp_rank -> the entry at which it is stuck if both actions of each pair start at once, and the stage it waits for.
 
     The lists of a compute-only schedule are run without times, each as far as it gets.
     """
@@ -131,7 +131,7 @@ def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> 
 
 
 _Result = tuple[bool, int, int]
-"""Whether it is an activation (else a gradient), of which stage and microbatch."""
+"""A result: (whether it is an activation, else a gradient; its stage; its microbatch)."""
 
 
 class _Made:
@@ -139,9 +139,9 @@ class _Made:
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.ahead = [bytearray(num_microbatches) for _ in range(num_stages)]
-        self.ahead.append(bytearray(b"\1") * num_microbatches)  # at index -1: what goes into the first stage
+        self.ahead.append(bytearray(b"\1") * num_microbatches)  # at index -1: the first stage's input, always there
         self.back = [bytearray(num_microbatches) for _ in range(num_stages)]
-        self.back.append(self.ahead[-1])  # behind the last stage
+        self.back.append(self.ahead[-1])  # after the last stage: its output needs no gradient
 
     def lacking(self, actions: Sequence[Action]) -> _Result | None:
         """The first thing that one of `actions` needs and nobody has made yet (`action.deps`). A W never lacks its I,

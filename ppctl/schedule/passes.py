@@ -132,9 +132,9 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
 
     A channel keeps at most `receive_slots(capacity)` receives posted: that many at first, then another one whenever a
     message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
-    before its own rank has done what the message follows from (`_first_of_use`): until then nothing can arrive, and on
-    a GPU a posted receive is a kernel that keeps the device from draining, which the first launch of any other kernel
-    and a retry of the allocator wait for. Between the two of a pair stands nothing.
+    before its rank has run the last action that the message depends on (`_first_of_use`), because nothing can arrive
+    earlier. On a GPU a posted receive is a running kernel: the first launch of another kernel and a retry of the
+    allocator wait until the device is idle, and so for the message. No message is placed between the actions of a pair.
     """
     routes = _sent(schedule)
     slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}

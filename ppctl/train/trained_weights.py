@@ -1,8 +1,9 @@
 """The weights of one rank, as the model computes with them and as the optimizer steps them (decisions 11, 21 and 67).
 
-Must not know stages' modules, the schedule or the optimizer's rule. All by canonical name. In float32 and float64 both
-are the same objects and nothing is done twice; otherwise masters are float32, and the master's `.grad` is the
-accumulator (Megatron's main_grad). Replication, ties, norm, clipping, optimizers and checkpoints read masters only.
+Must not know stages' modules, the schedule or the optimizer's rule. Weights are keyed by canonical name. In float32
+and float64 both are the same objects and nothing is done twice; otherwise masters are float32, and the master's
+`.grad` is the accumulator (Megatron's main_grad). Replication, ties, norm, clipping, optimizers and checkpoints read
+masters only.
 
 Where data-parallel ranks share what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
 dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and
@@ -202,7 +203,7 @@ class GatheredWeights(ShardedWeights):
 
     @torch.no_grad()
     def hold(self, stage: int) -> None:
-        """Return once the stage's weights are whole."""
+        """Wait until the stage's weights are gathered; starts the gather unless `begin` has done so."""
         if stage in self._held:
             return
         self.begin(stage)
@@ -221,19 +222,19 @@ class GatheredWeights(ShardedWeights):
 
     @contextmanager
     def all_held(self) -> Iterator[None]:
-        """All stages' weights are whole inside."""
+        """A context in which the weights of all stages are gathered; they are released on exit."""
         for stage in self.stages:
             self.hold(stage)
         yield
         self.release_all()
 
     def release_all(self) -> None:
-        """Forget all weights, where no backward follows."""
+        """Release the weights of all stages, after forwards that no backward follows."""
         for stage in self.stages:
             self.release(stage)
 
     def _made(self, name: str) -> Tensor:
-        """Memory for a weight, which is the model's from now on."""
+        """Allocate the whole weight `name` as the model parameter's data, and return it uninitialised."""
         parameter = self.model[name]
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return parameter.data

@@ -63,7 +63,10 @@ def deliver(groups: list[list[Use]]) -> None:
 
 
 def _sums(uses: list[Use]) -> Tensor:
-    """The root of a graph whose backward makes the weights' gradients."""
+    """The output of an autograd node whose backward computes the weights' gradients.
+
+    Raises TrainingError (PP-E718) if a tensor that the gradients are computed from was changed in place.
+    """
     weights: dict[int, Tensor] = {}
     makes: dict[int, list[Make]] = {}
     for weight, place, make, version in uses:
