@@ -10,7 +10,52 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-LEFT_TO_TEST_ALL: dict[str, Collection[str]] = {}
+LEFT_TO_TEST_ALL: dict[str, Collection[str]] = {
+    # Hostile values
+    "tests/unit/cli/test_hostile_values.py::"
+    "test_a_sample_of_hostile_values_meets_no_traceback_and_every_remedy_works": (),
+    "tests/unit/cli/test_hostile_values.py::test_what_raised_or_hung_is_refused_with_a_remedy_that_works": (
+        "+recipe=deepseek_v3 model.num_moe_experts=-1-",
+        "cost.cublas_workspace_mib=nan-",
+        "cp=18446744073709551617-",
+        "layout=@/dev/zero-",
+        "pipeline.pp_schedule_csv=/dev/zero-",
+        "data.path=[1e-999999999,a,1,b]-",
+    ),
+    # Emulated devices
+    "tests/dist/engine/test_emulated_grid.py::test_whatever_moves_first_a_step_ends_with_the_bits_of_a_plain_loop": (
+        "1",
+    ),
+    "tests/dist/engine/test_reserved_memory.py::"
+    "test_two_ranks_that_free_memory_in_one_step_hang_and_none_does_with_the_peak_reserved": ("1f1b",),
+    "tests/dist/parallel/test_context_on_devices.py::test_every_order_of_hosts_and_devices_gives_the_same_numbers": (
+        "rows-p2p-2",
+        "documents-a2a-2",
+    ),
+    "tests/dist/parallel/test_owned_on_devices.py::test_owners_get_whole_sums_and_give_weights_and_no_host_waits": (
+        "2",
+    ),
+    "tests/dist/parallel/test_tensor_on_devices.py::test_every_order_of_hosts_and_devices_gives_the_same_numbers": (
+        "tp, sp-2",
+    ),
+    # Hangs, kills and restarts
+    "tests/dist/launch/test_restarts.py::test_a_rank_that_missed_the_first_start_does_not_take_it_for_the_second": (),
+    "tests/dist/launch/test_restarts.py::"
+    "test_a_job_with_an_empty_latest_that_torchrun_starts_again_goes_on_from_the_newest_checkpoint": (),
+    "tests/dist/launch/test_supervisor.py::test_asked_to_stop_the_ranks_save_and_the_job_ends_with_75": ("15",),
+    # Checkpoints in other axes
+    "tests/dist/checkpoint/test_checkpoints_across_axes.py::"
+    "test_every_bit_comes_back_in_other_axes_and_the_run_goes_on": (),
+    # Models of transformers
+    "tests/dist/foreign/test_foreign_memory.py::test_live_storages_beside_adapters_are_the_planned_bytes": (),
+    "tests/dist/foreign/test_foreign_cuts.py::test_a_models_matrices_have_the_bits_of_torchs_muon": (),
+    "tests/dist/foreign/test_foreign_commands.py::"
+    "test_an_imported_directory_trains_as_the_directory_and_is_exported": (),
+    "tests/dist/foreign/test_foreign_commands.py::test_doctor_tries_a_model_with_dropout_without_it": (),
+    "tests/dist/foreign/test_foreign_commands.py::test_what_a_frozen_stage_hands_on_is_kept_to_be_compared": (),
+    "tests/dist/foreign/test_foreign_commands.py::"
+    "test_a_known_family_is_imported_for_transformers_code_where_that_is_asked_for": (),
+}
 """A test's id without its parameters -> the parameters that `make test` runs all the same."""
 
 
