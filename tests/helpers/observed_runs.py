@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppctl.runs.checkpoint_folder import Found
+from ppctl.runs.checkpoint_folder import FoundCheckpoint
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
 from ppctl.train.saving import Saves
@@ -31,7 +31,7 @@ def train_noted(
     session: Session,
     directory: Path,
     *callbacks: Callback,
-    candidates: Callable[[], list[Found]] = list,
+    candidates: Callable[[], list[FoundCheckpoint]] = list,
     say: Callable[[str], None] = print,
 ) -> tuple[TrainingEnd, Notes]:
     """Train from the first of the candidates, saving below `directory`."""
