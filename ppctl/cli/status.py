@@ -45,7 +45,7 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
     ]
     hosts = [host for host in run.heartbeats().values() if host]
     report["ranks"] = sorted(
-        ({"host": host["host"], "reported": host["time"], **row} for host in hosts for row in host["ranks"]),
+        ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),
         key=lambda row: int(row["rank"]),
     )
     if report["state"] in (*STARTED, LOST):
@@ -189,7 +189,7 @@ _LONG = 3.0
 
 def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
     """How old the table is: nodes publish every ten seconds."""
-    ages = {str(row["host"]): max(0.0, now - row["reported"]) for row in rows}
+    ages = {str(row["host"]): max(0.0, now - row["told"]) for row in rows}
     silent = [f"{host} has sent no heartbeat for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
     return [f"as the nodes published it {min(ages.values()):.0f} s ago", *silent]
 
@@ -204,7 +204,7 @@ def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
         waiting += f" ({row['needs']}{', sent' if row.get('sent') else ''})" if row.get("needs") else ""
         mark = "stopped or silent " * bool(row.get("gone"))
-        stood = max(0.0, (now if now - row["reported"] > _SILENT else row["reported"]) - row["since"])
+        stood = max(0.0, (now if now - row["told"] > _SILENT else row["reported"]) - row["since"])
         mark += "<-- all wait for this one" if row.get("root") and stood >= _LONG else ""
         actions = [str(row.get("done") or ""), str(row.get("current") or row["state"])]
         place = [str(row["rank"]), str(row["host"]), str(row["step"] + 1)]
