@@ -204,7 +204,7 @@ def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
         waiting += f" ({row['needs']}{', sent' if row.get('sent') else ''})" if row.get("needs") else ""
         mark = "stopped or silent " * bool(row.get("gone"))
-        stood = max(0.0, (now if now - row["told"] > _SILENT else row["reported"]) - row["since"])
+        stood = max(0.0, (now if now - row["told"] > _SILENT else row["told"]) - row["since"])
         mark += "<-- all wait for this one" if row.get("root") and stood >= _LONG else ""
         actions = [str(row.get("done") or ""), str(row.get("current") or row["state"])]
         place = [str(row["rank"]), str(row["host"]), str(row["step"] + 1)]
