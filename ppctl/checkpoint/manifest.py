@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypedDict
 from xxhash import xxh3_128
 
 from ppctl.checkpoint.boxes import Box, tiling_fault
+from ppctl.checkpoint.tensor_parts import DTYPES
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.host.files import MOST_READ, MOST_READ_OF_A_MODEL, ODD, open_regular, read_whole
 from ppctl.records.json_reader import Count, Line, parse, read, without_collections
@@ -33,22 +34,6 @@ CHUNK = 16 * 2**20
 """Bytes of a shard under one digest; the last chunk of a shard is shorter. Divides by the size of every dtype."""
 
 DIGEST = "xxh3-128"
-
-DTYPES = {
-    "float64": ("F64", 8),
-    "int64": ("I64", 8),
-    "float32": ("F32", 4),
-    "int32": ("I32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-}
-"""torch's name -> safetensors' name, bytes of an element."""
 
 Digest = Annotated[str, re.compile(r"[0-9a-f]{32,64}")]
 FileName = Annotated[str, re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,255}")]

@@ -11,8 +11,9 @@ from typing import Any, Optional, TypeVar, cast
 
 import torch.distributed as dist
 
+from ppctl.checkpoint.disk import problems_of
 from ppctl.comm.groups import broadcast_bytes, gather_bytes
-from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.errors import CheckpointError, Problem
 from ppctl.records import wire
 
 T = TypeVar("T")
@@ -76,16 +77,3 @@ class AgreeingRanks:
 def _outcome(kind: Any) -> Any:
     """The annotation of problems, or a value."""
     return tuple[tuple[Problem, ...], Optional[kind]]  # noqa: UP045 - `kind | None` is no annotation where it is None
-
-
-def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:
-    """The problems of an exception: its own, the file system's, or that a rank failed."""
-    if isinstance(error, PpctlError):
-        return error.problems
-    if isinstance(error, OSError):
-        reason = error.strerror or str(error)
-        place = str(error.filename) if error.filename else ""
-        remedy = "free space or mend the directory (`df -h`, `ls -ld`), then `ppctl resume`"
-        return (Problem("PP-E505", f"rank {rank} could not {what}: {reason}", remedy, place),)
-    message = f"rank {rank} failed to {what}: {type(error).__name__}: {error}"
-    return (Problem("PP-E507", message, remedy=f"see the traceback in logs/rank-{rank:04d}.log"),)
