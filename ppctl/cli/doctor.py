@@ -112,15 +112,15 @@ def _as_rank(started: Started) -> dict[str, Any]:
 
 def _read(out: str, error: str) -> dict[str, Any]:
     try:
-        measured: dict[str, Any] = json.loads(out.splitlines()[-1])
-    except (IndexError, ValueError):
+        measured, *transports = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    except ValueError:
         last = next((line for line in reversed(error.splitlines()) if line.strip()), "no output")
         return _failure(f"the ranks could not be started: {last}")
-    return measured | {"failure": None}
+    return measured | {"transports": transports, "failure": None}
 
 
 def _failure(text: str) -> dict[str, Any]:
-    return {"versions": None, "edges": [], "failure": text}
+    return {"versions": None, "edges": [], "transports": [], "failure": text}
 
 
 def _disk(where: Path) -> dict[str, Any]:
@@ -157,10 +157,7 @@ def _wrong(report: dict[str, Any]) -> Iterator[str]:
     """The problems of a report as lines of text, the most severe first."""
     if report["failure"]:
         yield report["failure"]
-    for edge in report["edges"]:
-        if edge["error"]:
-            source, target = edge["hosts"]
-            yield f"rank {edge['source']} on {source} does not reach rank {edge['target']} on {target}: {edge['error']}"
+    yield from _broken(report)
     versions = report["versions"]
     if versions and tuple(map(int, versions["torch"].split("+")[0].split(".")[:2])) < _OLDEST_TORCH:
         yield f"torch {versions['torch']} is older than {'.'.join(map(str, _OLDEST_TORCH))}"
@@ -174,6 +171,17 @@ def _wrong(report: dict[str, Any]) -> Iterator[str]:
     if report["shared_memory_bytes"] is not None and report["shared_memory_bytes"] < _SMALL_SHM:
         yield "less than 64 MiB of shared memory are left in /dev/shm"
     yield from _slow_edges([edge for edge in report["edges"] if edge["bytes_per_s"]])
+
+
+def _broken(report: dict[str, Any]) -> Iterator[str]:
+    """Edges without an answer, and the default transport where it fails."""
+    for edge in report["edges"]:
+        if edge["error"]:
+            source, target = edge["hosts"]
+            yield f"rank {edge['source']} on {source} does not reach rank {edge['target']} on {target}: {edge['error']}"
+    for row in report["transports"]:
+        if row["error"] and row["transport"] == "plain":
+            yield f"launch.transport=plain fails between these ranks: {row['error']}"
 
 
 def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
@@ -193,6 +201,7 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
         lines.append(f"disk     {disk['path']}: {speed}")
     if shared is not None:
         lines.append(f"memory   {shared / 2**30:.1f} GiB free in /dev/shm")
+    lines += _transports(report["transports"])
     if report["edges"]:
         rows = [["edge", "from", "to", "latency", "bandwidth (16 MiB)"]]
         for edge in report["edges"]:
@@ -202,6 +211,21 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
             rows.append([f"{edge['source']} -> {edge['target']}", *edge["hosts"], *measured])
         lines += ["", aligned(rows)]
     return lines
+
+
+def _transports(rows: list[dict[str, Any]]) -> list[str]:
+    """How the transports of messages fared, and which one a run should take."""
+    if not rows:
+        return ["messages neither launch.transport was tried: that takes a GPU for each of two ranks or more"]
+    told = []
+    for row in rows:
+        how = f"no: {row['error']}" if row["error"] else f"right, {_time(row['seconds'])} a call of a miniature"
+        told.append(f"messages launch.transport={row['transport']}: {how}")
+    sound = [row for row in rows if not row["error"]]
+    if sound:
+        fastest = min(sound, key=lambda row: row["seconds"])["transport"]
+        told.append(f"         take launch.transport={fastest}{' (the default on CUDA)' * (fastest == 'plain')}")
+    return told
 
 
 def _software(versions: dict[str, Any] | None) -> list[str]:

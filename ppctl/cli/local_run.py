@@ -23,8 +23,10 @@ from ppctl.cli.console import is_live, note, print_problems, prose, width
 from ppctl.cli.longer import longer, rates_text, same_rates
 from ppctl.cli.runs import checkpoint_of, program, short_path
 from ppctl.config.argv import ALIASES, LAYOUT, retyped, typed_again
+from ppctl.config.checks import check
 from ppctl.config.compose import Composed
-from ppctl.config.gpu_environment import gpu_environment, kept_allocator
+from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
+from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
 from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.hang.progress import Limits
@@ -38,7 +40,7 @@ from ppctl.launch.process import become_worker
 from ppctl.launch.run_directory import Launch, with_value
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
-from ppctl.plan import Plan, fits
+from ppctl.plan import Plan, fits, plan_checked
 from ppctl.runs.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.runs.finding import checkpoint_if_any, find_checkpoint
 from ppctl.runs.rundir import RunDir
@@ -81,8 +83,8 @@ def accepted(composed: Composed, plan: Plan | None, problems: Sequence[Problem])
 
 def adapt_to_machine(
     config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started, command: str = "train"
-) -> tuple[RunConfig, Mapping[str, Any]]:
-    """`config` with its device and its GPU environment, and what its data is.
+) -> tuple[RunConfig, Plan, Mapping[str, Any]]:
+    """`config` with its device and its GPU environment, its plan on that device, and what its data is.
 
     `command` and `arguments` are what was typed, for remedies (`resume RUN` with the run that it names). Raises
     ConfigError with all problems if it cannot run on this machine.
@@ -111,12 +113,16 @@ def adapt_to_machine(
         problems += shortage(device, ranks_here, arguments, os.environ, share=share, command=command)
     one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
     problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
-    config, conflicts = with_gpu_environment(
-        with_value(config, "launch", device=device, share_gpu=share and device == "cuda"), plan
-    )
+    here = with_value(config, "launch", device=device, share_gpu=share and device == "cuda")
+    if in_batches(here) != in_batches(config):
+        refuse(problems)
+        sources = plan.provenance
+        plan = plan_checked(here, sources, check(here, sources), title=plan.name, before=plan)
+        problems += plan.problems
+    config, conflicts = with_gpu_environment(here, plan)
     data, wrong = examine(config)
     refuse([*problems, *conflicts, *wrong])
-    return config, data
+    return config, plan, data
 
 
 def _asked_device(config: RunConfig, plan: Plan) -> str:
@@ -148,8 +154,10 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
         return config, []
     environ = os.environ
     variables, conflicts = gpu_environment(config, plan.sizes.pp, environ, config.launch.env, routed=plan.routed)
-    if (kept := kept_allocator(environ, config.launch.env)) is not None:
-        note(kept)
+    pp = plan.sizes.pp
+    for kept in (kept_allocator(environ, config.launch.env), kept_queue(config, pp, environ, config.launch.env)):
+        if kept is not None:
+            note(kept)
     return with_value(config, "launch", env=variables), conflicts
 
 

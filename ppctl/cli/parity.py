@@ -143,7 +143,7 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
     refuse(problems)
     assert plan is not None  # there were no problems
     command = pasted("parity", *args.runs)
-    config, _ = adapt_to_machine(composed.config, plan, args.line.overrides, detect(os.environ), command)
+    config, plan, _ = adapt_to_machine(composed.config, plan, args.line.overrides, detect(os.environ), command)
     return with_paths(config), plan
 
 

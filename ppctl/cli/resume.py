@@ -89,7 +89,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     if not same:
         note(f"  learning rate: {rates_text(before, composed.config, done)}")
     command = pasted("resume", str(run.path))
-    config, data = local_run.adapt_to_machine(composed.config, plan, args.line.overrides, started, command)
+    config, plan, data = local_run.adapt_to_machine(composed.config, plan, args.line.overrides, started, command)
     typed = pasted("resume", str(run.path), *args.line.overrides, *["--allow"] * args.allow)
     return Launch(config, plan, f"{program()} {typed}", data, time.perf_counter() - began), checkpoint
 

@@ -40,7 +40,7 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     composed, plan, problems = planned(args.line, for_training=True)
     problems += _slurm_settings(composed.config, args.line.overrides)
     plan = accepted(composed, plan, problems)
-    config, data = adapt_to_machine(composed.config, plan, args.line.overrides, started)
+    config, plan, data = adapt_to_machine(composed.config, plan, args.line.overrides, started)
     return Launch(with_paths(config), plan, command_line("train", args), data, time.perf_counter() - began)
 
 

@@ -13,37 +13,56 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import BufferPool
 from ppctl.comm.channels import DirectEnd
-from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, meet_once, moves_on_device
-from ppctl.comm.message_batches import BatchedEnd, ChannelEnd, FusedBatch, LooseBatch, MessageBatch
+from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, moves_on_device
+from ppctl.comm.message_batches import (
+    AnnouncedBatch,
+    BatchedEnd,
+    ChannelEnd,
+    FusedBatch,
+    GroupTransport,
+    LooseBatch,
+    MessageBatch,
+)
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.host.devices import QUEUES, why_one_queue_blocks
 from ppctl.schedule.action import Channel
 
-_OWN_CHANNELS = Modes()
-"""Every message on its channel, of the shape that the stages declare."""
+_AS_DECLARED = Modes()
+"""Every message by itself, of the shape that the stages declare."""
+
+
+def goes_by_group(pp_group: ProcessGroup, transport: str = "auto") -> bool:
+    """Whether messages travel over the pipeline's process group alone, in batches (decision 79): with `transport`
+    `plain`, and with `auto` where the group's backend moves tensors of a GPU. Raises ConfigError (PP-E103)."""
+    if transport not in ("auto", "plain", "channels"):
+        message = f"transport={transport!r} is none of auto, plain, channels"
+        raise ConfigError(Problem("PP-E103", message, "transport='auto'"))
+    return transport == "plain" or (transport == "auto" and moves_on_device(pp_group))
 
 
 class Communicator:
     """This rank's ends of a pipeline's channels, and the pool that their messages are received into.
 
     `pp_group` has the pipeline's ranks in pp order; all of them construct it together. `channels` are the channels to
-    make, by default those of a loop; pass those of a V. `modes` say how messages are sent, by default each on its
-    channel. `device` is where tensors live: by default a GPU if the group's backend sends GPU tensors, else torch's
-    default device. GPU tensors on a gloo group go through pinned host memory. Without `connect`, NCCL channels connect
-    on their first message; if shapes vary, that must happen before the engine's messages (`ppctl.reach` then sets
-    `connected`), or the engine refuses to run. `ends` are this rank's ends of all channels, if the caller has made
-    them. Raises ConfigError (PP-E608) if channels and kernels of a GPU would share one hardware queue.
+    make, by default those of a loop; pass those of a V. `modes` say how messages are sent. `transport` is `plain`,
+    `channels` or `auto` (`goes_by_group`); `batched` says whether schedules must be lowered for batches. `device` is
+    where tensors live: by default a GPU if the group's backend sends GPU tensors, else torch's default device. GPU
+    tensors on a gloo group go through pinned host memory. Without `connect`, NCCL connects on first messages; if shapes
+    vary, that must happen before the engine's messages (`ppctl.reach` then sets `connected`), or the engine refuses to
+    run. `ends` are this rank's ends of all channels, if the caller has made them. Raises ConfigError (PP-E608) if
+    channels and kernels of a GPU would share one hardware queue.
     """
 
     def __init__(
         self,
         pp_group: ProcessGroup,
-        modes: Modes = _OWN_CHANNELS,
+        modes: Modes = _AS_DECLARED,
         *,
         channels: Iterable[Channel] | None = None,
         device: torch.device | None = None,
         connect: bool = True,
+        transport: str = "auto",
         ends: Mapping[Channel, DirectEnd] | None = None,
     ) -> None:
         self.modes = modes
@@ -55,32 +74,32 @@ class Communicator:
         self.device = device or usual
         self.staged = self.device.type == "cuda" and not on_device
         """Whether messages go through pinned host memory."""
-        self.fused = modes.batched and on_device and ends is None
-        """Whether batches are fused by batch_isend_irecv: a host's backend would only start message after message."""
+        by_group = goes_by_group(pp_group, transport) or (modes.batched and on_device)
+        self.fused = by_group and not self.staged and ends is None
+        """Whether batches are fused by batch_isend_irecv on the pipeline's group, and nothing travels beside it."""
         self.sync = self.device if modes.sync and self.device.type == "cuda" else None
         """The device to synchronise after each fused batch (batch_p2p_sync)."""
         self.pool = BufferPool(self.device)
         self.connected = connect or ends is not None or not on_device
         """Whether no channel connects on a message of the engine's."""
         self._ends: dict[Channel, DirectEnd] = dict(ends or {})
-        if self.fused and on_device:
-            meet_once(pp_group, self.device)
-        if ends is None and (not self.fused or modes.variable):
-            if on_device:
+        if ends is None:
+            if on_device and not self.fused:
                 _refuse_one_queue(self.pp)
             wanted = loop_channels(self.pp) if channels is None else channels
-            self._ends = make_ends(pp_group, self.device, wanted, variable=modes.variable, connect=connect)
+            over = GroupTransport(pp_group, self.device) if self.fused else None
+            self._ends = make_ends(pp_group, self.device, wanted, over=over, variable=modes.variable, connect=connect)
         self._connections: Connections | None = connections_of(pp_group)
         self._connections.enter()
 
     @property
     def batched(self) -> bool:
         """Whether the schedules that run on this must be lowered with `batched=True`."""
-        return self.modes.batched
+        return self.modes.batched or self.fused
 
     @property
     def ends(self) -> tuple[DirectEnd, ...]:
-        """This rank's ends of all channels; empty where messages are fused."""
+        """This rank's ends of all channels, for messages one by one."""
         return tuple(self._ends.values())
 
     def close(self) -> None:
@@ -96,9 +115,9 @@ class Communicator:
 
     def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
-        if self.fused and not self.modes.variable:
-            return FusedBatch(self.pp_group, sync=self.sync)
-        return LooseBatch(self.end)
+        if self.fused and self.modes.variable:
+            return AnnouncedBatch(self.end, self.device)
+        return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch(self.end)
 
     def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
         """This rank's end of a channel as the engine uses it: its own, or a part of `batch`.

@@ -178,16 +178,26 @@ def make_ends(
     device: torch.device,
     channels: Iterable[Channel],
     *,
+    over: Transport | None = None,
     variable: bool = False,
     connect: bool = True,
 ) -> dict[Channel, DirectEnd]:
     """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
 
-    Tensors of a `device` that the group's backend does not move go through pinned host memory. `variable` ends learn
-    the shapes of their messages from headers. Without `connect` NCCL connects on each end's first message.
+    Messages of all channels go `over` one transport of the whole group, whose caller keeps them in order; without one
+    each has its own. Tensors of a `device` that the group's backend does not move go through pinned host memory.
+    `variable` ends learn the shapes of their messages from headers. Without `connect` NCCL connects on each end's first
+    message.
     """
     rank = pp_group.rank()
     own = [channel for channel in sorted(channels) if rank in channel[:2]]
+    if over is not None:
+        of_group = {channel: DirectEnd(channel, over, other_end(channel, rank), 0) for channel in own}
+        if connect and device.type == "cuda":
+            _meet_once(pp_group, device)
+            for end in of_group.values():
+                _connect(end, rank, device)
+        return of_group
     if device.type == "cuda" and moves_on_device(pp_group):
         kind = device_backend(pp_group)
         assert kind is not None  # or nothing would move on the device
@@ -221,7 +231,7 @@ def other_end(channel: Channel, rank: int) -> int:
     return channel.target if channel.source == rank else channel.source
 
 
-def meet_once(pp_group: ProcessGroup, device: torch.device) -> None:
+def _meet_once(pp_group: ProcessGroup, device: torch.device) -> None:
     """Let all ranks of a group meet once: NCCL wants that before messages between some of them are batched."""
     dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
     torch.cuda.synchronize(device)

@@ -6,13 +6,15 @@ Must not know which messages are neighbours in a schedule: the caller says when 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.buffers import Message, Shelf
+from ppctl.comm.buffers import Message, MessageSpec, Shelf
 from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, check_connection, wait_for
+from ppctl.comm.variable_shapes import empty_header, header, shapes_of
 from ppctl.schedule.action import Channel
 
 
@@ -46,6 +48,33 @@ class LooseBatch:
     def check(self, channel: Channel) -> None:
         """Raise PeerLost if the channel's connection was ended."""
         self._end(channel).check()
+
+
+class GroupTransport:
+    """A process group as the backend of a channel's end: every tensor is a batch_isend_irecv of its own.
+
+    torch sends it on the group's communicator, as it does larger batches, and makes none for the two ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
+        """Start sending one tensor."""
+        return self._start(dist.isend, tensors[0], dst)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
+        """Start receiving into one tensor."""
+        return self._start(dist.irecv, tensors[0], src)
+
+    def get_error(self) -> object:
+        """What NCCL's watchdog has found; gloo has none, and raises."""
+        return self._group._get_backend(self._device).get_error()
+
+    def _start(self, op: Callable[..., object], tensor: torch.Tensor, peer: int) -> dist.Work:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(op, tensor, group=self._group, group_peer=peer)])
+        return work
 
 
 class FusedBatch:
@@ -93,7 +122,52 @@ class FusedBatch:
         self._channels.append(channel)
 
 
-MessageBatch = LooseBatch | FusedBatch
+class AnnouncedBatch:
+    """Messages of variable shape on the pipeline's own group: one after the other, each behind a header of its sizes.
+
+    A receive can start only when its header has been read, and on one group nothing but their order tells messages
+    apart: so each is over before the next one starts. All lists have them in one common order (`batch_messages`), and
+    the first that is not over can always go on.
+    """
+
+    def __init__(self, end: Callable[[Channel], DirectEnd], device: torch.device) -> None:
+        self._end = end
+        self._device = device
+        self._listed: list[Callable[[], None]] = []
+
+    def send(self, channel: Channel, message: Message) -> None:
+        """Add contiguous tensors to send."""
+        self._listed.append(partial(self._send, self._end(channel), message))
+
+    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+        """Add a message to receive; it has no tensors before the batch is over."""
+        arrival = Arrival(())
+        self._listed.append(partial(self._receive, self._end(channel), arrival, shelf.spec))
+        return arrival
+
+    def settle(self) -> None:
+        """Send and receive in the order in which messages were added. On CUDA the host waits for every header that it
+        reads, and for nothing else."""
+        for move in self._listed:
+            move()
+        self._listed.clear()
+
+    def check(self, channel: Channel) -> None:
+        """Raise PeerLost if the group's connections were ended."""
+        self._end(channel).check()
+
+    def _send(self, end: DirectEnd, message: Message) -> None:
+        wait_for(end.start_send((header(message, self._device),)), end.channel)
+        wait_for(end.start_send(message), end.channel)
+
+    def _receive(self, end: DirectEnd, arrival: Arrival, spec: MessageSpec) -> None:
+        sizes = empty_header(len(spec), self._device)
+        wait_for(end.receive_into((sizes,)), end.channel)
+        arrival.message = spec.make(self._device, shapes_of(sizes))
+        wait_for(end.receive_into(arrival.message), end.channel)
+
+
+MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
 """Messages that are added one by one, until `settle` waits for all of them."""
 
 

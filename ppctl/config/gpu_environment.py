@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ppctl.config.parallel_rules import TRANSPORT, is_plain
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.host.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
@@ -47,7 +48,7 @@ def gpu_environment(
         added.setdefault(LOADING, _EAGER)
     if _set_by_user(ALLOCATOR, environ, added) is None and not _registers(environ, added):
         added[ALLOCATOR[1]] = EXPANDABLE
-    problems = list(_problems(config.parallel.deterministic_mode, pp, environ, added))
+    problems = list(_problems(config, pp, environ, added))
     if added.get(SEVERAL_RANKS, environ.get(SEVERAL_RANKS)) != "1":
         problems += _backend_of_shared_gpus(config, f"{SEVERAL_RANKS}=1 is not set")
     return added, problems
@@ -109,11 +110,20 @@ def _backend_of_shared_gpus(config: RunConfig, why: str) -> list[Problem]:
     return [Problem("PP-E642", message, f"{_BACKEND}=null", f"{_BACKEND} = {asked}")]
 
 
+def kept_queue(config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:
+    """A note on a single hardware queue, which only channels cannot do with."""
+    blocks = why_one_queue_blocks(pp, launch_env.get(QUEUES, environ.get(QUEUES)))
+    if blocks is None or not is_plain(config):
+        return None
+    return f"note: {QUEUES}=1 is kept: plain messages are not received ahead; {TRANSPORT}=channels would refuse it"
+
+
 def _problems(
-    deterministic: bool, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+    config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> Iterator[Problem]:
+    deterministic = config.parallel.deterministic_mode
     message = why_one_queue_blocks(pp, launch_env.get(QUEUES, environ.get(QUEUES)))
-    if message is not None:
+    if message is not None and not is_plain(config):
         if QUEUES in launch_env:
             yield Problem("PP-E608", message, f"launch.env.{QUEUES}={MOST_QUEUES}", f"launch.env.{QUEUES} = 1")
         else:

@@ -54,6 +54,10 @@ class LaunchConfig:
     share_gpu: bool = key(False)
     """Let ranks share GPUs: each takes the one of number local rank % GPUs. Messages go through host memory: slow, for
     tests. A rank may hold its share of device_memory, counted as if a machine had one GPU."""
+    transport: str = key("auto", one_of("auto", "plain", "channels"))
+    """How messages between stages travel. `plain`: in batches over the pipeline's process group, by torch's
+    batch_isend_irecv alone; nothing is received ahead, and forwards and backwards run side by side in no pair.
+    `channels`: on a connection for every pair of ranks and direction, while stages compute. `auto`: `plain` on CUDA."""
     env: dict[str, str] = key(dict)
     """Environment variables set for every rank."""
     start_limit: str = key("30m", TIME)

@@ -25,6 +25,7 @@ _ACTIVATIONS = "parallel.cpu_offloading_activations"
 _OPTIMIZER = "optim.name"
 
 _BATCH, _OVERLAP = "parallel.batch_p2p_comm", "parallel.overlap_p2p_comm"
+TRANSPORT = "launch.transport"
 
 
 def muon(config: RunConfig) -> Iterator[Finding]:
@@ -49,8 +50,19 @@ def muon(config: RunConfig) -> Iterator[Finding]:
         yield (_OPTIMIZER, "model.lora"), message, f"{_OPTIMIZER}=adamw"
 
 
-def in_batches(parallel: ParallelConfig) -> bool:
+def is_plain(config: RunConfig) -> bool:
+    """Whether messages travel over the pipeline's process group alone (decision 79). With launch.device=any the machine
+    decides: a run's config has `cuda` or `cpu` there."""
+    launch = config.launch
+    return launch.transport == "plain" or (launch.transport == "auto" and launch.device == "cuda")
+
+
+def in_batches(config: RunConfig) -> bool:
     """Whether a rank waits for neighbouring messages as one batch, instead of computing while they travel."""
+    return is_plain(config) or _asks_for_batches(config.parallel)
+
+
+def _asks_for_batches(parallel: ParallelConfig) -> bool:
     return parallel.batch_p2p_comm or not parallel.overlap_p2p_comm
 
 
@@ -63,9 +75,14 @@ def messages(config: RunConfig) -> Iterator[Finding]:
     if parallel.batch_p2p_sync and not parallel.batch_p2p_comm:
         message = "batch_p2p_sync synchronises after the batches of batch_p2p_comm, which is off"
         yield ("parallel.batch_p2p_sync", _BATCH), message, "parallel.batch_p2p_sync=false"
-    if config.pipeline.p2p_capacity is not None and in_batches(parallel):
-        message = "with batch_p2p_comm no message overlaps with computation, so a capacity has no effect"
-        yield ("pipeline.p2p_capacity", _BATCH, _OVERLAP), message, "pipeline.p2p_capacity=null"
+    if config.pipeline.p2p_capacity is not None and in_batches(config):
+        message = "in batches no message overlaps with computation, so a capacity has no effect"
+        keys = ("pipeline.p2p_capacity", TRANSPORT, _BATCH, _OVERLAP)
+        mended = "" if _asks_for_batches(parallel) else f"\n{TRANSPORT}=channels"
+        yield keys, message, f"pipeline.p2p_capacity=null{mended}"
+    if parallel.batch_p2p_comm and config.launch.transport == "channels":
+        message = "batch_p2p_comm fuses messages on the pipeline's process group, and channels have connections each"
+        yield (_BATCH, TRANSPORT), message, f"{TRANSPORT}=auto\n{_BATCH}=false"
     if parallel.pipeline_model_parallel_comm_backend == "nccl" and config.launch.device == "cpu":
         message = "NCCL sends tensors of GPUs, but the device is the CPU"
         yield (backend, "launch.device"), message, f"{backend}=null"

@@ -324,7 +324,7 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: C
         message = f"schedule {schedule.name} has no messages, or no capacities for them"
         problems.append(Problem("PP-E391", message, "ppctl.schedule.passes.lower(schedule)"))
     if channels and communicator is not None and communicator.batched and not schedule.batched:
-        message = f"schedule {schedule.name} receives ahead of need, and the communicator's batch_p2p_comm cannot"
+        message = f"schedule {schedule.name} receives ahead of need, and the communicator sends in batches"
         problems.append(Problem("PP-E393", message, "ppctl.schedule.passes.lower(schedule, batched=True)"))
     if problems:
         raise ScheduleError(problems)

@@ -68,6 +68,7 @@ class NeighbourExchange:
     def __init__(self, communicator: Communicator) -> None:
         self._group, self._end, self._modes = communicator.pp_group, communicator.end, communicator.modes
         self._device, self._sync, self.fused = communicator.device, communicator.sync, communicator.fused
+        self._batched = communicator.batched
         self._header_device = torch.device("cpu") if communicator.staged else communicator.device
         rank, size = self._group.rank(), self._group.size()
         before, after = (rank - 1) % size, (rank + 1) % size
@@ -83,9 +84,13 @@ class NeighbourExchange:
         self, sends: Sends, receives: Receives, shape: Any, *, wait: bool = True
     ) -> tuple[dict[str, torch.Tensor], dict[str, Handle]]:
         """Start the moves: what is received, with `wait` at once, and what to wait for. Raises MessageError."""
-        if self._modes.batched and not wait:
+        if self._batched and not wait:
             message = "overlap_p2p_comm asks for messages that nobody waits for; batch_p2p_comm waits for its batches"
-            raise OverlapError(Problem("PP-E117", message, "parallel.batch_p2p_comm=false"))
+            remedy = "parallel.batch_p2p_comm=false"
+            if not self._modes.batched:
+                message = "overlap_p2p_comm asks for messages that nobody waits for; plain ones go in batches"
+                remedy = "P2PCommunicator(pp_group, config, transport='channels')"
+            raise OverlapError(Problem("PP-E117", message, remedy))
         moves = self._to_send(sends)
         wanted = [name for name, comes in receives.items() if comes]
         for name in wanted:

@@ -2,11 +2,12 @@
 
 Knows process groups, modes and ends. Must not know schedules or stages.
 
-In the default mode every directed edge has a channel of its own for activations and one for gradients, so that neither
-the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
-neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
-own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited for
-together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeline's own process group.
+On NCCL, messages are fused by torch's batch_isend_irecv on the pipeline's own process group, and waited for together
+(decision 79). On gloo, and with `transport="channels"`, every directed edge has a channel of its own for activations
+and one for gradients, so that neither the two directions between two ranks nor a posted receive and a send can get in
+each other's way, also where both neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a
+connection of its two ends, with its own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm
+neighbouring messages are waited for together; on NCCL that is the plain transport.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class P2PCommunicator(Communicator):
     """Megatron's methods for the messages between the ranks of one pipeline, beside what the engine uses.
 
     `pp_group` holds the pipeline's ranks in pp order; `config` is a ModelParallelConfig (or anything with its fields).
-    `channels`, `device` and `connect` are `Communicator`'s. Raises ConfigError for modes that exclude each other or
-    that this machine does not have.
+    `channels`, `device`, `connect` and `transport` are `Communicator`'s. Raises ConfigError for modes that exclude each
+    other or that this machine does not have.
 
     The methods take and return single tensors or lists of them, one shape or a list of shapes. With
     variable_seq_lengths, shapes are ignored (but None is refused), and every tensor's shape, with any number of dims,
@@ -54,12 +55,13 @@ class P2PCommunicator(Communicator):
         channels: Iterable[Channel] | None = None,
         device: torch.device | None = None,
         connect: bool = True,
+        transport: str = "auto",
     ) -> None:
         modes = Modes.of(config)
         if not isinstance(pp_group, ProcessGroup):
             message = f"P2PCommunicator is made over the pipeline's process group, and got {pp_group!r}"
             raise ConfigError(Problem("PP-E396", message, "P2PCommunicator(torch.distributed.group.WORLD, config)"))
-        super().__init__(pp_group, modes, channels=channels, device=device, connect=connect)
+        super().__init__(pp_group, modes, channels=channels, device=device, connect=connect, transport=transport)
         self.config = config
         self.ran: set[str] = set()
         """The functions that have run over it: on a GPU the first call of each is lowered differently."""

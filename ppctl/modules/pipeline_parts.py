@@ -160,11 +160,12 @@ def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
     return Placement("v" if policy.placement == "v" else "loop", pp, num_stages)
 
 
-def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int) -> Schedule:
+def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int, batched: bool) -> Schedule:
     """The schedule of a call, with its messages. Raises ScheduleError, and ConfigError (PP-E130) for a file's."""
     if config.pp_schedule_csv is None:
         vpp = place.num_stages // place.pp
-        return lower(make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches))
+        made = make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches)
+        return lower(made, batched=batched)
     given = _schedule_in(config.pp_schedule_csv)
     if given.num_microbatches != num_microbatches:
         message = (
@@ -173,7 +174,7 @@ def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int)
         raise ConfigError(Problem(CODE, message, f"pp_batch_size={given.num_microbatches * config.pp_microbatch_size}"))
     if problems := verify(given):
         raise ScheduleError(problems)
-    return lower(given)
+    return lower(given, batched=batched)
 
 
 def _schedule_in(path: str) -> Schedule:

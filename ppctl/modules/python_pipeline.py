@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
-from ppctl.comm.communicator import Communicator
+from ppctl.comm.communicator import Communicator, goes_by_group
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import ConfigError, Problem
@@ -67,6 +67,7 @@ def pipeline(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
     parallelize: Callable[[nn.Module], nn.Module | None] | None = None,
+    transport: str = "auto",
 ) -> Pipeline:
     """Cut a model into stages and build this rank's stages. A collective of the pipeline's ranks.
 
@@ -75,7 +76,8 @@ def pipeline(
     order, by default all ranks. Under torchrun the default group is created if necessary; a single process is a
     pipeline of one rank. `device` is by default the GPU of LOCAL_RANK, else the CPU. `loss_fn` replaces that of the
     config. `parallelize` is called with each stage's module, to shard it over other ranks (`fully_shard`), and may
-    return another module.
+    return another module. `transport` is how messages between stages travel: `plain` (batches over `group`), `channels`
+    (while stages compute), or `auto`, which is plain on NCCL.
 
     Raises ConfigError and CheckpointError on all ranks, before any message between stages: PP-E130 for a config that
     cannot be followed, PP-E131 for names, PP-E132 for a module that cannot be cut, PP-E526 to PP-E529 and PP-E538 as
@@ -89,7 +91,7 @@ def pipeline(
     start_process_group(place)
     ranks = AgreeingRanks(group)
     source = source_of(model, wanted, ranks)
-    return Pipeline(source, wanted, place, ranks, parallelize)
+    return Pipeline(source, wanted, place, ranks, parallelize, transport)
 
 
 class Pipeline:
@@ -102,9 +104,10 @@ class Pipeline:
         device: torch.device,
         ranks: AgreeingRanks,
         parallelize: Callable[[nn.Module], nn.Module | None] | None,
+        transport: str,
     ) -> None:
         self.config, self.device = config, device
-        self._source, self._ranks = source, ranks
+        self._source, self._ranks, self._transport = source, ranks, transport
         self.placement = agreed(
             ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages), of=Placement
         )
@@ -236,14 +239,15 @@ class Pipeline:
         refuse_unlike(self._ranks, "batches", [f"{call} of {batch.shapes}"])
         self._stages.compare_ties()
         place, number = self.placement, batch.per_call
+        group = (self._ranks.group or dist.group.WORLD) if self._ranks.size > 1 else None
+        batched = group is not None and goes_by_group(group, self._transport)
         schedule = agreed(
-            self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number), of=Schedule
+            self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number, batched), of=Schedule
         )
-        forwards = lower(forwards_alone(place, number))
-        if self._communicator is None and self._ranks.size > 1:
-            group = self._ranks.group or dist.group.WORLD
-            assert group is not None  # there is more than one rank
-            self._communicator = Communicator(group, channels=schedule.capacities, device=self.device)
+        forwards = lower(forwards_alone(place, number), batched=batched)
+        if self._communicator is None and group is not None:
+            channels, how = schedule.capacities, self._transport
+            self._communicator = Communicator(group, channels=channels, device=self.device, transport=how)
         self._known[batch.shapes] = Prepared(crossing, schedule, forwards)
         if self.device.type == "cuda":
             self._dry_pass(batch)

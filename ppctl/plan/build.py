@@ -17,7 +17,7 @@ from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered
 from ppctl.plan.memory_limit import device_limit, memory_violations
-from ppctl.plan.notes import forwards_only, offloaded, whose_code
+from ppctl.plan.notes import forwards_only, offloaded, transport, whose_code
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing, step_traffic
 from ppctl.plan.profile import origin
@@ -109,6 +109,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *offloaded(config, stages, costs, ranks),
             *checkpoint_copies(config, stages, sizes),
             *forwards_only(derivation.frozen_stages),
+            *transport(config, sizes.pp, len(plain.pairs)),
             *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),
             *origin(measured, cut.layout.canonical()),
         ),

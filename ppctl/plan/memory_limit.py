@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ppctl.config.parallel_rules import is_plain
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.host.devices import machines
@@ -206,7 +207,7 @@ def reserve_bytes(config: RunConfig, sizes: ParallelSizes) -> int:
 def communicators(config: RunConfig, sizes: ParallelSizes) -> int:
     """Bytes that NCCL takes on one rank for its groups, all of which are touched in the warm-up, and for messages."""
     total = sum(map(_group, _group_sizes(config, sizes))) + sum(map(_connections, _peers(config, sizes)))
-    return total + (MESSAGE_ENDS * MESSAGE_CHANNELS * CONNECTION if sizes.pp > 1 else 0)
+    return total + (MESSAGE_ENDS * MESSAGE_CHANNELS * CONNECTION if sizes.pp > 1 and not is_plain(config) else 0)
 
 
 def _group_sizes(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
@@ -223,6 +224,7 @@ def _peers(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
     if config.model.num_moe_experts:
         yield sizes.ep - 1
         yield sizes.etp - 1
+    yield min(sizes.pp - 1, 2) if is_plain(config) else 0
     named = config.model.cp_comm_type
     kinds = {named} if isinstance(named, str) else set(named)
     inner, outer = config.parallel.hierarchical_context_parallel_sizes or (1, 1)

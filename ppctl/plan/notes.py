@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ppctl.config.parallel_rules import TRANSPORT, is_plain
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, offloaded_layers
@@ -43,6 +44,17 @@ def forwards_only(frozen: int) -> tuple[Derived, ...]:
     which = "stage 0 trains" if frozen == 1 else f"stages 0 to {frozen - 1} train"
     first = f"stage {frozen} makes no gradient of its input"
     return (Derived("forwards only", frozen, f"{which} nothing: forwards alone, no gradient is sent there, {first}"),)
+
+
+def transport(config: RunConfig, pp: int, pairs: int) -> tuple[Derived, ...]:
+    """A line on the plain transport of messages, and on what it leaves out; none for channels."""
+    if pp == 1 or not is_plain(config):
+        return ()
+    why = ", which auto takes on CUDA" * (config.launch.transport == "auto")
+    asked = pairs or config.parallel.overlap_moe_expert_parallel_comm
+    alone = ", and no forward beside a backward" if asked else ""
+    equation = f"messages: plain{why}: batches on the pipeline's process group, none beside computation{alone}"
+    return (Derived("transport", "plain", f"{equation}; {TRANSPORT}=channels overlaps them"),)
 
 
 def offloaded(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
 from ppctl.config.metadata import MOST_STAGES
-from ppctl.config.parallel_rules import in_batches
+from ppctl.config.parallel_rules import in_batches, is_plain
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.sizes import CALL, TOO_MUCH, BatchSplit, nearest_divisors
@@ -131,7 +131,7 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
         name = AUTO if choice.searched else choice.name
         message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {name} cannot"
         refuse(message, {SCHEDULE: fitting_policy(vpp), CSV: None})
-    elif in_batches(values.config.parallel):
+    elif in_batches(values.config) and not is_plain(values.config):  # which runs without pairs, and says so
         message = f"{OVERLAP} needs a forward and a backward with no batch of messages between the two"
         refuse(message, {"parallel.overlap_p2p_comm": True, "parallel.batch_p2p_comm": False})
 
@@ -221,7 +221,7 @@ def compute_only(
     )
     if values["ep"] == 1:
         schedule = replace(schedule, pairs=frozenset())
-    elif values[OVERLAP] and not schedule.pairs:
+    elif values[OVERLAP] and not schedule.pairs and not in_batches(values.config):
         schedule = pair_up(schedule)
     if values[DELAY]:
         schedule = deferred_weights(schedule)
@@ -242,7 +242,7 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
 
     `plain` has all backwards; only a file may be without those of the frozen stages.
     """
-    capacity, batched = values[CAPACITY], in_batches(values.config.parallel)
+    capacity = values[CAPACITY]
     if plain.name == FROM_FILE and frozen_stages and verify(plain):
         plain = without_frozen(plain, frozen_stages)
     if plain.name == FROM_FILE and (wrong := verify(plain)):
@@ -250,14 +250,14 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
         of_file = [replace(each, remedy=each.remedy or unset, place=f"{each.place}\n{place}".strip()) for each in wrong]
         return ProvedSchedule(plain, plain, of_file)
     try:
-        free = lower(plain, batched=batched)
+        free = lower(plain, batched=in_batches(values.config))
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
         wrong = [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)]
         return ProvedSchedule(plain, plain, wrong)
-    schedule = free if capacity is None else lower(plain, capacity=capacity, batched=batched)
+    schedule = free if capacity is None or free.batched else lower(plain, capacity=capacity)
     schedule = without_frozen(schedule, frozen_stages)
     wrong = verify(schedule)
-    if capacity is None or batched:
+    if capacity is None or schedule.batched:
         return ProvedSchedule(plain, schedule, wrong)
     twin = forwards_alone(schedule.placement, plain.num_microbatches)
     wrong = wrong or verify(lower(twin, capacity=capacity))
@@ -274,7 +274,7 @@ def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Prove
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)
     try:
-        lowered = lower(plain, batched=in_batches(values.config.parallel))
+        lowered = lower(plain, batched=in_batches(values.config))
     except ScheduleError:
         return proved(values, plain, frozen_stages)
     return ProvedSchedule(plain, without_frozen(lowered, frozen_stages), [])

@@ -1,8 +1,9 @@
 """How fast messages between neighbours are: `python -m ppctl.reach.probe`, started once per rank.
 
-Knows the rank variables, gloo and NCCL. Must not know runs, plans or configs. Rank 0 prints one JSON object: versions,
-and a row for every edge of the ring, measured one edge at a time: seconds of a message of 4 bytes, bytes per second
-of a large one. For an edge that does not answer within its limit the row has the error.
+Knows the rank variables, gloo and NCCL. Must not know runs, plans or configs. Rank 0 prints JSON objects, one a line.
+The first: versions, and a row for every edge of the ring, measured one edge at a time: seconds of a message of 4 bytes,
+bytes per second of a large one. For an edge that does not answer within its limit the row has the error. Between
+several GPUs one for each transport of a pipeline follows (`reach/transports.py`), up to the first that fails.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import torch.distributed as dist
 from ppctl.comm.groups import gather_values
 from ppctl.host.devices import device_type, group_backends
 from ppctl.reach.store import connect
+from ppctl.reach.transports import TRANSPORTS, try_transport
 
 LIMIT = 20.0
 """Seconds that one edge may take."""
+TRIAL = 60.0
+"""Seconds that one transport may take."""
 LARGE = 4 * 2**20
 """Float32 elements of the large message: 16 MiB."""
 _ROUNDS = 5
@@ -43,9 +47,20 @@ def main() -> int:
     hosts = gather_values(str, socket.gethostname(), everywhere=True)
     edges = [_edge(source, (source + 1) % world, hosts, device) for source in range(world)] if world > 1 else []
     if rank == 0:
-        print(json.dumps({"versions": versions(), "device": device.type, "ranks": world, "edges": edges}))
-        sys.stdout.flush()
-    return int(any(edge["error"] for edge in edges))
+        print(json.dumps({"versions": versions(), "device": device.type, "ranks": world, "edges": edges}), flush=True)
+    if any(edge["error"] for edge in edges):
+        return 1
+    return _try_transports(rank, device) if device.type == "cuda" and world > 1 else 0
+
+
+def _try_transports(rank: int, device: torch.device) -> int:
+    for transport in TRANSPORTS:
+        row = try_transport(transport, device, TRIAL)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+        if row["error"]:
+            os._exit(1)  # its messages may be under way for ever
+    return 0
 
 
 def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> torch.device:

@@ -93,14 +93,16 @@ def _contacts(
     ties: ProcessGroup | None,
     exchanges: Exchanges,
 ) -> list[Contact]:
-    contacts: list[Contact] = []
+    contacts, channels = list[Contact](), list[Contact]()
     if communicator is not None:
-        contacts += channel_contacts(communicator.ends, communicator.pp_group, communicator.device)
+        channels = channel_contacts(communicator.ends, communicator.pp_group, communicator.device)
     for axis, group in groups.items():
         by_channels = communicator is not None and bool(communicator.ends) and group is communicator.pp_group
         contacts += group_contacts(axis, group, device, ring=not by_channels, exchanges=exchanges.get(axis, ()))
     if ties is not None:
         contacts += group_contacts("ties", ties, device, ring=False)
+    # NCCL wants all ranks of a group to have met before messages between some of them are batched on it.
+    contacts = [*contacts, *channels] if communicator is not None and communicator.fused else [*channels, *contacts]
     world = dist.group.WORLD
     assert world is not None  # the ranks have joined it
     # The world's messages are between CPUs.

@@ -26,8 +26,10 @@ def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
     makes it and the start of what uses it. All lists follow the one order. That gives the two ranks of a pair the same
     sequence, and it excludes a deadlock: of the events that are not over the first one can always go on, and to start a
     message together with later ones only lets it go earlier. Several choices of the moments are tried at `costs`; the
-    fastest one stays. Raises ScheduleError if the schedule hangs.
+    fastest one stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises
+    ScheduleError if the schedule hangs.
     """
+    schedule = replace(schedule, pairs=frozenset())
     even = replace(costs, backward=costs.forward)
     spans = {priced: simulate(schedule, costs if priced else even).spans for priced in (True, False)}
     tried = (

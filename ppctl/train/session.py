@@ -16,6 +16,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.batch_sizes import at_size
+from ppctl.config.parallel_rules import is_plain
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import RankData
 from ppctl.data.load import Data, load_data
@@ -41,9 +42,10 @@ def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, devi
     """The pipeline's messages, on a group of their own where they have a backend of their own."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(RankGrid(plan.sizes).groups("pp"), backend=backend)
-    modes = Modes.of(config.parallel)
+    modes, transport = Modes.of(config.parallel), "plain" if is_plain(config) else "channels"
     # Channels of the schedule's placement, which may be a V. The warm-up (`reach`) connects them, within a limit.
-    return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)
+    channels = plan.schedule.capacities
+    return Communicator(group, modes, channels=channels, device=device, connect=False, transport=transport)
 
 
 @dataclass(frozen=True)

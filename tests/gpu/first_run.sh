@@ -1,50 +1,74 @@
 #!/usr/bin/env bash
-# The first 45 minutes on one GPU: every command with a limit of its own, one after the other, whatever fails.
+# The first hour on a machine with GPUs, in parts of at most 9 minutes, in the order in which their answers matter.
 #
-#   tests/gpu/first_run.sh                      on a machine with a GPU, torch >= 2.11 and what the tests need
-#   tests/gpu/first_run.sh --wheels DIR         the same without network: packages come from DIR (all but torch)
-#   tests/gpu/first_run.sh wheels DIR [3.12]    with network: fill DIR, for that Python (default: this one)
-#   tests/gpu/first_run.sh --dry-run            print the commands and their limits
-#   tests/gpu/first_run.sh --cpu                tiny sizes on the CPU: proves this script, measures nothing
-#   options: --python PYTHON, --out DIR (logs), --page FILE, --only STEP,STEP (with --out of a run: adds to its record)
+#   tests/gpu/first_run.sh parts                what there is: parts, steps, limits
+#   tests/gpu/first_run.sh part NAME [NAME...]  these parts; every one adds to the record in --out and writes the page anew
+#   tests/gpu/first_run.sh                      all of them, one after the other, whatever fails
+#   tests/gpu/first_run.sh wheels DIR [3.12..]  with network: fill DIR, for these Pythons (default: 3.11 to 3.14)
+#   options: --wheels DIR   without network: packages come from DIR (all but torch), whatever Python of those it is
+#            --python PYTHON, --out DIR (logs and record), --page FILE, --only STEP,STEP
+#            --cpu          tiny sizes on the CPU: proves this script, measures nothing of a GPU
+#            --dry-run      print the commands and their limits
 #
-# Logs lie in --out (default: runs/gpu-DATE); at the end results_page.py writes a dated page under benchmarks/ from them.
+# Needs torch >= 2.11 and what the tests need. Sizes follow from the device's free memory. Logs and the record steps.tsv lie
+# in --out (default: runs/gpu-DATE); results_page.py writes a dated page under benchmarks/ from them. docs/first-hour.md says
+# what the answers mean.
+# shellcheck disable=SC2317  # parts are called by the names that they are given
 set -u -o pipefail # no -e: a step that fails is a result
 cd "$(dirname "$0")/../.." || exit 2
 
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 wheels='' out='' page='' only='' dry='' device=cuda
+parts=(machine queues kernels ranks memory dense moe two rest)
 packages=(hydra-core omegaconf rich numpy safetensors PyYAML pytest pytest-timeout pytest-xdist hypothesis)
 
-# Everything but torch, as wheels: antlr4, which Hydra needs, has only sources there.
+# Everything but torch, as wheels, with pip itself: antlr4, which Hydra needs, has only sources there.
 collect() {
-  local into=$1 version=${2:-} target=()
-  if [ -n "$version" ]; then
-    target=(--python-version "$version" --only-binary=:all: --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
-  fi
+  local into=$1 version
+  shift
+  [ $# -gt 0 ] || set -- 3.11 3.12 3.13 3.14
   "$python" -m pip wheel --no-deps --wheel-dir "$into" -c constraints.txt antlr4-python3-runtime &&
-    "$python" -m pip wheel --no-deps --wheel-dir "$into" . &&
-    "$python" -m pip download --dest "$into" --find-links "$into" -c constraints.txt "${target[@]}" "${packages[@]}"
+    "$python" -m pip wheel --no-deps --wheel-dir "$into" . && "$python" -m pip download --no-deps --dest "$into" pip || return
+  for version in "$@"; do
+    "$python" -m pip download --dest "$into" --find-links "$into" -c constraints.txt --python-version "$version" \
+      --only-binary=:all: --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 "${packages[@]}" ||
+      echo "nothing for Python $version" >&2
+  done
 }
 
-# A Python with the packages of $1 and the torch of $python, whether that is the system's or a venv's.
+# A Python with the packages of $1 and the torch of $python, which need not have pip.
 unpack() {
-  local torch site
+  local torch site own=$out/venv/bin/python pip
+  pip=$(find "$1" -name "pip-*.whl" | sort | tail -1)
+  [ -n "$pip" ] || { echo "there is no wheel of pip in $1: tests/gpu/first_run.sh wheels $1" >&2; return 2; }
   torch=$("$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent.parent)') || return
-  "$python" -m venv --without-pip "$out/venv" || return
-  "$python" -m pip --python "$out/venv/bin/python" install --no-index --find-links "$1" "${packages[@]}" || return
-  "$python" -m pip --python "$out/venv/bin/python" install --no-index --find-links "$1" --no-deps ppctl || return
-  site=$("$out/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
+  [ -x "$own" ] || "$python" -m venv --without-pip "$out/venv" || return
+  "$own" "$pip/pip" install --quiet --no-index --find-links "$1" "${packages[@]}" || return
+  "$own" "$pip/pip" install --quiet --no-index --find-links "$1" --no-deps ppctl || return
+  site=$("$own" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
   echo "$torch" >"$site/torch.pth"
-  python=$out/venv/bin/python
+  python=$own
 }
 
-if [ "${1:-}" = wheels ]; then
-  [ -n "${2:-}" ] || { echo "say where to: tests/gpu/first_run.sh wheels DIR" >&2; exit 2; }
-  collect "$2" "${3:-}"
-  exit
-fi
+chosen=()
+case ${1:-} in
+  wheels)
+    [ -n "${2:-}" ] || { echo "say where to: tests/gpu/first_run.sh wheels DIR" >&2; exit 2; }
+    collect "${@:2}"
+    exit
+    ;;
+  parts) dry=1; shift ;;
+  part)
+    shift
+    while [ $# -gt 0 ] && [[ $1 != --* ]]; do
+      [[ " ${parts[*]} " == *" $1 "* ]] || { echo "there is no part $1; there are ${parts[*]}" >&2; exit 2; }
+      chosen+=("$1")
+      shift
+    done
+    [ ${#chosen[@]} -gt 0 ] || { echo "say which part: ${parts[*]}" >&2; exit 2; }
+    ;;
+esac
 while [ $# -gt 0 ]; do
   case $1 in
     --dry-run) dry=1 ;;
@@ -62,61 +86,77 @@ day=$(date +%F)
 out=${out:-runs/gpu-$day}
 page=${page:-benchmarks/results-gpu-$day.md}
 if [ -z "$dry" ]; then
-  mkdir -p "$out" || exit 2
-  [ -n "$only" ] || : >"$out/steps.tsv" # some steps again, or the rest: the others' record stays
+  mkdir -p "$out" && touch "$out/steps.tsv" || exit 2
   if [ -n "$wheels" ]; then unpack "$wheels" || exit 2; fi
 fi
 
-failed=0
+failed=0 part=''
 # step NAME SECONDS COMMAND...
 step() {
   local name=$1 limit=$2 began code
   shift 2
   if [ -n "$only" ] && [[ ",$only," != *",$name,"* ]]; then return; fi
-  if [ -n "$dry" ]; then printf '%-16s %4d s  %s\n' "$name" "$limit" "$*"; return; fi
-  printf '%s (at most %d s) ' "$name" "$limit"
+  if [ -n "$dry" ]; then printf '%-8s %-20s %4d s  %s\n' "$part" "$name" "$limit" "$*"; return; fi
+  printf '%s: %s (at most %d s) ' "$part" "$name" "$limit"
   began=$SECONDS
   timeout --kill-after=15 "$limit" "$@" >"$out/$name.log" 2>&1
   code=$?
   [ "$code" = 0 ] || [ "$code" = 77 ] || failed=1
   echo "exit code $code after $((SECONDS - began)) s"
-  touch "$out/steps.tsv" && sed -i "/^$name\t/d" "$out/steps.tsv" # a step that runs again has one line, its last
-  printf '%s\t%d\t%d\t%d\n' "$name" "$limit" "$((SECONDS - began))" "$code" >>"$out/steps.tsv"
+  sed -i "/^$name\t/d" "$out/steps.tsv" # a step that runs again has one line, its last
+  printf '%s\t%d\t%d\t%d\t%s\n' "$name" "$limit" "$((SECONDS - began))" "$code" "$part" >>"$out/steps.tsv"
+}
+measure() { step "$1" "$2" "$python" tests/gpu/measure.py "${@:3}" --device "$device"; }
+measure_with() { step "$1" "$2" env "$3" "$python" tests/gpu/measure.py "${@:4}" --device "$device"; }
+tests() { step "$1" "$2" "$python" -m pytest -m gpu -q -rs -p no:cacheprovider "${@:3}" tests/gpu; }
+
+run_machine() { # what the machine has, and what NCCL does with one rank
+  measure facts 60 facts
+  measure nccl-alone 120 nccl-alone
+  step doctor 300 "$python" -m ppctl doctor --json
+}
+run_queues() { # launches, hardware queues, and a retry of the allocator beside a spinning kernel
+  measure_with launches-lazy 90 CUDA_MODULE_LOADING=LAZY launches lazy
+  measure_with launches-eager 90 CUDA_MODULE_LOADING=EAGER launches eager
+  measure_with queues-8 60 CUDA_DEVICE_MAX_CONNECTIONS=8 queues 8
+  measure_with queues-32 60 CUDA_DEVICE_MAX_CONNECTIONS=32 queues 32
+  measure_with retry-segments 120 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False retry segments
+  measure_with retry-expandable 120 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True retry expandable
+}
+run_kernels() { # against their references
+  tests kernels-products 120 -k "grouped or scaled"
+  tests kernels-attention 180 -k "packed or by_blocks or heads"
+  tests kernels-optimizer 60 -k "adamw"
+  tests kernels-compiled 180 -k "compiled"
+}
+run_ranks() { # several ranks on one device over gloo, against one rank on the CPU
+  local case
+  for case in pp2 ep2-dualpipev tp2-sp cp2 dp2-full offload async-save pp2-channels; do measure "ranks-$case" 65 same "$case"; done
+}
+run_memory() { # against the plan
+  measure memory-dense 270 memory dense
+  measure memory-moe 270 memory moe
+}
+run_dense() { # rates beside the plan's, and beside a bare torch loop of the same layers
+  measure mfu-dense 200 rate dense
+  measure mfu-dense-compiled 330 compiled dense
+}
+run_moe() {
+  measure mfu-moe 200 rate moe
+  measure mfu-moe-compiled 330 compiled moe
+}
+run_two() { # what two devices alone can answer
+  measure nccl-pp2 130 nccl pp2
+  measure nccl-pp2-channels 130 nccl pp2-channels
+  tests nccl-tests 280 -k "over_nccl and dist_tier"
+}
+run_rest() {
+  tests tests 200 -k "not grouped and not scaled and not packed and not by_blocks and not heads and not adamw and not compiled and not dist_tier and not pinned"
+  tests shared-tests 200 -k "pinned"
+  measure fp8-dense 140 fp8 dense
 }
 
-# One rank with a cut model, as large as one H200 holds; on the CPU two layers of the recipe's miniature.
-one=(pp=1 layout=null nodes=1 gpus_per_node=1 mbs=1 parallel.data_parallel_sharding=none "launch.device=$device")
-if [ "$device" = cuda ]; then
-  one+=(gbs=8 seq=4096 launch.device_memory=139GiB cost.device=h200)
-  dense=(+recipe=llama3_8b vpp=1 model.num_layers=16 "${one[@]}")
-  moe=(+recipe=qwen3_30b_a3b ep=1 model.num_layers=8 "${one[@]}")
-  steps=20 rounds=9 share=(launch.share_gpu=true)
-else
-  one+=(gbs=2 seq=64 model.num_layers=2)
-  dense=(+recipe=llama3_8b +scale=smoke vpp=1 "${one[@]}")
-  moe=(+recipe=qwen3_30b_a3b +scale=smoke ep=1 "${one[@]}")
-  steps=4 rounds=1 share=()
-fi
-small=(+recipe=quickstart "launch.device=$device" steps=10 vpp=1 gbs=16 mbs=2 "${share[@]}")
-measure=("$python" tests/gpu/measure.py)
-
-step facts 60 "${measure[@]}" facts
-step doctor 90 "$python" -m ppctl doctor --ranks 1
-step tests 480 "$python" -m pytest -m gpu -p no:cacheprovider tests/gpu
-step stage 180 "$python" benchmarks/stage.py --device "$device" --rounds "$rounds"
-step memory-dense 150 "${measure[@]}" memory dense -- "${dense[@]}"
-step memory-moe 150 "${measure[@]}" memory moe -- "${moe[@]}"
-step mfu-dense 330 "${measure[@]}" train dense --floor 0.38 --goal 0.50 -- "${dense[@]}" train.compile=true "steps=$steps"
-step mfu-moe 330 "${measure[@]}" train moe --floor 0.25 --goal 0.35 -- "${moe[@]}" train.compile=true "steps=$steps"
-step share-pp2 100 "${measure[@]}" same pp2 -- "${small[@]}" pp=2
-step share-pp4 100 "${measure[@]}" same pp4 -- "${small[@]}" pp=4
-step nccl-one-gpu 120 "${measure[@]}" nccl pp2 -- "${small[@]}" pp=2
-step launches-lazy 60 env CUDA_MODULE_LOADING=LAZY "${measure[@]}" launches lazy
-step launches-eager 60 env CUDA_MODULE_LOADING=EAGER "${measure[@]}" launches eager
-step queues-8 40 env CUDA_DEVICE_MAX_CONNECTIONS=8 "${measure[@]}" queues 8
-step queues-32 40 env CUDA_DEVICE_MAX_CONNECTIONS=32 "${measure[@]}" queues 32
-step fp8-dense 330 "${measure[@]}" fp8 dense -- "${dense[@]}" train.compile=true "steps=$steps" model.fp8=hybrid
-
+for part in "${chosen[@]:-${parts[@]}}"; do "run_$part"; done
 [ -n "$dry" ] && exit 0
 "$python" tests/gpu/results_page.py "$out" "$page" || failed=1
 exit "$failed"

@@ -1,15 +1,14 @@
 """The measurements of `first_run.sh`: each prints what it does, and as its last line one JSON object for the page.
 
-    measure.py facts                                what the machine has
-    measure.py train NAME [--floor F --goal G] -- OVERRIDES     a run's mfu and memory, against its plan's
-    measure.py same NAME -- OVERRIDES               pp ranks on one GPU: their losses against one rank's
-    measure.py nccl NAME -- OVERRIDES               the same over NCCL, where it connects several ranks on one GPU
-    measure.py fp8 NAME -- OVERRIDES                as `train`, where ppctl has model.fp8
-    measure.py memory NAME -- OVERRIDES             bytes allocated after every action of a step, against the plan's
-    measure.py launches NAME                        whether the first launch of a kernel waits for a busy device
-    measure.py queues NAME                          whether streams that should not wait for each other do
+    measure.py facts                     what the machine has
+    measure.py same CASE                 several ranks on the device(s): their losses against one rank's on the CPU
+    measure.py nccl CASE                 the same over NCCL, where it connects as many ranks as the case has
+    measure.py memory dense|moe          bytes allocated after every action of a step, against the plan's
+    measure.py rate dense|moe            mfu and memory against the plan's, and a bare torch loop of the same layers
+    measure.py compiled|fp8 dense|moe    the same with train.compile; with fp8 as well
+    measure.py PROBE [NAME]              what `device_probes.py` asks of the device alone
 
-Exit codes: 0 measured, 1 failed or below its floor, 77 skipped (the last line says why).
+`--device cpu` takes tiny sizes. Exit codes: 0 measured, 1 failed, 77 skipped (the last line says why).
 """
 
 from __future__ import annotations
@@ -25,36 +24,76 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from device_probes import PROBES, Skipped
 
-from ppctl.config.compose import compose
-from ppctl.config.keys import text_keys
+from ppctl.engine.stage import StageProgram
+from ppctl.host.accelerators import device_called
 from ppctl.host.devices import SEVERAL_RANKS, nccl_shares_gpus
-from ppctl.plan import build_plan
+from ppctl.launch.planning import planned
+from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
 from ppctl.schedule.action import Op
+from ppctl.train.session import build_session
+from ppctl.train.step import Trainer
 
 SKIPPED = 77
 _WARM = 3
 """Steps whose times do not count: compilation, autotuning."""
-_SPIN = 2.0
-"""Seconds for which the device is kept busy."""
+
+ONE_RANK = (
+    *("pp=1", "vpp=1", "layout=null", "nodes=1", "gpus_per_node=1", "mbs=1"),
+    "parallel.data_parallel_sharding=none",
+)
+MODELS = {
+    "dense": ("+recipe=llama3_8b", *ONE_RANK),
+    "moe": ("+recipe=qwen3_30b_a3b", "ep=1", *ONE_RANK),
+}
+"""One rank with a cut model, as many layers as the device holds."""
+LAYERS = (32, 24, 20, 16, 12, 8, 6, 4, 2, 1)
+
+SMALL = (
+    *("+recipe=quickstart", "steps=4", "gbs=8", "mbs=1", "seq=64", "vpp=1", "optim.warmup_steps=2"),
+    *("model.num_layers=4", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.num_attention_heads=4"),
+    *("model.num_query_groups=2", "pipeline.pp_schedule=null"),
+)
+EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_ffn_hidden_size=64")
+CASES = {
+    "pp2": ("pp=2", "launch.transport=plain"),
+    "pp2-channels": ("pp=2", "vpp=2", "launch.transport=channels"),
+    "ep2-dualpipev": (
+        *EXPERTS,
+        *("pp=2", "vpp=2", "ep=2", "dp=2", "pipeline.pp_schedule=dualpipev", "launch.transport=channels"),
+    ),
+    "tp2-sp": ("pp=1", "tp=2", "parallel.sequence_parallel=true"),
+    "cp2": ("pp=1", "cp=2"),
+    "dp2-full": ("pp=1", "dp=2", "parallel.data_parallel_sharding=full"),
+    "offload": ("pp=2", "parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=1"),
+    "async-save": ("pp=2", "checkpoint.interval=2", "checkpoint.async=true"),
+}
+ALONE = (
+    *("pp=1", "vpp=1", "tp=1", "cp=1", "ep=1", "dp=1", "pipeline.pp_schedule=null", "launch.transport=auto"),
+    *("parallel.sequence_parallel=false", "parallel.data_parallel_sharding=none", "parallel.cpu_offloading=false"),
+    *("parallel.cpu_offloading_num_layers=0", "checkpoint.interval=0", "launch.device=cpu", "launch.share_gpu=false"),
+)
+"""Behind a case: the same model and batches on one rank of the CPU."""
+_APART = 1e-4
+"""The largest relative difference of a loss: fp32 sums in another order, on another device, over four steps."""
 
 
-class Skipped(Exception):
-    """Why a measurement makes no sense here."""
-
-
-def facts(arguments: argparse.Namespace) -> dict[str, Any]:
+def facts(name: str, device: str) -> dict[str, Any]:
     """Versions and the device."""
     cuda = torch.cuda.is_available()
     if shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi"], check=False)
+        subprocess.run(["nvidia-smi", "topo", "-m"], check=False)
     free, total = torch.cuda.mem_get_info() if cuda else (None, None)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "host": platform.node(),
         "python": platform.python_version(),
@@ -64,108 +103,107 @@ def facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "devices": torch.cuda.device_count(),
         "total_bytes": total,
-        "context_bytes": None if total is None or free is None else total - free,
-        "commit": _commit(),
+        "free_bytes": free,
+        "commit": commit or "unknown",
     }
 
 
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def words_of(model: str, device: str, *more: str) -> tuple[list[str], Plan]:
+    """The overrides of a model that fits, and its plan: the most layers that leave a part of the free memory."""
+    if device == "cpu":
+        words = [*MODELS[model], "+scale=smoke", "launch.device=cpu", "gbs=2", "seq=64", "model.num_layers=2", *more]
+        return words, _plan_of(words)
+    free, _ = torch.cuda.mem_get_info()
+    preset = device_called(torch.cuda.get_device_name())
+    own = [f"launch.device_memory={free >> 20}MiB", "launch.memory_reserve=2GiB", "gbs=8", "seq=4096", *more]
+    own += [] if preset is None else [f"cost.device={preset.name}"]
+    for layers in LAYERS:
+        words = [*MODELS[model], "launch.device=cuda", *own, f"model.num_layers={layers}"]
+        _, plan, problems = planned(words, for_training=True)
+        if plan is not None and not problems and not plan.tight:
+            return words, plan
+    raise Skipped(f"{free >> 30} GiB of free memory hold no layer of {MODELS[model][0]}")
 
 
-def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A run's median step after the first ones, beside what its plan says."""
-    plan, run = _planned(arguments.overrides), _trained(arguments.overrides)
-    steps = run[_WARM:] or run[-1:]
-    mfu = [step["mfu"] for step in steps]
-    row = {
-        "mfu": None if None in mfu else statistics.median(mfu),
-        "planned_mfu": plan["timing"]["mfu"],
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
-        "measured_bytes": max(step["max_memory_bytes"] for step in run),
-        "planned_bytes": max(rank["peak_bytes"] for rank in plan["pp_ranks"]),
-        "losses": [step["loss"] for step in run],
-        "floor": arguments.floor,
-        "goal": arguments.goal,
-    }
-    # The CPU's share of a rate that nobody published says nothing.
-    if arguments.floor is not None and torch.cuda.is_available() and (row["mfu"] or 0.0) < arguments.floor:
-        row["failed"] = f"mfu {row['mfu']} is below the floor of {arguments.floor}"
-    return row
-
-
-def _planned(overrides: Sequence[str]) -> dict[str, Any]:
-    done = _ppctl("plan", *overrides, "--json")
-    plan: dict[str, Any] = json.loads(done.stdout)
-    if plan["problems"]:
-        raise RuntimeError(str(plan["problems"]))
+def _plan_of(words: Sequence[str]) -> Plan:
+    _, plan, problems = planned(words, for_training=True)
+    if plan is None or problems:
+        raise RuntimeError(str(problems))
     return plan
 
 
-def _trained(overrides: Sequence[str], **environment: str) -> list[dict[str, Any]]:
-    """The records of a run's steps."""
-    with tempfile.TemporaryDirectory() as runs:
-        done = _ppctl("train", *overrides, f"log.dir={runs}", "--json", **environment)
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}")
-        text = (Path(json.loads(done.stdout)["run"]) / "metrics.jsonl").read_text()
-    return [record for record in map(json.loads, text.splitlines()) if "loss" in record]
+def trainer_of(words: Sequence[str], plan: Plan, device: str) -> Trainer:
+    """One rank's trainer in this process."""
+    print("+ ppctl train", *words, flush=True)
+    composed, *_ = planned(words, for_training=True)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    session = build_session(
+        composed.config, plan, 0, torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    )
+    return Trainer(session, session.data.batches())
 
 
-def _ppctl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ppctl", *words]
-    print("+", " ".join(command), flush=True)
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | environment)
+def rate(model: str, device: str, *more: str) -> dict[str, Any]:
+    """A step's median rate beside the plan's, and the pipeline's seconds beside a bare loop's over the same layers."""
+    words, plan = words_of(model, device, *more)
+    trainer = trainer_of(words, plan, device)
+    rounds = 6 if device == "cuda" else 2
+    trainer.dry_pass(0)
+    records = [trainer.step(step).record for step in range(_WARM + rounds)]
+    (program,) = trainer.programs[0]
+    contenders = {"ppctl": lambda: trainer._run_pipeline(0), "loop": lambda: bare_loop(trainer, program)}
+    seconds = {name: [timed(trainer, run) for _ in range(rounds)] for name, run in contenders.items()}
+    ours, loop = (statistics.median(seconds[name]) for name in contenders)
+    mfu = [record["mfu"] for record in records[_WARM:]]
+    cuda = device == "cuda"
+    return {
+        "layers": len(trainer.session.own.stages[0].layers),
+        "mfu": None if None in mfu else statistics.median(mfu),
+        "planned_mfu": plan.timing.mfu,
+        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in records[_WARM:]),
+        "pipeline_s": ours,
+        "bare_loop_s": loop,
+        "measured_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "planned_bytes": max(rank.peak_bytes for rank in plan.pp_ranks),
+        "losses": [record["loss"] for record in records],
+    }
 
 
-def same(arguments: argparse.Namespace, **environment: str) -> dict[str, Any]:
-    """The losses of a pipeline and of one rank that holds the same model."""
-    shared = [step["loss"] for step in _trained(arguments.overrides, **environment)]
-    one = [step["loss"] for step in _trained([*_without(arguments.overrides, "launch.share_gpu", "pp"), "pp=1"])]
-    apart = max(abs(a - b) / abs(b) for a, b in zip(shared, one, strict=True))
-    row: dict[str, Any] = {"losses": shared, "one_rank": one, "apart": apart}
-    return row | ({"failed": f"losses differ by {apart:.2g}"} if apart > 1e-4 else {})
+def bare_loop(trainer: Trainer, program: StageProgram) -> None:
+    """Forward and backward of every microbatch through the stage's own layers: no list, no recorder, no messages."""
+    trainer._begin(0)
+    for mb in range(trainer.session.plan.num_microbatches):
+        loss, *_ = program.forward(mb, ())
+        loss.backward()
 
 
-def _without(overrides: Sequence[str], *keys: str) -> list[str]:
-    return [override for override in overrides if override.partition("=")[0] not in keys]
+def timed(trainer: Trainer, run: Callable[[], object]) -> float:
+    """Seconds of one run, with an idle device before and behind it."""
+    settle = torch.cuda.synchronize if trainer.on_gpu else lambda: None
+    settle()
+    begun = time.perf_counter()
+    run()
+    settle()
+    return time.perf_counter() - begun
 
 
-def nccl(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`same`, over NCCL."""
-    several = {SEVERAL_RANKS: "1"}
-    if not torch.cuda.is_available():
-        raise Skipped("there is no CUDA device")
-    if not nccl_shares_gpus(torch.cuda.nccl.version(), several):
-        raise Skipped(f"NCCL {torch.cuda.nccl.version()} takes one rank a GPU; 2.30.7 takes several")
-    return same(arguments, **several)
+def compiled(model: str, device: str) -> dict[str, Any]:
+    """`rate` of compiled layers."""
+    return rate(model, device, "train.compile=true")
 
 
-def fp8(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`train`, in fp8."""
-    if "model.fp8" not in text_keys():
-        raise Skipped("this ppctl has no model.fp8")
-    return train(arguments)
+def fp8(model: str, device: str) -> dict[str, Any]:
+    """`rate` of compiled layers whose products are in 8 bits."""
+    return rate(model, device, "train.compile=true", "model.fp8=hybrid")
 
 
-def memory(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is allocated after every action of the third step of one rank, and what the plan counts then."""
-    import torch.distributed as dist
-
-    from ppctl.train.session import build_session
-    from ppctl.train.step import Trainer
-
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    composed = compose(arguments.overrides)
-    config, plan = composed.config, build_plan(composed.config, composed.provenance)
-    store = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
-    session = build_session(config, plan, 0, device)
-    trainer = Trainer(session, session.data.batches())
-    recorder, held = session.pipeline.recorder, []
-    end, now = recorder.end, torch.cuda.memory_allocated if cuda else (lambda: None)
+def memory(model: str, device: str) -> dict[str, Any]:
+    """What is allocated after every action of the third step, and what the plan counts then."""
+    words, plan = words_of(model, device)
+    trainer = trainer_of(words, plan, device)
+    recorder, held = trainer.session.pipeline.recorder, list[tuple[int, int | None]]()
+    end, now = recorder.end, torch.cuda.memory_allocated if device == "cuda" else (lambda: None)
 
     def count(index: int) -> None:
         end(index)
@@ -175,18 +213,18 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
         trainer.step(step)
     recorder.end = count  # type: ignore[method-assign]
     trainer.step(2)
-    planned = _planned_levels(plan, picture(plan, config).memory[0])
+    levels = planned_levels(plan, picture(plan, trainer.session.config).memory[0])
     actions = plan.schedule.actions[0]
     rows = [
-        {"action": str(actions[index]), "measured_bytes": level, "planned_bytes": planned[index]}
+        {"action": str(actions[index]), "measured_bytes": level, "planned_bytes": levels[index]}
         for index, level in held
         if actions[index].op in (Op.F, Op.B)
     ]
-    dist.destroy_process_group()
-    return {"actions": rows, "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return {"actions": rows, "peak_bytes": peak, "planned_bytes": plan.pp_ranks[0].peak_bytes}
 
 
-def _planned_levels(plan: Any, of_rank: Any) -> list[int]:
+def planned_levels(plan: Plan, of_rank: Any) -> list[int]:
     """Bytes after each action: what is always there, and every microbatch between its F and its B."""
     level, levels = of_rank.fixed, []
     for action in plan.schedule.actions[0]:
@@ -198,82 +236,66 @@ def _planned_levels(plan: Any, of_rank: Any) -> list[int]:
     return levels
 
 
-def launches(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Finding 2: seconds until the host has launched a kernel for the first time while another one runs."""
-    _need_cuda()
-    values = torch.rand(1024, device="cuda")
-    other = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(other):
-        torch.cuda._sleep(int(_SPIN * _cycles_per_second()))
-        spun = torch.cuda.Event()
-        spun.record()
-    rows = {}
-    for name in ("erfinv", "lgamma", "digamma"):
-        began = time.perf_counter()
-        getattr(torch, name)(values)
-        rows[name] = {"seconds": time.perf_counter() - began, "spin_was_over": spun.query()}
-    torch.cuda.synchronize()
-    waited = any(row["spin_was_over"] for row in rows.values())
-    return {"loading": os.environ.get("CUDA_MODULE_LOADING", "LAZY"), "kernels": rows, "waits_for_the_device": waited}
+def same(case: str, device: str, *more: str, **environment: str) -> dict[str, Any]:
+    """The losses of several ranks and of one rank on the CPU with the same model and batches."""
+    shared = ("launch.share_gpu=true",) if device == "cuda" and not more else more
+    words = (*SMALL, *CASES[case], f"launch.device={device}")
+    several = _trained([*words, *shared], **environment)
+    one = _trained([*words, *ALONE])
+    apart = max(abs(a - b) / abs(b) for a, b in zip(several, one, strict=True))
+    row: dict[str, Any] = {"losses": several, "one_rank": one, "apart": apart, "words": " ".join(CASES[case])}
+    return row | ({"failed": f"losses differ by {apart:.2g}"} if apart > _APART else {})
 
 
-def queues(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Finding 3: 16 streams with two kernels each, one after the other: 2.0 spins in all if no stream waits."""
-    _need_cuda()
-    spin = 0.05
-    cycles = int(spin * _cycles_per_second())
-    streams = [torch.cuda.Stream() for _ in range(16)]
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(cycles)
-            torch.cuda._sleep(cycles)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return {"queues": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8 (default)"), "spins": seconds / spin}
+def _trained(overrides: Sequence[str], **environment: str) -> list[float]:
+    """The losses of a run's steps."""
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, "-m", "ppctl", "train", *overrides, f"log.dir={runs}", "--json"]
+        print("+", " ".join(command), flush=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | environment)
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}")
+        text = (Path(json.loads(done.stdout)["run"]) / "metrics.jsonl").read_text()
+    return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record]
 
 
-def _need_cuda() -> None:
-    if not torch.cuda.is_available():
+def nccl(case: str, device: str) -> dict[str, Any]:
+    """`same`, over NCCL: a device for every rank, or a version of it that takes several on one."""
+    several = {SEVERAL_RANKS: "1"}
+    if device != "cuda":
         raise Skipped("there is no CUDA device")
+    ranks = _plan_of([*SMALL, *CASES[case], "launch.device=cuda"]).sizes.world
+    if torch.cuda.device_count() >= ranks:
+        return same(case, device, "launch.share_gpu=false")
+    if nccl_shares_gpus(torch.cuda.nccl.version(), several):
+        return same(case, device, "launch.share_gpu=true", **several)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    raise Skipped(f"{ranks} ranks need {ranks} devices: NCCL {version} takes one rank a GPU, 2.30.7 takes several")
 
 
-def _cycles_per_second() -> float:
-    """Of the clock that `_sleep` counts, once it has sped up."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
-        start.record()
-        torch.cuda._sleep(10_000_000)
-        end.record()
-        torch.cuda.synchronize()
-    return 1e7 / (start.elapsed_time(end) / 1e3)
-
-
-STEPS = {
-    "facts": facts, "train": train, "same": same, "nccl": nccl, "fp8": fp8, "memory": memory,
-    "launches": launches, "queues": queues,
-}  # fmt: skip
+STEPS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    **{"facts": facts, "same": same, "nccl": nccl, "memory": memory, "rate": rate, "compiled": compiled, "fp8": fp8},
+    **PROBES,
+}
 
 
 def main() -> int:
     """Measure one thing."""
     random.seed(0)
-    words, _, overrides = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("name", nargs="?", default="")
-    parser.add_argument("--floor", type=float)
-    parser.add_argument("--goal", type=float)
-    arguments = parser.parse_args(words.split())
-    arguments.overrides = overrides.split()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments = parser.parse_args()
     try:
-        found = STEPS[arguments.step](arguments)
+        if arguments.device == "cuda" and arguments.step != "facts" and not torch.cuda.is_available():
+            raise Skipped("there is no CUDA device")
+        found = STEPS[arguments.step](arguments.name, arguments.device)
     except Skipped as reason:
         found = {"skipped": str(reason)}
-    print(json.dumps({"step": arguments.step, "name": arguments.name} | found))
-    return SKIPPED if "skipped" in found else int("failed" in found)
+    print(json.dumps({"step": arguments.step, "name": arguments.name} | found), flush=True)
+    code = SKIPPED if "skipped" in found else int("failed" in found)
+    os._exit(code)  # without the end of process groups that were not closed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of a first run on a GPU: `results_page.py LOGS PAGE`.
+"""The page of a first run on GPUs: `results_page.py LOGS PAGE`.
 
 Knows the logs of `first_run.sh`: `steps.tsv`, and in each step's log one JSON object as its last line. Every number on
 the page was measured in this run; a step that failed, was skipped or never ran says so and has no row.
@@ -14,6 +14,20 @@ from typing import Any
 
 ENDS = {"0": "done", "77": "skipped", "124": "ran past its limit", "137": "ran past its limit"}
 
+TWO_DEVICES = (
+    ("whether a batch of messages between two devices ends (launch.transport=plain)", "nccl-pp2"),
+    ("whether channels connect and end: a backend for each edge and direction", "nccl-pp2-channels"),
+    ("whether the tests of engine, P2PCommunicator and Megatron's functions pass over NCCL", "nccl-tests"),
+    ("which transport is faster, and the bandwidth of every edge", "doctor"),
+)
+"""What one device cannot answer, and the step that does: NCCL refuses two ranks on one device."""
+NOWHERE = (
+    "what a posted receive costs the stages' own kernels, and whether four thread blocks carry enough (`ppctl trace`)",
+    "pairs over NCCL (DualPipeV with experts), and overlap of gradients' sums with backwards",
+    "a peer that dies: NCCL's watchdog beside ppctl's, and what each says",
+)
+"""What no step measures yet."""
+
 
 def main() -> int:
     """Write the page."""
@@ -26,14 +40,15 @@ def main() -> int:
 
 
 def _result(log: str) -> dict[str, Any]:
-    """The last line of a log that is an object; empty where there is none."""
-    for line in reversed(log.splitlines()):
-        if line.startswith("{"):
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            return found if isinstance(found, dict) else {}
+    """The last line of a log that is an object, or the object over several lines in it; empty where there is none."""
+    lines = [line for line in log.splitlines() if line.startswith("{")]
+    for text in (*reversed(lines), log[log.find("{") : log.rfind("}") + 1]):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
     return {}
 
 
@@ -44,7 +59,7 @@ def _last_words(log: str) -> str:
 
 
 def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
-    """Its lines, from steps as (name, limit, seconds, exit code) and the text of each step's log."""
+    """Its lines, from steps as (name, limit, seconds, exit code, part) and the text of each step's log."""
     found = {name: _result(text) for name, text in logs.items()}
     facts = found.get("facts", {})
     lines = [f"# First run on {facts.get('device', 'an unknown device')}, {date.today()}", ""]
@@ -56,22 +71,27 @@ def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
     lines += [f"* {key}: {value}" for key, value in facts.items() if key not in ("step", "name")]
     lines += ["", "`tests/gpu/first_run.sh` ran these steps, each within its limit:", ""]
     rows = []
-    for name, limit, seconds, code in steps:
+    for name, limit, seconds, code, part in steps:
         own = found[name]
         why = own.get("skipped") or own.get("failed") or ("" if own else _last_words(logs[name]))
-        rows.append([name, f"{limit} s", f"{seconds} s", ENDS.get(code, f"failed ({code})"), why])
-    lines += _table(["step", "limit", "took", "end", "said"], rows)
+        rows.append([part, name, f"{limit} s", f"{seconds} s", ENDS.get(code, f"failed ({code})"), why])
+    lines += _table(["part", "step", "limit", "took", "end", "said"], rows)
 
     def of_kind(*kinds: str) -> list[dict[str, Any]]:
         return [row for row in found.values() if row.get("step") in kinds and "skipped" not in row]
 
-    lines += _section("Rates and peaks against the plan", _rates(of_kind("train", "fp8")))
+    lines += _section("What NCCL does with one rank", _answers(of_kind("nccl-alone")))
+    lines += _section("Transports and edges (`ppctl doctor`)", _doctor(found.get("doctor", {})))
+    lines += _section("First launches beside a busy device, and what loading costs", _launches(of_kind("launches")))
+    lines += _section("Hardware queues", _queues(of_kind("queues")))
+    lines += _section("A retry of the allocator beside a kernel that spins", _retries(of_kind("retry")))
+    lines += _section("Several ranks against one on the CPU", _losses(of_kind("same", "nccl")))
     for row in of_kind("memory"):
         lines += _section(f"Memory by action, {row['name']}", _actions(row))
-    lines += _section("Ranks that share the device", _losses(of_kind("same", "nccl")))
-    lines += _section("First launches beside a busy device (finding 2)", _launches(of_kind("launches")))
-    lines += _section("Hardware queues (finding 3)", _queues(of_kind("queues")))
-    return lines
+    lines += _section(
+        "Rates against the plan and a bare loop of the same layers", _rates(of_kind("rate", "compiled", "fp8"))
+    )
+    return lines + _section("What two devices alone can answer", _two(steps, found))
 
 
 def _section(title: str, table: list[str]) -> list[str]:
@@ -84,41 +104,94 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
+def _answers(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        [what, each["answer"].replace("|", "/"), f"{1e3 * each['seconds']:.1f} ms"]
+        for row in rows
+        for what, each in row["answers"].items()
+    ]
+    cells += [["NCCL_DEBUG, channels", text, ""] for row in rows for text in row["p2p_channels"] or ["no line"]]
+    cells += [["NCCL_DEBUG, thread blocks", text[:120], ""] for row in rows for text in row["grids"]]
+    return _table(["asked", "answer", "took"], cells)
+
+
+def _doctor(report: dict[str, Any]) -> list[str]:
+    cells = [[f"wrong: {line}", ""] for line in report.get("wrong", [])]
+    for row in report.get("transports", []):
+        answer = row["error"] or f"right, {1e3 * row['seconds']:.2f} ms a call"
+        cells.append([f"launch.transport={row['transport']}", answer])
+    for edge in report.get("edges", []):
+        answer = edge["error"] or f"{1e6 * edge['latency_s']:.0f} us, {edge['bytes_per_s'] / 1e9:.2f} GB/s"
+        cells.append([f"edge {edge['source']} -> {edge['target']} ({report['device']})", answer])
+    if report and not report.get("transports"):
+        cells.append(["both transports", "not tried: that takes a GPU for each of two ranks"])
+    return _table(["what", "answer"], cells)
+
+
 def _rates(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
         [
-            *(row["name"], _share(row["mfu"]), _share(row["planned_mfu"]), _share(row["floor"]), _share(row["goal"])),
-            *(f"{row['tokens_per_s']:,.0f}", _mib(row["measured_bytes"]), _mib(row["planned_bytes"])),
+            *(f"{row['name']}, {row['step']}", str(row["layers"]), _share(row["mfu"]), _share(row["planned_mfu"])),
+            *(f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['pipeline_s']:.1f} ms", f"{1e3 * row['bare_loop_s']:.1f} ms"),
+            *(f"{row['bare_loop_s'] / row['pipeline_s']:.3f}", _mib(row["measured_bytes"]), _mib(row["planned_bytes"])),
         ]
         for row in rows
     ]
-    return _table(["model", "mfu", "planned", "floor", "goal", "tokens/s", "peak MiB", "planned MiB"], cells)
+    head = ["model", "modules", "mfu", "planned", "tokens/s", "pipeline", "bare loop", "loop / pipeline"]
+    return _table([*head, "peak MiB", "planned MiB"], cells)
 
 
 def _actions(row: dict[str, Any]) -> list[str]:
     """The first and the last actions: in between a step repeats itself."""
     shown = row["actions"] if len(row["actions"]) <= 16 else [*row["actions"][:8], *row["actions"][-8:]]
     cells = [[each["action"], _mib(each["measured_bytes"]), _mib(each["planned_bytes"])] for each in shown]
+    cells.append(["peak", _mib(row["peak_bytes"]), _mib(row["planned_bytes"])])
     return _table(["after", "allocated MiB", "planned MiB"], cells)
 
 
 def _losses(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [[row["name"], row["step"], f"{row['losses'][-1]:.5f}", f"{row['apart']:.1e}"] for row in rows]
-    return _table(["ranks", "how", "last loss", "largest relative difference from one rank"], cells)
+    over = {"nccl": "NCCL", "same": "gloo"}
+    cells = [
+        [f"{row['name']}: {row['words']}", over[row["step"]], f"{row['losses'][-1]:.5f}", f"{row['apart']:.1e}"]
+        for row in rows
+    ]
+    return _table(["ranks", "over", "last loss", "largest relative difference"], cells)
 
 
 def _launches(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [
-        [row["loading"], name, f"{1e3 * kernel['seconds']:.1f} ms", "yes" if kernel["spin_was_over"] else "no"]
-        for row in rows
-        for name, kernel in row["kernels"].items()
-    ]
+    cells = []
+    for row in rows:
+        start = f"{row['first_kernel_s']:.1f} s, {_mib(row['taken_bytes'])} MiB taken"
+        cells.append([row["loading"], "the first of all", start, ""])
+        for name, kernel in row["kernels"].items():
+            over = "yes" if kernel["spin_was_over"] else "no"
+            cells.append([row["loading"], name, f"{1e3 * kernel['seconds']:.1f} ms", over])
     return _table(["CUDA_MODULE_LOADING", "kernel", "host took", "returned only after the busy kernel"], cells)
 
 
 def _queues(rows: list[dict[str, Any]]) -> list[str]:
     cells = [[str(row["queues"]), f"{row['spins']:.2f}"] for row in rows]
     return _table(["CUDA_DEVICE_MAX_CONNECTIONS", "time in spins (2.0: no stream waits for another)"], cells)
+
+
+def _retries(rows: list[dict[str, Any]]) -> list[str]:
+    said = {True: "yes", False: "no"}
+    cells = [
+        [row["allocator"], str(row["retries"]), f"{1e3 * row['seconds']:.1f} ms", said[row["waited_for_the_spin"]]]
+        for row in rows
+    ]
+    return _table(["allocator", "retries", "host took", "waited for the other stream"], cells)
+
+
+def _two(steps: list[list[str]], found: dict[str, dict[str, Any]]) -> list[str]:
+    ends = {name: ENDS.get(code, f"failed ({code})") for name, _, _, code, _ in steps}
+    cells = []
+    for question, name in TWO_DEVICES:
+        end = ends.get(name, "not run")
+        tried = name != "doctor" or bool(found.get(name, {}).get("transports"))
+        cells.append([question, name, end if tried else "one device: open"])
+    cells += [[question, "none", "open"] for question in NOWHERE]
+    return _table(["question", "step", "answer"], cells)
 
 
 def _share(value: float | None) -> str:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from background_saves import saver_of
 from command import TINY, metrics, only_run, ppctl
-from one_rank import tiny_config, waits_in_a_pipeline
+from one_rank import tiny_config, trainer_of, waits_in_a_pipeline
 from ranks import run_ranks
+from torch import nn
 from torch.nn.attention import SDPBackend
 
 from ppctl.checkpoint.manifest import read_manifest
@@ -26,18 +28,20 @@ from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
+from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.engine.dry_pass import AllocatorFigures, reserve
 from ppctl.engine.recorder import make_recorder
 from ppctl.host.devices import nccl_shares_gpus
 from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
-from ppctl.model.kernels import Capability, Kernels
-from ppctl.model.linear import multiply_in_float32, multiply_scaled, product_in_fp8
+from ppctl.model.kernels import Capability, Kernels, choose_kernels
+from ppctl.model.linear import for_each_group, multiply_in_float32, multiply_scaled, product_in_fp8
 from ppctl.model.packing import Documents, bounds_of
 from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
+from ppctl.train.optimizer import AdamW
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,6 +190,81 @@ def test_scaled_products_agree_with_their_emulation(
         assert (scaled - emulated).abs().max() <= 2**-7 * emulated.abs().max()
 
 
+@pytest.mark.parametrize("counts", [(64, 0, 96, 0), (0, 160, 0, 0), (0, 0, 0, 160)])
+def test_a_grouped_product_with_empty_groups_agrees_with_one_by_one(counts: tuple[int, ...]) -> None:
+    """The gradient of a group without rows is zero: on some devices torch leaves what was in its memory."""
+    device = torch.device("cuda")
+    given = torch.randn(sum(counts), 256, device=device, dtype=torch.bfloat16)
+    stack = torch.randn(len(counts), 128, 256, device=device, dtype=torch.bfloat16)
+    results = []
+    for at_once in (True, False):
+        rows, weights = given.clone().requires_grad_(), stack.clone().requires_grad_()
+        sizes = torch.tensor(counts, device=device)
+        out = for_each_group(lambda product, rows, w: product(rows, w), rows, sizes, weights, at_once=at_once)
+        results.append([out, *torch.autograd.grad(out, (rows, weights), torch.ones_like(out))])
+    for at_once, one_by_one in zip(*results, strict=True):
+        assert (at_once - one_by_one).abs().max() <= 2**-7 * one_by_one.abs().max()
+    of_empty = [group for group, count in zip(results[0][2], counts, strict=True) if count == 0]
+    assert all(bool((group == 0).all()) for group in of_empty)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "values"), HEADS)
+def test_a_chosen_kernel_takes_the_heads_and_agrees_with_plain_products(
+    heads: int, groups: int, width: int, values: int
+) -> None:
+    config = RunConfig()
+    config.parallel.bf16 = True
+    chosen = choose_kernels(config, Capability.of(torch.device("cuda"), packed=False))
+    shapes = ((heads, width), (groups, width), (groups, values))
+    given = [torch.randn(2, 512, *shape, device="cuda") for shape in shapes]
+    results = []
+    for dtype, kernels in (
+        (torch.bfloat16, chosen),
+        (torch.bfloat16, Kernels((SDPBackend.MATH,))),
+        (torch.float32, Kernels((SDPBackend.MATH,))),
+    ):
+        inputs = [tensor.bfloat16().to(dtype).transpose(1, 2).requires_grad_() for tensor in given]
+        out = core_attention(*inputs, kernels)
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for fast, plain, exact in zip(*results, strict=True):
+        assert (fast - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-3
+
+
+def test_fused_adamw_agrees_with_the_one_of_the_cpu() -> None:
+    rows = {name: SimpleNamespace(decayed=name == "matrix") for name in ("matrix", "norm")}
+    masters = {"matrix": torch.randn(64, 96), "norm": torch.randn(96)}
+    gradients = [{name: torch.randn_like(value) for name, value in masters.items()} for _ in range(3)]
+    moved = {}
+    for device in ("cpu", "cuda"):
+        parameters = {name: nn.Parameter(value.clone().to(device)) for name, value in masters.items()}
+        optimizer = AdamW(parameters, OptimConfig(), rows)
+        assert optimizer.fused is (device == "cuda")
+        for each in gradients:
+            for name, parameter in parameters.items():
+                parameter.grad = each[name].to(device)
+            optimizer.step()
+        moved[device] = [value.detach().cpu() for value in parameters.values()]
+    for one, other in zip(moved["cuda"], moved["cpu"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def losses_on(mapping: dict[str, Any]) -> list[float]:
+    trainer = trainer_of(mapping, torch.device("cuda", torch.cuda.current_device()))
+    return [trainer.step(step).record["loss"] for step in range(3)]
+
+
+def test_compiled_layers_that_are_recomputed_lose_as_eager_ones(text: Path, monkeypatch) -> None:
+    monkeypatch.setattr("ranks.GPUS", 1)
+    losses = []
+    for compiled in (False, True):
+        config = tiny_config(text, "cuda")
+        config.parallel.bf16, config.train.compile = True, compiled
+        config.train.recompute_granularity = "full"
+        config.train.recompute_method, config.train.recompute_num_layers = "uniform", 1
+        losses += run_ranks(losses_on, 1, to_mapping(config), over="nccl", timeout=170)
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
 def dist_tier(**how: str) -> None:
     """Run a part of the dist tier, unchanged, with its ranks on GPUs."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not whole", "-p", "no:cacheprovider", *BETWEEN_RANKS]
@@ -266,7 +345,7 @@ def ranks_over_nccl() -> int:
     return 8 if nccl_shares_gpus(torch.cuda.nccl.version(), os.environ) else torch.cuda.device_count()
 
 
-def test_the_dist_tier_runs_over_nccl():
+def test_the_dist_tier_runs_over_nccl() -> None:
     count = ranks_over_nccl()
     if count < 2:
         pytest.skip("one device, and no NCCL from 2.30.7 on with NCCL_MULTI_RANK_GPU_ENABLE=1")

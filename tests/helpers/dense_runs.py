@@ -57,7 +57,9 @@ def config_of(
     config.parallel.deallocate_pipeline_outputs = True
     for key, value in parallel.items():
         owner = next(
-            part for part in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(part, key)
+            part
+            for part in (config.pipeline, config.train, config.optim, config.parallel, config.launch)
+            if hasattr(part, key)
         )
         setattr(owner, key, value)
     config.data.path, config.data.seq_length = str(text), SEQ

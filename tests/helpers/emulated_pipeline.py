@@ -22,8 +22,9 @@ from torch.autograd.variable import Variable
 
 from ppctl.comm import message_batches
 from ppctl.comm.buffers import BufferPool
+from ppctl.comm.channels import DirectEnd
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.connections import Connections, _pair_ends, connection_name
+from ppctl.comm.connections import Connections, _pair_ends, connection_name, other_end
 from ppctl.comm.modes import Modes
 from ppctl.engine import interpreter, pace, pair_runner
 from ppctl.engine.dry_pass import dry_pass, reserve
@@ -77,9 +78,11 @@ class EmulatedCommunicator(Communicator):
         self.fused, self.sync = modes.batched, CPU if modes.sync else None
         self.pp_group = connections.of_all("nccl", "pipeline") if self.fused else None
         self.connected = connect or connections.world.connected
-        self._ends = {}
-        if not self.fused or modes.variable:
-            own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]
+        own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]
+        if self.fused:
+            over = message_batches.GroupTransport(self.pp_group, CPU)
+            self._ends = {each: DirectEnd(each, over, other_end(each, self.pp_rank), 0) for each in own}
+        else:
             self._ends = _pair_ends(connections, "nccl", CPU, own, variable=modes.variable, connect=connect)
 
 

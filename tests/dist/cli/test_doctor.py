@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from command import environment, ppctl
 from frozen import fields, hold
+from ranks import run_ranks
 
 from ppctl.cli.doctor import _lines, _wrong
+from ppctl.reach import transports
 from ppctl.reach.probe import device_of
 
 
@@ -64,6 +69,7 @@ FINE: dict[str, Any] = {
     "disk": {"path": "/runs", "bytes_per_s": 1e9, "sync_s": 0.001, "error": None},
     "shared_memory_bytes": 2**30,
     "gpus": 0,
+    "transports": [],
 }
 CUDA_BUILD = {"torch": "2.13.0", "python": "3.11.7", "cuda": "13.0", "nccl": None, "devices": []}
 
@@ -78,6 +84,7 @@ CUDA_BUILD = {"torch": "2.13.0", "python": "3.11.7", "cuda": "13.0", "nccl": Non
         ({"disk": FINE["disk"] | {"bytes_per_s": 1e6}}, "/runs is slow: 1 MB/s"),
         ({"disk": FINE["disk"] | {"error": "Permission denied"}}, "/runs cannot be written: Permission denied"),
         ({"shared_memory_bytes": 1000}, "/dev/shm"),
+        ({"transports": [{"transport": "plain", "seconds": None, "error": "x"}]}, "transport=plain fails"),
         ({"edges": [FINE["edges"][0] | {"bytes_per_s": s} for s in (1e9, 1e9, 1e8)]}, "four times slower"),
     ],
 )
@@ -108,3 +115,42 @@ def test_what_is_wrong_comes_first_and_every_edge_has_its_row() -> None:
 def test_too_few_gpus_are_said_with_the_key_that_shares_them(device: str, devices: list[str], told: bool) -> None:
     lines = _lines(FINE | {"device": device, "versions": CUDA_BUILD | {"devices": devices}}, [])
     assert any("launch.share_gpu=true" in line for line in lines) is told
+
+
+def row(transport: str, seconds: float | None, error: str | None = None) -> dict[str, Any]:
+    return {"transport": transport, "seconds": seconds, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([row("plain", 0.02), row("channels", 0.01)], "take launch.transport=channels"),
+        ([row("plain", 0.02), row("channels", 0.03)], "take launch.transport=plain (the default on CUDA)"),
+        ([row("plain", 0.02), row("channels", None, "no answer within 60 s")], "take launch.transport=plain"),
+        ([], "takes a GPU for each of two ranks or more"),
+    ],
+)
+def test_it_says_which_transport_to_take_or_what_it_could_not_try(rows: list[dict[str, Any]], told: str) -> None:
+    text = "\n".join(_lines(FINE | {"transports": rows}, []))
+    assert told in text
+    assert all(f"launch.transport={each['transport']}:" in text for each in rows)
+
+
+def tried() -> list[dict[str, Any]]:
+    device, rows = torch.device("cpu"), []
+    for transport in transports.TRANSPORTS:
+        rows.append(transports.try_transport(transport, device, 60.0, elements=64))
+    transports._FACTOR = 2.0 if dist.get_rank() else 4.0
+    rows.append(transports.try_transport("plain", device, 60.0, elements=64))
+    run_schedule = transports.run_schedule
+    transports.run_schedule = lambda *given: run_schedule(*given) if dist.get_rank() else time.sleep(5)
+    rows.append(transports.try_transport("channels", device, 1.0, elements=64))
+    return rows
+
+
+def test_a_transport_is_tried_with_a_miniature_pipeline_whose_numbers_are_known() -> None:
+    for plain, channels, wrong, hanging in run_ranks(tried, 2):
+        assert plain["error"] is channels["error"] is None
+        assert plain["seconds"] > 0 and channels["seconds"] > 0
+        assert "is right: messages went wrong" in wrong["error"]
+        assert hanging == {"transport": "channels", "seconds": None, "error": "no answer within 1 s"}

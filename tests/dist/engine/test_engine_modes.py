@@ -28,20 +28,24 @@ MODES = {
     "channels, variable": dict(batch_p2p_comm=False, overlap_p2p_comm=True, variable_seq_lengths=True),
     "batched, variable": dict(batch_p2p_comm=True, variable_seq_lengths=True),
     "one by one, variable": dict(batch_p2p_comm=False, overlap_p2p_comm=False, variable_seq_lengths=True),
+    "plain": dict(batch_p2p_comm=False, overlap_p2p_comm=True),
+    "plain, variable": dict(batch_p2p_comm=False, overlap_p2p_comm=True, variable_seq_lengths=True),
 }
 SAMPLE = 18
 
 
 def communicator_of(mode, schedule=None):
     config = SimpleNamespace(pipeline_dtype=torch.float32, **MODES[mode])
-    return P2PCommunicator(dist.group.WORLD, config, channels=schedule and schedule.capacities)
+    transport = "plain" if mode.startswith("plain") else "auto"
+    channels = schedule and schedule.capacities
+    return P2PCommunicator(dist.group.WORLD, config, channels=channels, transport=transport)
 
 
 def schedule_of(mode, name, pp, vpp, m):
     policy, _, variant = name.partition(", ")
     more = {"": {}, "warmed up": {"extra_warmup": pp - 1}, "wide groups": {"microbatch_group_size": pp + 1}}[variant]
     plain = make_schedule(policy, pp=pp, vpp=vpp, num_microbatches=m, **more)
-    schedule = lower(plain, batched=not MODES[mode].get("overlap_p2p_comm", False))
+    schedule = lower(plain, batched=mode.startswith("plain") or not MODES[mode].get("overlap_p2p_comm", False))
     assert not verify(schedule)
     return schedule
 

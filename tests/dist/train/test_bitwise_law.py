@@ -30,6 +30,8 @@ MODES = {
     "fused, variable": dict(FUSED, variable_seq_lengths=True),
     "warm-up and flush overlapped": dict(overlap_p2p_comm_warmup_flush=True),
     "a backend of its own": dict(pipeline_model_parallel_comm_backend="gloo"),
+    "plain": dict(transport="plain"),
+    "plain, variable": dict(transport="plain", variable_seq_lengths=True),
 }
 CUTS = [
     (pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in numbers_of_microbatches(pp) if vpp == 1 or m >= pp
@@ -110,6 +112,7 @@ def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
         (2, 2, 4, 2, {}),
         (4, 1, 4, 4, {"variable_seq_lengths": True}),
         (3, 1, 6, 2, {"batch_p2p_comm": True, "overlap_p2p_comm": False}),
+        (2, 2, 4, 2, {"transport": "plain"}),
     ],
 )
 def test_several_schedule_calls_a_step_change_no_bit(text, pp, vpp, m, calls, how):

@@ -110,6 +110,7 @@ SPREAD = {
     "full": {"dp": 2, "data_parallel_sharding": "full"},
     "full, experts": {"dp": 2, "data_parallel_sharding": "full", "expert_model_parallel_size": 2},
     "fused messages": {"batch_p2p_comm": True, "batch_p2p_sync": True, "overlap_p2p_comm": False},
+    "plain messages": {"transport": "plain"},
 }
 OTHER_GRID = [
     (kind, name, precision, spread)
@@ -120,6 +121,7 @@ OTHER_SAMPLE = [
     ("deepseek, tied, two MTP modules", "zbv_zero_bubble", "bfloat16", "full, experts"),
     ("softmax", "zb_h1", "float16", "gradients"),
     ("latent attention", "interleaved_zero_bubble", "autocast", "fused messages"),
+    ("softmax", "dualpipev", "bfloat16", "plain messages"),
 ]
 
 
