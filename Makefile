@@ -32,10 +32,10 @@ soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at m
 	log=benchmarks/soak-$$(date +%F)-$(subst /,-of-,$(SHARD)); $(call logged,-m "soak" --shard $(SHARD) -vv)
 
 # Without network: make test-gpu WHEELS=DIR PYTHON=python3, with packages from `tests/gpu/first_run.sh wheels DIR` and PYTHON's own torch.
-test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device; then a stage's step against a bare loop. WHEELS=DIR: no network
-	log=runs/test-gpu; tests/gpu/first_run.sh --only tests,stage --out $$log --page $$log.md \
+test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device: kernels, ranks that share it, the tests. WHEELS=DIR: no network
+	log=runs/test-gpu; tests/gpu/first_run.sh part kernels ranks rest two --out $$log --page $$log.md \
 	  $(if $(WHEELS),--wheels $(WHEELS) --python $(PYTHON),--python $(PY)); code=$$?; \
-	  cat $$log/tests.log $$log/stage.log; exit $$code
+	  cat $$log/*.log; exit $$code
 
 docs: .venv/ready-docs       ## the site, build/site/index.html: guides, keys, errors, names, decisions; a link that leads nowhere fails
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --strict

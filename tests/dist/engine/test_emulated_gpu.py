@@ -230,7 +230,15 @@ class Job:
         return sum(action.op in COMPUTE for action in row[: row.index(named)]) - self.finished_at_failure[rank]
 
 
-PLAN = plan(pp=3, model__num_layers=3, gbs=8, mbs=1, parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
+PLAN = plan(
+    pp=3,
+    model__num_layers=3,
+    gbs=8,
+    mbs=1,
+    launch__transport="channels",
+    parallel__overlap_p2p_comm=True,
+    parallel__batch_p2p_comm=False,
+)
 
 
 def test_hosts_without_a_bound_are_all_in_the_same_collective_when_a_device_stops() -> None:

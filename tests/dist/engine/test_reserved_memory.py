@@ -71,7 +71,14 @@ def test_one_rank_that_frees_memory_hangs_nobody_and_neither_do_ranks_that_unmap
 
 
 def test_the_verdict_on_such_a_hang_names_it_as_a_likely_cause() -> None:
-    made = plan(pp=PP, gbs=8, mbs=1, parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
+    made = plan(
+        pp=PP,
+        gbs=8,
+        mbs=1,
+        launch__transport="channels",
+        parallel__overlap_p2p_comm=True,
+        parallel__batch_p2p_comm=False,
+    )
     world, clock = World(PP, full="frees"), [0]
     beats = [Beat(clock) for _ in world.gpus]
     with emulation(world), pytest.raises(Deadlock):

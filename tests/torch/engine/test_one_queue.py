@@ -15,16 +15,17 @@ from ppctl.host.devices import MOST_QUEUES, QUEUES
 from ppctl.modules.pipeline_parts import device_of
 
 
-def connected(monkeypatch: pytest.MonkeyPatch, size: int, modes: Modes | None = None) -> communicator.Communicator:
+def connected(
+    monkeypatch: pytest.MonkeyPatch, size: int, modes: Modes | None = None, transport: str = "channels"
+) -> communicator.Communicator:
     """A communicator of a GPU's messages, whose channels are not made."""
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: size)
     wires = SimpleNamespace(enter=lambda: None)
     monkeypatch.setattr(communicator, "connections_of", lambda _: wires)
     monkeypatch.setattr(communicator, "moves_on_device", lambda _: True)
     monkeypatch.setattr(communicator, "make_ends", lambda *_, **__: {})
-    monkeypatch.setattr(communicator, "meet_once", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return communicator.Communicator(group, modes or Modes(), device=torch.device("cuda", 0))
+    return communicator.Communicator(group, modes or Modes(), device=torch.device("cuda", 0), transport=transport)
 
 
 def test_channels_beside_kernels_in_one_queue_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,8 @@ def test_channels_beside_kernels_in_one_queue_are_refused(monkeypatch: pytest.Mo
     assert [problem.code for problem in caught.value.problems] == ["PP-E608"]
     connected(monkeypatch, 1)
     connected(monkeypatch, 2, Modes(batched=True))  # a batch is waited for before anything follows it
+    for transport in ("auto", "plain"):
+        assert connected(monkeypatch, 2, transport=transport).batched
     monkeypatch.setenv(QUEUES, "8")
     connected(monkeypatch, 2)
 

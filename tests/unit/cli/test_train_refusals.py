@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,9 +133,31 @@ def test_the_remedies_of_too_few_gpus_work(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(("sizes", "refused"), [((), True), (("pp=1", "vpp=1"), False)])
 def test_receives_posted_ahead_and_a_single_queue_on_the_gpu_are_refused(capsys, monkeypatch, sizes, refused) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert main(["train", "+recipe=quickstart", "launch.device=cuda", *sizes]) == 2  # there is no GPU either
+    asked = ["train", "+recipe=quickstart", "launch.device=cuda", *sizes]
+    assert main([*asked, "launch.transport=channels"]) == 2  # there is no GPU either
     assert ("error PP-E608: " in capsys.readouterr().err) == refused
+    assert main(asked) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "PP-E608" not in err
+    assert err.count("CUDA_DEVICE_MAX_CONNECTIONS=1 is kept: plain messages are not received ahead") == refused
     assert prepared(*QUICK).config.launch.device == "cpu"
+
+
+def test_where_any_device_turns_out_to_be_a_gpu_the_run_is_planned_with_plain_messages(monkeypatch) -> None:
+    monkeypatch.setattr(local_run, "choose_device", lambda *_, **__: "cuda")
+    monkeypatch.setattr(local_run, "shortage", lambda *_, **__: [])
+
+    def adapted(*words: str) -> tuple[Any, Any, Any]:
+        composed, plan, problems = planned([*QUICK, "launch.device=any", *words], for_training=True)
+        assert plan is not None and not problems and not plan.schedule.batched
+        return local_run.adapt_to_machine(composed.config, plan, QUICK, Started("person"))
+
+    config, plan, _ = adapted()
+    assert config.launch.device == "cuda" and plan.schedule.batched
+    _, plan, _ = adapted("launch.transport=channels")
+    assert not plan.schedule.batched
+    with pytest.raises(ConfigError, match="a capacity has no effect"):
+        adapted("pipeline.p2p_capacity=4")
 
 
 def test_the_control_tower_starts_a_run_without_torch(tmp_path: Path) -> None:
@@ -274,7 +297,7 @@ def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str
 def test_a_job_on_gpus_has_a_queue_for_every_stream_and_a_single_one_is_refused(capsys, monkeypatch) -> None:
     """`submit` looked at the variable never, and the job hung."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)  # which a pipeline of an earlier test has set
-    asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "--dry-run"]
+    asked = ["submit", "+recipe=quickstart", "launch.transport=channels", "launch.device=cuda", "--dry-run"]
     assert main(asked) == 0
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32\n" in capsys.readouterr().out
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

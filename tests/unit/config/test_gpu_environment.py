@@ -15,9 +15,10 @@ from ppctl.config.gpu_environment import (
     expanding,
     gpu_environment,
     kept_allocator,
+    kept_queue,
     refuse_backend,
 )
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import LaunchConfig, RunConfig
 from ppctl.errors import ConfigError
 from ppctl.host.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS
 
@@ -36,12 +37,16 @@ OURS = ALLOCATOR[1]
     ],
 )
 def test_every_stream_gets_a_queue_and_a_single_one_is_refused(environ, launch_env, set_to, place) -> None:
-    variables, problems = environment(RunConfig(), 2, environ, launch_env | {"OTHER": "1"})
+    config = RunConfig(launch=LaunchConfig(transport="channels"))
+    variables, problems = environment(config, 2, environ, launch_env | {"OTHER": "1"})
     assert variables.pop(OURS) == EXPANDABLE
     assert variables == {"OTHER": "1"} | ({} if set_to is None else {QUEUES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     assert all("posted ahead of need would block" in problem.message for problem in problems)
-    assert environment(RunConfig(), 1, environ, launch_env)[1] == [], "one rank receives nothing"
+    assert environment(config, 1, environ, launch_env)[1] == [], "one rank receives nothing"
+    assert environment(RunConfig(), 2, environ, launch_env)[1] == [], "plain messages are not received ahead"
+    assert (kept_queue(RunConfig(), 2, environ, variables) is not None) == (place is not None)
+    assert kept_queue(config, 2, environ, variables) is kept_queue(RunConfig(), 1, environ, variables) is None
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_who_stands_still_in_half_a_backward_is_named_with_stage_and_microbatch(
 
 @pytest.mark.parametrize(("working", "half"), [(True, "forward"), (False, "forward"), (False, "backward")])
 def test_a_pair_is_named_where_both_halves_compute_and_else_the_half_that_waits(working: bool, half: str) -> None:
-    ahead = dict(parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
+    ahead = dict(launch__transport="channels", parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
     experts = dict(dp=2, ep=2, model__num_moe_experts=4)  # without their exchange nothing runs in pairs
     made = plan(pp=2, gbs=16, mbs=1, pipeline__pp_schedule="dualpipev", **ahead, **experts)
     row = made.schedule.actions[0]

@@ -345,7 +345,12 @@ def test_memory_that_does_not_fit_names_the_rank_and_ways_that_fit() -> None:
         assert plan(**(values | {"launch__device_memory": str(limit), key.replace(".", "__"): value})).problems == ()
 
 
-OVERLAP = dict(parallel__batch_p2p_comm=False, parallel__batch_p2p_sync=False, parallel__overlap_p2p_comm=True)
+OVERLAP = dict(
+    launch__transport="channels",
+    parallel__batch_p2p_comm=False,
+    parallel__batch_p2p_sync=False,
+    parallel__overlap_p2p_comm=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +365,28 @@ def test_messages_are_batched_where_they_are_fused_or_must_not_overlap(modes, ba
     made = plan(pp=2, vpp=2, **modes)
     assert made.schedule.batched is made.forward_schedule.batched is made.to_json()["schedule"]["batched"] is batched
     assert not made.problems and not verify(made.forward_schedule)
+
+
+EXPERTS = OVERLAP | dict(pp=2, ep=2, dp=2, model__num_moe_experts=4, gbs=16, mbs=1)
+
+
+def test_the_plain_transport_runs_no_pairs_is_priced_so_and_says_so() -> None:
+    values = EXPERTS | dict(vpp=2, pipeline__pp_schedule="dualpipev")
+    channels, plain = plan(**values), plan(**values | dict(launch__transport="plain"))
+    assert channels.schedule.pairs and not channels.schedule.batched
+    assert plain.schedule.batched and not plain.schedule.pairs and not plain.problems
+    assert plain.bubble_fraction > channels.bubble_fraction
+    assert "no forward beside a backward" in equation(plain, "transport")
+    assert "transport" not in {derived.key for derived in channels.derived}
+
+
+def test_an_overlap_of_experts_that_is_asked_for_runs_in_turns_on_the_plain_transport() -> None:
+    asked = dict(parallel__overlap_moe_expert_parallel_comm=True)
+    paired = plan(**EXPERTS | asked)
+    plain, without = (plan(**EXPERTS | more | dict(launch__transport="plain")) for more in (asked, {}))
+    assert paired.schedule.pairs and plain.schedule == without.schedule and not plain.problems
+    assert "no forward beside a backward" in equation(plain, "transport")
+    assert "no forward" not in equation(without, "transport")
 
 
 def test_a_p2p_capacity_reaches_both_schedules() -> None:

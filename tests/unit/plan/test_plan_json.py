@@ -58,7 +58,9 @@ def test_the_report_has_the_keys_that_programs_rely_on() -> None:
 
 
 def test_plan_json_adds_what_the_run_needs_to_the_report() -> None:
-    made = plan(pp=2, gbs=1, parallel__batch_p2p_comm=False, parallel__overlap_p2p_comm=True)
+    made = plan(
+        pp=2, gbs=1, launch__transport="channels", parallel__batch_p2p_comm=False, parallel__overlap_p2p_comm=True
+    )
     whole = made.to_json()
     assert whole.keys() - made.report().keys() == {"provenance", "digest"}
     assert whole["schedule"]["actions"] == [
