@@ -60,12 +60,12 @@ LAYERS = (32, 24, 20, 16, 12, 8, 6, 4, 2, 1)
 SMALL = (
     *("+recipe=quickstart", "steps=4", "gbs=8", "mbs=1", "seq=64", "vpp=1", "optim.warmup_steps=2"),
     *("model.num_layers=4", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.num_attention_heads=4"),
-    *("model.num_query_groups=2", "pipeline.pp_schedule=null"),
+    *("model.num_query_groups=2", "pipeline.pp_schedule=1f1b"),
 )
 EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_ffn_hidden_size=64")
 CASES = {
     "pp2": ("pp=2", "launch.transport=plain"),
-    "pp2-channels": ("pp=2", "vpp=2", "launch.transport=channels"),
+    "pp2-channels": ("pp=2", "vpp=2", "pipeline.pp_schedule=interleaved_1f1b", "launch.transport=channels"),
     "ep2-dualpipev": (
         *EXPERTS,
         *("pp=2", "vpp=2", "ep=2", "dp=2", "pipeline.pp_schedule=dualpipev", "launch.transport=channels"),
@@ -77,7 +77,7 @@ CASES = {
     "async-save": ("pp=2", "checkpoint.interval=2", "checkpoint.async=true"),
 }
 ALONE = (
-    *("pp=1", "vpp=1", "tp=1", "cp=1", "ep=1", "dp=1", "pipeline.pp_schedule=null", "launch.transport=auto"),
+    *("pp=1", "vpp=1", "tp=1", "cp=1", "ep=1", "dp=1", "pipeline.pp_schedule=1f1b", "launch.transport=auto"),
     *("parallel.sequence_parallel=false", "parallel.data_parallel_sharding=none", "parallel.cpu_offloading=false"),
     *("parallel.cpu_offloading_num_layers=0", "checkpoint.interval=0", "launch.device=cpu", "launch.share_gpu=false"),
 )
@@ -287,6 +287,8 @@ def main() -> int:
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
+    if arguments.step not in PROBES:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run sets it
     try:
         if arguments.device == "cuda" and arguments.step != "facts" and not torch.cuda.is_available():
             raise Skipped("there is no CUDA device")
