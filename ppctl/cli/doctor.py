@@ -112,7 +112,8 @@ def _as_rank(started: Started) -> dict[str, Any]:
 
 def _read(out: str, error: str) -> dict[str, Any]:
     try:
-        measured, *transports = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        rows: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        measured, *transports = rows
     except ValueError:
         last = next((line for line in reversed(error.splitlines()) if line.strip()), "no output")
         return _failure(f"the ranks could not be started: {last}")

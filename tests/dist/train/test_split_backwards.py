@@ -71,7 +71,9 @@ def config_under(text: Path, kind: str, name: str, pp: int, m: int, dp: int = 1,
     config.pipeline.pp_schedule = name
     for key, value in options.items():
         owner = next(
-            part for part in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(part, key)
+            part
+            for part in (config.pipeline, config.train, config.optim, config.parallel, config.launch)
+            if hasattr(part, key)
         )
         setattr(owner, key, value)
     return config
