@@ -247,7 +247,7 @@ def test_what_failed_is_said_in_the_table_of_steps() -> None:
         "words": "pp=2",
         "failed": "losses differ by 1",
     }
-    assert "| failed (1) | they differ by 1 |" in page_of([row], code="1")
+    assert "| failed (1) | losses differ by 1 |" in page_of([row], code="1")
 
 
 def test_shellcheck_accepts_it() -> None:

@@ -46,6 +46,7 @@ def test_the_reserve_is_the_last_byte_that_decides() -> None:
 
 
 MESSAGES = 8 * 4 * 12 * MIB
+CHANNELS = {"launch__transport": "channels"}
 
 
 TO_A_PEER = 32 * 12 * MIB
@@ -58,11 +59,14 @@ EXPERTS = {"model__num_moe_experts": 16}
     [
         (ONE, {}, 0),
         (ParallelSizes(2, dp=2, edp=2), {}, PAIR),
-        (ParallelSizes(2, pp=2), {}, PAIR + MESSAGES),
-        (ParallelSizes(8, pp=4, vpp=3, dp=2, edp=2), {}, RING + PAIR + MESSAGES),
+        # Plain messages go to both neighbours over the pipeline's own group, whatever its size.
+        (ParallelSizes(2, pp=2), {}, PAIR + TO_A_PEER),
+        (ParallelSizes(8, pp=4, vpp=3, dp=2, edp=2), {}, RING + PAIR + 2 * TO_A_PEER),
+        (ParallelSizes(2, pp=2), CHANNELS, PAIR + MESSAGES),
+        (ParallelSizes(8, pp=4, vpp=3, dp=2, edp=2), CHANNELS, RING + PAIR + MESSAGES),
         # Tied weights, and those of MTP modules, have a group of the ranks that hold them.
-        (ParallelSizes(2, pp=2), {"model__share_embeddings_and_output_weights": True}, 2 * PAIR + MESSAGES),
-        (ParallelSizes(2, pp=2), {"model__mtp_num_layers": 1}, 2 * PAIR + MESSAGES),
+        (ParallelSizes(2, pp=2), {"model__share_embeddings_and_output_weights": True}, 2 * PAIR + TO_A_PEER),
+        (ParallelSizes(2, pp=2), {"model__mtp_num_layers": 1}, 2 * PAIR + TO_A_PEER),
         # dp, ep and edp; rows to experts go to every rank of ep.
         (ParallelSizes(4, dp=4, ep=4), EXPERTS, 2 * RING + 3 * TO_A_PEER),
         (ParallelSizes(8, dp=8, ep=8), EXPERTS, 2 * RING + 7 * TO_A_PEER),

@@ -130,9 +130,12 @@ def test_a_mutated_file_is_refused_with_the_rows_and_a_mark(file, seed: int) -> 
 def test_overlapped_pairs_are_planned_and_trained(file) -> None:
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
     words = ["pp=2", "gbs=3", f"pipeline.pp_schedule_csv={file(text)}"]
-    _, made, problems = planned(words, for_training=True)
+    _, made, problems = planned([*words, "launch.transport=channels"], for_training=True)
     assert problems == [] and made is not None
     assert [str(pair) for pair in made.schedule.pairs] == ["(0F2;0B0)OVERLAP_F_B"]
+    _, plain, problems = planned([*words, "launch.transport=plain"], for_training=True)
+    assert problems == [] and plain is not None
+    assert plain.schedule.batched and not plain.schedule.pairs
 
 
 @pytest.mark.parametrize(("last", "said"), [("0W0,0W1", False), ("0W1,0W0", True)])
@@ -179,6 +182,7 @@ def test_a_dumped_schedule_reads_back_as_the_same_plan(tmp_path: Path, name: str
 def test_a_plan_keeps_pairs_and_one_without_looks_as_before() -> None:
     """Pairs hide the exchange of experts: without one there are none."""
     dualpipev = ["pp=2", "vpp=2", "gbs=8", "pipeline.pp_schedule=dualpipev", "model.num_moe_experts=4"]
+    dualpipev.append("launch.transport=channels")
     plans = [planned([*dualpipev, f"ep={ep}", f"dp={ep}"])[1] for ep in (2, 1)]
     for made, paired in zip(plans, (True, False), strict=True):
         assert made is not None
