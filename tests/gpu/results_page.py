@@ -68,7 +68,7 @@ def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
             "**A rehearsal of the script on a CPU with tiny sizes: none of these numbers says anything of a GPU.**",
             "",
         ]
-    lines += [f"* {key}: {value}" for key, value in facts.items() if key not in ("step", "name")]
+    lines += [f"* {key}: {value}" for key, value in facts.items() if key not in ("step", "name") and value is not None]
     lines += ["", "`tests/gpu/first_run.sh` ran these steps, each within its limit:", ""]
     rows = []
     for name, limit, seconds, code, part in steps:
