@@ -20,7 +20,7 @@ from ppctl.geometry.parts import Parts, Place, tp_sums
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
-REPORTED = 15
+REPORTED = 14
 """Numbers of a rank's report, its rank among them, without those of stages and routers (`train/reports.py`)."""
 _NUMBER = 8
 """Bytes of one number of a rank's report."""
