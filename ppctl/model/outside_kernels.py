@@ -66,10 +66,14 @@ class Kernel:
     tolerance: float
     """The largest difference from the reference, of results and gradients, as a share of the reference's largest value
     (`ppctl.check_kernel`)."""
-    fits: Callable[[KernelUse], str] = lambda use: ""
-    """Why it cannot serve such a use, in words; empty where it can."""
+    fits: Callable[[KernelUse], str] | None = None
+    """Why it cannot serve such a use, in words; empty where it can. None: it serves every use."""
     name: str = ""
     """What the config calls it; set where it is chosen."""
+
+    def against(self, use: KernelUse) -> str:
+        """What `fits` says of a use."""
+        return "" if self.fits is None else self.fits(use)
 
 
 def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = False) -> dict[str, Kernel]:
@@ -81,7 +85,7 @@ def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = Fal
     against: dict[str, str] = {}
     kernels = [replace(load_kernel(name), name=name) for name in names]
     for kernel in kernels:
-        if reason := kernel.fits(use):
+        if reason := kernel.against(use):
             against[kernel.role] = f"{kernel.name} cannot serve: {reason}"
         elif kernel.role not in chosen:
             function = torch.compiler.disable(kernel.function) if compiles else kernel.function

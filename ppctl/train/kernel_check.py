@@ -29,7 +29,7 @@ def check_kernel(kernel: Kernel, use: KernelUse, *, seed: int = 0) -> dict[str, 
     kernel does not fit the use, returns another shape or dtype, or differs by more than its tolerance. For a dispatch
     all ranks of the default process group call it.
     """
-    if reason := kernel.fits(use):
+    if reason := kernel.against(use):
         raise _mismatch(kernel, f"does not fit this use: {reason}")
     draw, (shapes, compute) = torch.Generator().manual_seed(seed), _CASES[kernel.role](use)
     case = [torch.randn(shape, generator=draw).to(use.device, use.dtype) for shape in shapes]
