@@ -38,8 +38,7 @@ from ppctl.train.session import Session
 class Trainer:
     """Runs steps on a session, and calls `callback` in each.
 
-    `sizes` says how many samples each step takes, from the step on with which this process begins. Making one is a
-    collective of the world.
+    `sizes` says how many samples each step takes, from the step on with which this process begins.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class Trainer:
         self._named: set[int] = set()
         """The stages of which the log says which weight gradients W computes."""
         self._warned = False
-        self._updates = most_updates(session)
-        """Updates made so far, those before a checkpoint included."""
+        self._updates = -1
+        """Updates made so far, those before a checkpoint included; -1 until the first step."""
         self._take(session)
 
     def _take(self, session: Session) -> None:
@@ -95,6 +94,8 @@ class Trainer:
         """
         self._take_size(step)
         s, replica, started = self.session, self.session.replica, time.perf_counter()
+        if self._updates < 0:
+            self._updates = most_updates(s)
         self._run_pipeline(step)
         try:
             norm, numbers, left_out, lr, stop = self._enqueue_end(step)

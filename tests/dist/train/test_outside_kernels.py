@@ -229,3 +229,8 @@ def right_dispatch() -> dict[str, float]:
 
 def wrong_dispatch() -> dict[str, float]:
     return compare_dispatch(right=False)
+
+
+def test_a_compiled_layer_leaves_them_as_they_are(script: Path) -> None:
+    outside = choose_kernels(composed(f"model.kernels=[{NAMES[0]}]", "train.compile=true"), CPU).outside
+    assert outside["attention"].function._torchdynamo_disable
