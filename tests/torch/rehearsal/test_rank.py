@@ -40,17 +40,13 @@ NO_VALUES = {
 }
 """A step's numbers on their way to the host, whether the device leaves it out, and a batch without values."""
 FUSED = {
-    *(
-        f"aten.{name}"
-        for name in ("abs.default", "bitwise_not.default", "eq.Tensor", "ne.Scalar", "_foreach_sub_.List")
-    ),
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
     "aten.empty_like.default",  # a fused norm's results, forward and backward
     "aten.new_empty.default",  # and its statistics
     "aten._fused_adamw_.default",
-    "aten._foreach_add_.Scalar",  # its counts of steps
-    *NO_VALUES,
+    *("aten._foreach_add_.Scalar", "aten._foreach_sub_.List"),  # its counts of steps
+    *(NO_VALUES.keys() - {"aten.mul.Tensor"}),  # of which a CPU's AdamW has more
 }
 """What a GPU's fused kernels are called, where the CPU goes step by step."""
 
