@@ -81,7 +81,9 @@ def train(mapping: dict, directory: str) -> tuple[list[tuple[float, float]], dic
     return told, {n: m.detach() for n, m in session.replica.weights.master.items()}, session.model.kernels.names()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [each if each == "split" else pytest.param(each, marks=pytest.mark.whole) for each in KINDS]
+)
 def test_a_run_with_kernels_from_outside_is_the_run_without_them(text: Path, script: Path, kind: str) -> None:
     model, layout, more = KINDS[kind]
     script.write_text(

@@ -161,8 +161,17 @@ AUXILIARY = ("model.moe_aux_loss_coeff=1e-2", "model.mtp_num_layers=1", "model.m
 TWO_CALLS = ("pipeline.pp_batch_size=2",)
 
 
-@pytest.mark.parametrize("more", [(), AUXILIARY, TWO_CALLS, ("parallel.bf16=false", "parallel.fp16=true")])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("more", "rank"),
+    [
+        (AUXILIARY, 1),
+        *(
+            pytest.param(more, rank, marks=pytest.mark.whole)
+            for rank in (0, 1)
+            for more in ((), AUXILIARY, TWO_CALLS, ("parallel.bf16=false", "parallel.fp16=true"))
+        ),
+    ],
+)
 def test_a_step_waits_for_all_of_its_numbers_once(more, rank):
     """Beside the exchanges' sizes. Rank 1 has the loss, its tokens and whatever is added to it."""
     dense = *(each for each in EXPERTS if not each.startswith(("ep=", "model.num_moe"))), "model.mtp_num_layers=1"
