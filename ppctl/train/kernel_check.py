@@ -56,8 +56,9 @@ def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tens
     """The result of these tensors, and their gradients."""
     leaves = [tensor.clone().requires_grad_() for tensor in case]
     result = compute(function, *leaves)
-    weights = torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.float64).to(result).view(result.shape)
-    return [result.detach(), *torch.autograd.grad(result, leaves, weights)]
+    # The same numbers in every dtype; a tensor that the result does not depend on has a gradient of zeros.
+    weights = torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16).to(result).view(result.shape)
+    return [result.detach(), *torch.autograd.grad(result, leaves, weights, materialize_grads=True)]
 
 
 Case = tuple[Sequence[Sequence[int]], Reference]
@@ -103,13 +104,13 @@ def _norm(use: KernelUse) -> Case:
 
 
 def _dispatch(use: KernelUse) -> Case:
-    """Rows of one expert a rank, each multiplied where its expert is with that rank's number + 1."""
+    """Rows of one expert a rank, each multiplied where its expert is with 2 to that rank's number."""
     ranks, own = dist.get_world_size(), dist.get_rank()
     counts = torch.tensor([ranks, *((number + own) % ranks for number in range(1, ranks))], device=use.device)
 
     def compute(function: Reference | None, rows: Tensor) -> Tensor:
         make: Callable[..., Callable[..., Tensor]] = function or ExpertExchange  # type: ignore[assignment]
-        exchanged = make(dist.group.WORLD, None)(lambda: rows, counts, lambda come, _: come * (own + 1))
+        exchanged = make(dist.group.WORLD, None)(lambda: rows, counts, lambda come, _: come * 2.0**own)
         return exchanged
 
     return [(int(counts.sum()), use.hidden)], compute

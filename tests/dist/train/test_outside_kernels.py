@@ -50,21 +50,19 @@ def test_the_script_of_the_page_compares_its_kernels_and_serves_in_a_run_that_na
     assert [line.split()[0] for line in compared.stdout.splitlines()] == ["attention", "grouped_product", "norm"]
     command = [sys.executable, "-m", "ppctl", "train", "+recipe=quickstart", *TINY, "pp=1", "vpp=1", "train.steps=2"]
     named = f"model.kernels=[{NAMES[0]},{NAMES[2]}]"
-    run = subprocess.run(
-        [*command, named], capture_output=True, text=True, timeout=100, env=here, cwd=script.parent / ".."
-    )
+    run = subprocess.run([*command, named], capture_output=True, text=True, timeout=100, env=here, cwd=script.parent)
     assert run.returncode == 0, run.stdout + run.stderr
-    (written,) = (script.parent / ".." / "runs").glob("*/env.json")
+    (written,) = script.parent.rglob("env.json")
     kernels = json.loads(written.read_text())["kernels"]
     assert (kernels["attention"], kernels["norm"], kernels["experts"]) == (NAMES[0], NAMES[2], "one by one")
 
 
 KINDS = {
-    "experts": ("softmax", "Ett|ttL", {}),
-    "recomputed": ("softmax", "Ett|ttL", {"recompute_modules": ["core_attn", "moe", "layernorm"]}),
-    "split": ("softmax", "Ett|ttL", {"pp_schedule": "zb_h1"}),
+    "experts": ("softmax", "Ett|tttL", {}),
+    "recomputed": ("softmax", "Ett|tttL", {"recompute_modules": ["core_attn", "moe", "layernorm"]}),
+    "split": ("softmax", "Ett|tttL", {"pp_schedule": "zb_h1"}),
     "latent": ("latent attention", "Ettt|ttL", {}),
-    "several ranks hold experts": ("softmax", "Etttt|L", {"ep": 2}),
+    "several ranks hold experts": ("softmax", "Etttt|tL", {"ep": 2}),
 }
 
 
@@ -97,7 +95,7 @@ dispatch = ppctl.Kernel(role="dispatch", function=ExpertExchange, tolerance=0.0)
     config.parallel.params_dtype = "float64"
     if "recompute_modules" in more:
         config.train.recompute_granularity, config.train.recompute_modules = "selective", more["recompute_modules"]
-    config.pipeline.pp_schedule = more.get("pp_schedule")
+    config.pipeline.pp_schedule = more.get("pp_schedule", config.pipeline.pp_schedule)
     world = 2 * more.get("ep", 1)
     plain = run_ranks(train, world, to_mapping(config), str(script.parent))
     config.model.kernels = [*NAMES, *(["own_kernels:dispatch"] if "ep" in more else [])]
@@ -130,6 +128,9 @@ never = ppctl.Kernel(role="attention", function=attend, tolerance=1e-5, fits=lam
     assert caught.value.problems[0].remedy == "'model.kernels=[own_kernels:norm]'"
 
 
+WIDE = "model.ffn_hidden_size=32 model.num_query_groups=2"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -139,9 +140,15 @@ never = ppctl.Kernel(role="attention", function=attend, tolerance=1e-5, fits=lam
         ("model.kernels=[own_kernels:attention] cp=2", "not asked with parallel.context_parallel_size=2"),
         ("model.kernels=[own_kernels:attention] model.attention_dropout=0.1", "model.attention_dropout=0.1"),
         ("model.kernels=[own_kernels:attention] model.attention_backend=flash", "model.attention_backend=flash"),
-        ("model.kernels=[own_kernels:norm] parallel.enable_autocast=true", "parallel.enable_autocast=True"),
+        (
+            "model.kernels=[own_kernels:norm] parallel.enable_autocast=true parallel.autocast_dtype=bfloat16",
+            "enable_autocast=True",
+        ),
         ("model.kernels=[own_kernels:grouped]", "model.num_moe_experts=None"),
-        ("model.kernels=[own_kernels:grouped] model.num_moe_experts=4 model.fp8=e4m3", "model.fp8=e4m3"),
+        (
+            "model.kernels=[own_kernels:grouped] model.num_moe_experts=4 model.fp8=e4m3 parallel.bf16=true " + WIDE,
+            "model.fp8=e4m3",
+        ),
     ],
 )
 def test_what_would_not_be_asked_is_refused_by_name_with_a_remedy_that_can_be_pasted(
@@ -155,7 +162,8 @@ def test_what_would_not_be_asked_is_refused_by_name_with_a_remedy_that_can_be_pa
     choose_kernels(composed(*words.split(), problem.remedy.strip("'")), CPU)
 
 
-def test_only_names_are_taken_and_nothing_is_imported_to_plan(tmp_path: Path) -> None:
+def test_only_names_are_taken_and_nothing_is_imported_to_plan() -> None:
+    sys.modules.pop("own_kernels", None)
     _, plan, problems = planned(
         ["+recipe=quickstart", *TINY, "model.kernels=[own_kernels:attention]"], for_training=True
     )
