@@ -20,6 +20,8 @@ _HOMES = {
     "ppctl.engine.interpreter": ("run_schedule",),
     "ppctl.modules.python_pipeline": ("Pipeline", "pipeline"),
     "ppctl.weight_gradients.deferred": ("WeightGradStore",),
+    "ppctl.model.outside_kernels": ("Kernel", "KernelUse"),
+    "ppctl.train.kernel_check": ("check_kernel",),
     "ppctl.config.schema": ("RunConfig",),
     "ppctl.config.compose": ("compose",),
     "ppctl.plan": ("Plan", "build_plan"),

@@ -24,14 +24,19 @@ class MessageError(TrainingError, ValueError, RuntimeError):
 
 
 def header(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[tensors, 1 + MOST_DIMS] int64: each one's number of dims, then its sizes. Raises MessageError for too many."""
+    """[tensors, 1 + MOST_DIMS] int64: each one's number of dims, then its sizes. Raises MessageError for too many.
+
+    To a GPU it goes from pinned memory, which torch keeps until it is copied: the host does not wait for the device.
+    """
     rows = []
     for tensor in tensors:
         if tensor.dim() > MOST_DIMS:
             message = f"a tensor of shape {list(tensor.shape)} has more than {MOST_DIMS} dims"
             raise MessageError(Problem("PP-E715", message, "flatten it before it is sent"))
         rows.append([tensor.dim(), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())])
-    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 1 + MOST_DIMS)
+    on_gpu = device.type == "cuda"
+    sizes = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).view(-1, 1 + MOST_DIMS)
+    return sizes.to(device, non_blocking=on_gpu)
 
 
 def empty_header(count: int, device: torch.device) -> torch.Tensor:
@@ -40,7 +45,7 @@ def empty_header(count: int, device: torch.device) -> torch.Tensor:
 
 
 def shapes_of(received: torch.Tensor) -> list[list[int]]:
-    """The shapes in a header. On CUDA this waits for the device: the host needs the sizes."""
+    """The shapes in a header. Of one on a GPU the host waits for all that is enqueued before."""
     return [sizes[:dims] for dims, *sizes in received.tolist()]
 
 
@@ -53,7 +58,7 @@ class VariableEnd(DirectEnd):
     free of deadlock with known shapes is free of it with variable ones.
     """
 
-    __slots__ = ("_device", "_unopened", "body", "header_device", "headers")
+    __slots__ = ("_device", "_reading", "_unopened", "body", "header_device", "headers")
 
     def __init__(self, body: DirectEnd, headers: DirectEnd, device: torch.device, header_device: torch.device) -> None:
         super().__init__(body.channel, *body.backend)
@@ -62,6 +67,8 @@ class VariableEnd(DirectEnd):
         self._device = device
         self.header_device = header_device
         self._unopened: deque[_Announced] = deque()
+        on_gpu = header_device.type == "cuda"
+        self._reading = torch.cuda.Stream(header_device) if on_gpu else None
 
     def reserve(self, capacity: int) -> None:
         """Take the whole capacity."""
@@ -88,6 +95,20 @@ class VariableEnd(DirectEnd):
         self._unopened.append(arrival)
         return arrival
 
+    def read_header(self, sizes: torch.Tensor, works: Sequence[Pending]) -> list[list[int]]:
+        """The shapes in a header that is on its way.
+
+        Of a GPU the host waits for the header alone, on a stream of its own, and not for what is enqueued to compute.
+        """
+        if self._reading is None:
+            wait_for(works, self.channel)
+            return shapes_of(sizes)
+        with torch.cuda.stream(self._reading):
+            wait_for(works, self.channel)
+            on_host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True).copy_(sizes, non_blocking=True)
+        self._reading.synchronize()
+        return shapes_of(on_host)
+
     def open_up_to(self, arrival: _Announced) -> None:
         """Post the receives of all announced messages up to this one: on a connection they come in order."""
         while not arrival.opened:
@@ -112,8 +133,7 @@ class _Announced(Arrival):
     def open(self, device: torch.device) -> None:
         """Wait for the header, make tensors, post their receive."""
         self.opened = True
-        wait_for(self._announced, self._end.channel)
-        self.message = self._spec.make(device, shapes_of(self._sizes))
+        self.message = self._spec.make(device, self._end.read_header(self._sizes, self._announced))
         self._works = self._end.receive_into(self.message)
 
     def wait(self) -> Message:

@@ -168,6 +168,10 @@ DIRECTORY_NAME = Form(
     "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",
     _matching(r"(?!\.+$)(?!\s)[^/\\]{1,100}(?<!\s)"),
 )
+PYTHON_NAMES = Form(
+    "names in modules of Python, as [package.module:name]",
+    lambda value: [_matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")(each) for each in value],
+)
 TIME = Form("a length of time, as 11h50m", seconds, "11h50m")
 SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds, "12:00:00")
 MEMORY = Form("an amount of memory, as 80GiB", memory_bytes, "80GiB")

@@ -18,6 +18,7 @@ from ppctl.config.metadata import (
     MOST_VOCABULARY,
     MOST_WIDTH,
     NOT_EMPTY,
+    PYTHON_NAMES,
     each_of,
     key,
     not_negative,
@@ -109,6 +110,9 @@ class ModelConfig:
     )
     """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
     `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
+    kernels: list[str] | None = key(None, PYTHON_NAMES, training=True)
+    """Kernels that are not ppctl's, as [package.module:name]: values of ppctl.Kernel, which ranks import from where
+    Python finds them (PYTHONPATH). Of several for one role the first serves that fits (docs/kernels.md)."""
     cp_comm_type: str | list[str] = key(
         "p2p", each_of(("p2p", "all_gather", "a2a", "a2a+p2p")), names="--cp-comm-type", training=True
     )

@@ -229,8 +229,6 @@ class Passing(NamedTuple):
     """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
     leaving: int
     """Beside the gradients while they are summed: a bucket's copy, and the parts of the buckets before."""
-    bucket: int = 0
-    """Of the weights, what travels at once."""
 
 
 class Most(NamedTuple):
@@ -272,9 +270,7 @@ def passing(
         leaving = max(leaving, there - -(elements - copy) * some // of + making)
         there -= -elements * some // of
     weight, gradient = precision.weight, precision.gradient
-    return Passing(
-        whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient, copied * weight
-    )
+    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient)
 
 
 def most(

@@ -20,7 +20,7 @@ from ppctl.geometry.parts import Parts, Place, tp_sums
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
-REPORTED = 15
+REPORTED = 14
 """Numbers of a rank's report, its rank among them, without those of stages and routers (`train/reports.py`)."""
 _NUMBER = 8
 """Bytes of one number of a rank's report."""
@@ -154,11 +154,6 @@ def step_sums(
         for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 _sum_of(found, axis, ranks, bucket, sums)
-    if sums.sharding == "optimizer_gradients":
-        for axis, ranks, own in _groups(_in_parts(every, sums), sizes, apart):
-            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
-                part = sum(-(-elements // ranks) for elements in bucket)
-                found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
     for row in every:
         if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
             ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
@@ -202,7 +197,7 @@ def _matrices(
         shapes = {n: (size[n] // prod(row.shape[-2:]), *row.shape[-2:]) for n, row in every.items() if row in shared}
         owners = owned_runs(shapes, ranks)
         passes = [("reduce", own, sums.gradient) for own in named]
-        passes += [("broadcast", own, sums.weight) for own in ([every] if sums.sharding != "full" else named)]
+        passes += [("broadcast", own, sums.weight) for own in named]
         for kind, names, width in passes:
             left = [name for name in names if name in owners]
             for bucket in buckets([size[name] for name in left]):
@@ -234,8 +229,7 @@ def _sum_of(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: 
         found.note(axis, "reduce_scatter", sent * sums.gradient)
     else:
         found.note(axis, "all_reduce", 2 * sent * sums.gradient)
-    if sums.sharding == "full":
-        found.note(axis, "all_gather", sent * sums.weight)
+    found.note(axis, "all_gather", sent * sums.weight)
 
 
 def buckets(elements: Iterable[int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[int]]:

@@ -6,14 +6,14 @@ before. The steady state builds no strings and no dictionaries; what can be look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from ppctl.comm.buffers import MessageSpec, Shelf
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.message_batches import ChannelEnd, MessageBatch
-from ppctl.engine.pace import Heartbeat, make_pace
+from ppctl.engine.pace import DevicePace, Heartbeat, HostPace, make_pace
 from ppctl.engine.pair_runner import PairRunner, pairs_of
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
@@ -76,7 +76,9 @@ class Engine:
         recorder: Recorder | None = None,
         heartbeat: Heartbeat | None = None,
         timed: Timed | None = None,
+        pace: HostPace | DevicePace | None = None,
     ) -> None:
+        """`pace` is that of the engine that has run the list before, if the device has not been waited for since."""
         self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
@@ -92,9 +94,9 @@ class Engine:
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
         # Without messages no rank waits for another: the pace follows the device whose time is recorded.
         device = self.recorder.device if communicator is None else communicator.device
-        self._pace = make_pace(device, len(self.actions), heartbeat)
-        self._enter, self._sent = self._pace.enter, self._pace.sent
-        self._begin, self._end = self._pace.begin, self._pace.end
+        self.pace = make_pace(device, len(self.actions), heartbeat) if pace is None else pace
+        self._enter, self._sent = self.pace.enter, self.pace.sent
+        self._begin, self._end = self.pace.begin, self.pace.end
         self._handlers = _HANDLERS if self._batch is None else _BATCHED
         self._behind = pairs_of(schedule, self.actions)
         if self._behind:
@@ -106,20 +108,41 @@ class Engine:
         self._index = 0
 
     def run(self) -> None:
-        """Execute the list once. Raises EngineError, which names the action, with the original error as its cause."""
+        """Execute the list once, and wait for the device.
+
+        Raises EngineError, which names the action, with the original error as its cause.
+        """
+        self.start()
+        self.settle()
+
+    def start(self) -> None:
+        """Execute the list once, and return when the host is through it. Raises EngineError."""
         handlers, enter = self._handlers, self._enter
         self.recorder.begin_step()
-        try:
+        with self._naming():
             for index, action in enumerate(self.actions):
                 self._index = index
                 enter(index)
                 handlers[action.op](self, action)
-            self._pace.finish(self._flush)
-            self._check()
-        except Exception as error:
-            self._pace.abandon()
-            raise EngineError(self.pp_rank, self.actions, self._pace.at, error) from error
+            self.pace.finish(self._flush)
         self.recorder.end_step()
+
+    def settle(self) -> None:
+        """Return when the device has finished every list since it was waited for last, and its messages are delivered.
+
+        Raises EngineError where the device has failed, or the connection of a message was ended.
+        """
+        with self._naming():
+            self.pace.settle(self._flush)
+            self._check()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.pace.abandon()
+            raise EngineError(self.pp_rank, self.actions, self.pace.at, error) from error
 
     def _flush(self) -> None:
         for end in self._outgoing.values():
@@ -157,7 +180,7 @@ class Engine:
         try:
             self._pairs.run(self._index, partial(ahead.forward, action.mb), partial(behind.backward, other.mb))
         except Exception:
-            self._pace.at = self._pairs.failed
+            self.pace.at = self._pairs.failed
             raise
         self._end(self._index + 1)
 

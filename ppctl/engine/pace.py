@@ -9,6 +9,8 @@ an error of the device would be raised in a later action. So at most `AHEAD` for
 finished, and the heartbeat names the device's action: a thread follows the device from event to event, also while the
 host waits for it inside a stage.
 
+A pace may follow several lists, one after the other: between them the device is not waited for, only in `settle`.
+
 The bound causes no deadlock: a host that waits for an action of its own list has enqueued everything before that
 action, which is all that a rank in `verify`'s rule of execution has done when it waits there.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from threading import Semaphore, Thread
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -52,7 +55,7 @@ class Event(Protocol):
 class HostPace:
     """The host computes: actions are where it is."""
 
-    __slots__ = ("at", "begin", "heartbeat", "length")
+    __slots__ = ("at", "begin", "ended", "heartbeat", "length")
 
     def __init__(self, length: int, heartbeat: Heartbeat) -> None:
         self.length = length
@@ -60,6 +63,8 @@ class HostPace:
         self.at = 0
         """The index of the action that the host or the device is in."""
         self.begin = heartbeat.work
+        self.ended = 0.0
+        """When the last list was over, on the host's clock (`perf_counter`)."""
 
     def enter(self, index: int) -> None:
         """The host turns to an action."""
@@ -76,6 +81,10 @@ class HostPace:
         """The list is over but for what `flush` waits for."""
         self.heartbeat.enter(self.length)
         flush()
+        self.ended = perf_counter()
+
+    def settle(self, flush: Callable[[], None]) -> None:
+        """Do nothing: every list is over."""
 
     def abandon(self) -> None:
         """The list has failed."""
@@ -84,7 +93,7 @@ class HostPace:
 class DevicePace:
     """A device computes what the host enqueues, at most `ahead` forwards and backwards later.
 
-    Lives for one run of a list, which ends in `finish` or in `abandon`.
+    Every list ends in `finish`, and the last of several also in `settle`; one that fails ends in `abandon`.
     """
 
     def __init__(
@@ -99,11 +108,14 @@ class DevicePace:
         self.heartbeat = heartbeat
         self.make_event = make_event
         self.at = 0
+        self.ended = 0.0
+        self._list = 0
+        """The number of the list that the host is in."""
         self._on_device = on_device
         self._free = Semaphore(ahead)
         self._events: list[Event] = []
-        self._marks: SimpleQueue[tuple[int, bool, Event] | None] = SimpleQueue()
-        """(action, whether it begins to compute here, mark), in the order of the device's queue; None ends it."""
+        self._marks: SimpleQueue[tuple[int, int, bool, Event] | None] = SimpleQueue()
+        """(list, action, whether it begins to compute here, mark), in the order of the device's queue; None ends it."""
         self._made = self._passed = 0
         self._failure: tuple[int, Exception] | None = None
         self._thread: Thread | None = None
@@ -114,7 +126,8 @@ class DevicePace:
         return self._passed == self._made
 
     def enter(self, index: int) -> None:
-        """The host turns to an action."""
+        """The host turns to an action; to the first one of a list, which its device may reach later."""
+        self._list += not index
         self.at = index
         if self.idle:
             self.heartbeat.enter(index)
@@ -134,12 +147,17 @@ class DevicePace:
         self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """Return when the device has finished the list, and what `flush` waits for."""
+        """The host is through its list; the device is followed on, and not waited for."""
+        self._mark(self.length, begins=False)
+
+    def settle(self, flush: Callable[[], None]) -> None:
+        """Return when the device has finished every list, and what `flush` waits for."""
         flush()
         self._mark(self.length, begins=False)
         self._marks.put(None)
         assert self._thread is not None  # it follows the mark
         self._thread.join()
+        self._thread, self.ended = None, perf_counter()
         self._raise_failure()
 
     def abandon(self) -> None:
@@ -150,7 +168,7 @@ class DevicePace:
         event = self._events.pop() if self._events else self.make_event()
         event.record()
         self._made += 1
-        self._marks.put((index, begins, event))
+        self._marks.put((self._list, index, begins, event))
         if self._thread is None:
             self._thread = Thread(target=self._follow, name="pace", daemon=True)
             self._thread.start()
@@ -165,16 +183,16 @@ class DevicePace:
         computing = False
         with self._on_device():
             while (mark := self._marks.get()) is not None:
-                index, begins, event = mark
+                number, index, begins, event = mark
                 if self._failure is None:
-                    self._pass(index, event, begins=begins, enters=not computing)
+                    self._pass(number, index, event, begins=begins, enters=not computing)
                 if computing and not begins:
                     self._free.release()
                 computing = begins
                 self._events.append(event)
                 self._passed += 1
 
-    def _pass(self, index: int, event: Event, *, begins: bool, enters: bool) -> None:
+    def _pass(self, number: int, index: int, event: Event, *, begins: bool, enters: bool) -> None:
         if enters:
             self.heartbeat.enter(index)
         try:
@@ -184,7 +202,7 @@ class DevicePace:
             return
         if begins:
             self.heartbeat.work(index)
-        if self._marks.empty() and self.at > index:  # the host waits for something itself
+        if self._marks.empty() and (self._list, self.at) > (number, index):  # the host waits for something itself
             self.heartbeat.enter(self.at)
 
 

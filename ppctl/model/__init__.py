@@ -4,7 +4,8 @@ stage_model       the protocol that training requires of a stage's module
 stage, layer      a stage built from its StageSpec, and its layers: attention, latent_attention, feed_forward,
                   router, mtp, norms, rotary, loss
 linear            every product with a weight; fp8: in 8 bits
-kernels           which kernels a device runs; core_attention and block_attention call them
+kernels           which kernels a device runs; core_attention and block_attention call them; outside_kernels: those
+                  that are not ppctl's
 initialize        weights from (seed, canonical name)
 split             products whose weights are divided over ranks (decision 41)
 dropout           draws as functions of positions (decision 40); dropped_attention

@@ -67,6 +67,10 @@ def attend(
         return by_head
     if documents is not None and kernels.attend_documents is not None:
         return _documents_at_once(kernels.attend_documents, q, k, v, documents, scale)
+    of_rows: Callable[..., Tensor]
+    if (outside := kernels.outside.get("attention")) is not None:
+        of_rows = partial(outside.function, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+        return of_rows(q, k, v) if documents is None else documents.each(of_rows, q, k, v, dim=2)
     of_rows = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     with sdpa_kernel(list(kernels.attention), set_priority=True) if kernels.attention else nullcontext():
         return of_rows(q, k, v) if documents is None else documents.each(of_rows, q, k, v, dim=2)

@@ -62,6 +62,9 @@ class Experts(nn.Module):
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
         self.kernels = kernels
+        outside = kernels.outside.get("grouped_product")
+        self.grouped: Product | None = None if outside is None else outside.function
+        """A grouped product that is not ppctl's."""
         count, h, width = model.num_moe_experts or 0, model.hidden_size, expert_width(model)
         self.w1 = make_weight(count, width, h)
         self.w2 = make_weight(count, h, width)
@@ -70,8 +73,8 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply to rows [n, h] sorted by expert the expert of each; `counts` [experts] says how many each has."""
         up = () if self.w3 is None else (self.w3,)
-        stacks, at_once = (self.w1, self.w2, *up), self.kernels.groups_experts
-        return for_each_group(self.transform, rows, counts, *stacks, at_once=at_once, fp8=self.kernels.fp8)
+        stacks, at_once, fp8 = (self.w1, self.w2, *up), self.kernels.groups_experts, self.kernels.fp8
+        return for_each_group(self.transform, rows, counts, *stacks, at_once=at_once, grouped=self.grouped, fp8=fp8)
 
     def transform(self, product: Product, rows: Operand, w1: Tensor, w2: Tensor, *w3: Tensor) -> Tensor:
         """The feed-forward of rows [n, h], by the product that suits the weights: those of an expert, or the stacks."""

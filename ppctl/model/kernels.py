@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from ppctl.geometry.parameters import Sizes
 from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, MULTIPLE, UNFUSED, BlockAttention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.linear import multiply_in_float32, multiply_scaled
+from ppctl.model.outside_kernels import Kernel, KernelUse, choose_outside, refusal
 
 AttendDocuments = Callable[..., Tensor]
 """`torch.nn.attention.varlen.varlen_attn`, or a function with its contract."""
@@ -55,6 +56,8 @@ class Kernels:
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
     """Whether layers are compiled."""
+    outside: Mapping[str, Kernel] = field(default_factory=dict)
+    """Role -> a kernel that is not ppctl's, and serves in place of those above."""
     by_transformers: bool = False
     """Whether the layers are transformers', which chooses the kernels of their attention and experts itself."""
 
@@ -67,6 +70,7 @@ class Kernels:
             **({} if self.blocks is None else {"blocks": self.blocks.name}),
             "experts": "grouped" if self.groups_experts else "one by one",
         }
+        layers |= {_ROWS.get(role, role): own.name for role, own in self.outside.items()}
         return {
             **(dict.fromkeys(("attention", "experts"), "transformers' choice") if self.by_transformers else layers),
             "weights": _fp8_name(self.fp8),
@@ -77,6 +81,10 @@ class Kernels:
     def line(self) -> str:
         """`kernels: attention flash > math, documents varlen, ...`, for a person."""
         return "kernels: " + ", ".join(f"{kind} {name}" for kind, name in self.names().items())
+
+
+_ROWS = {"grouped_product": "experts"}
+"""Role of a kernel from outside -> the kind of product, where that has another name."""
 
 
 def _fp8_name(fp8: Fp8 | None) -> str:
@@ -132,6 +140,8 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     model, cuda = config.model, can.device == "cuda"
     cast = autocast_dtype(config.parallel)
     if model.transformers is not None:
+        if model.kernels:
+            raise refusal("transformers' layers choose their kernels themselves")
         return Kernels(fuses_optimizer=cuda, compiles=config.train.compile, by_transformers=True)
     dtype = cast or weight_dtype(config.parallel)
     shares = config.parallel.context_parallel_size > 1
@@ -142,6 +152,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     reason = _unable_fp8(model, can)
     if reason:
         raise ConfigError(Problem("PP-E772", f"model.fp8={model.fp8} cannot be computed: {reason}", "model.fp8=null"))
+    outside = _outside(config, can, dtype)
     packed = config.data.reset_attention_mask
     # Under autocast operands have several dtypes, and neither of these two kernels is cast for.
     joins = packed and cast is None and _joins_documents(model, can, dtype)
@@ -150,14 +161,52 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     )
     return Kernels(
         attention=_attention(model.attention_backend, can, lengths_vary=packed and not joins),
-        attend_documents=can.attend_documents if joins else None,
+        attend_documents=can.attend_documents if joins and "attention" not in outside else None,
         drops=model.attention_dropout > 0,
         blocks=_blocks(model, can, dtype) if shares else None,
-        groups_experts=groups,
+        groups_experts=groups or "grouped_product" in outside,
+        outside=outside,
         fp8=None if model.fp8 is None else _fp8(model, can),
         fuses_optimizer=cuda,
         compiles=config.train.compile,
     )
+
+
+def _outside(config: RunConfig, can: Capability, dtype: str) -> dict[str, Kernel]:
+    """The kernels of `model.kernels` that serve. Raises ConfigError (PP-E773) where one would not be asked."""
+    model, parallel, sizes = config.model, config.parallel, Sizes.of(config.model)
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1
+    use = KernelUse(
+        device=can.device,
+        compute=can.compute,
+        dtype=getattr(torch, dtype),
+        length=config.data.seq_length,
+        hidden=sizes.hidden,
+        heads=sizes.heads // tp,
+        groups=(sizes.heads if sizes.latent else sizes.groups) // tp,
+        width=sizes.query_head,
+        values_width=sizes.value_head,
+        experts=sizes.experts // parallel.expert_model_parallel_size,
+        expert_width=sizes.expert // etp,
+        bias=sizes.norm_bias,
+        epsilon=model.norm_epsilon,
+    )
+    outside = choose_outside(model.kernels or (), use, compiles=config.train.compile)
+    cast = autocast_dtype(config.parallel) is not None
+    alone = parallel.expert_model_parallel_size == etp == 1
+    for role, key, against in (
+        *((role, "parallel.enable_autocast", cast) for role in ("attention", "grouped_product", "norm")),
+        ("attention", "parallel.context_parallel_size", parallel.context_parallel_size > 1),
+        ("attention", "model.attention_dropout", model.attention_dropout > 0),
+        ("attention", "model.attention_backend", model.attention_backend != "auto"),
+        ("grouped_product", "model.num_moe_experts", model.num_moe_experts is None),
+        ("grouped_product", "model.fp8", model.fp8 is not None),
+        ("dispatch", "parallel.expert_model_parallel_size", alone),
+    ):
+        if role in outside and against:
+            rest = [each.name for other, each in outside.items() if other != role]
+            raise refusal(f"{outside[role].name} for {role} is not asked with {key}={config[key]}", rest)
+    return outside
 
 
 def _attention(backend: str, can: Capability, *, lengths_vary: bool) -> tuple[SDPBackend, ...]:

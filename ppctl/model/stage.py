@@ -21,7 +21,7 @@ from ppctl.geometry.rows import Parameter
 from ppctl.model.attention import Attention
 from ppctl.model.core_attention import Attend
 from ppctl.model.dropout import Draws, Dropout, name_key
-from ppctl.model.feed_forward import ExchangeRows, FeedForward, MixtureOfExperts
+from ppctl.model.feed_forward import ExchangeRows, Experts, FeedForward, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.latent_attention import LatentAttention
@@ -208,8 +208,11 @@ class StageModule(nn.Module):
 
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
-        """The output projection: the gradient of its result is [b, s, vocab_size]."""
-        return () if self.output is None else (self.output.weight,)
+        """The output projection, the gradient of whose result is [b, s, vocab_size]; and what another's kernel
+        multiplies, of which autograd makes the gradients in I."""
+        outside = [module for module in self.modules() if isinstance(module, Experts) and module.grouped]
+        stacks = [parameter for module in outside for parameter in module.parameters()]
+        return (*stacks,) if self.output is None else (self.output.weight, *stacks)
 
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
         """Call the decoder layers through `runs` from now on."""

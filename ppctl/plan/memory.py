@@ -87,7 +87,7 @@ class _LastingBytes(NamedTuple):
     always: int
     """Bytes of the weights that are held all the time."""
     updating: int
-    """Peak bytes during the optimizer step and, if new weights are exchanged after it, that exchange."""
+    """Peak bytes during the optimizer step."""
     summed: dict[int, int]
     """By stage, bytes of the copy of its gradients while they are summed; empty if no copy is made."""
     tied: int | None
@@ -309,7 +309,8 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         held = passing(
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
-        return held if sharding == "full" else held._replace(weights=0, arriving=0)
+        # Where weights stay whole, what is gathered for a first forward lies beside them until then.
+        return held if sharding == "full" else held._replace(weights=0, arriving=held.weights + held.arriving)
 
     return {stage.stage: of(stage.layers) for stage in own}
 

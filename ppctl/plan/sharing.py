@@ -38,25 +38,21 @@ def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: P
 def updating_bytes(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State
 ) -> int:
-    """The most while the optimizer steps and new weights travel, of `state` that is there then; 0 where allocators know
-    nothing of it.
+    """The most while the optimizer steps, of `state` that is there then; 0 where allocators know nothing of it.
 
-    Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes, or of new
-    weights on their way a bucket, whole and in its part.
+    Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes.
     """
     if not setting.allocator.backward:
         return 0
     sharding, precision, model = sharding_of(config, sizes), precision_of(config), config.model
     layers = [layer for stage in own for layer in stage.layers]
-    gradients, travels = state.gradients, 0
+    gradients = state.gradients
     if sharding != "none":
         largest, moved = largest_matrices(model, layers, sizes), moved_by_muon(config, [layers], sizes)
-        rank = passing(trained_count(model, layers), sizes, precision, largest, muon=moved)
-        gradients = rank.parts
-        travels = rank.bucket - (-rank.bucket // (sizes.dp * sizes.cp)) if sharding == "optimizer_gradients" else 0
+        gradients = passing(trained_count(model, layers), sizes, precision, largest, muon=moved).parts
     limit = 1 if setting.allocator is TORCH_ON_CPU else BUCKET_ELEMENTS
     iterates = iteration_bytes(model, [layers], sizes, precision.gradient, limit) if config.optim.name == "muon" else 0
-    return state.weights + state.optimizer + gradients + max(travels, iterates)
+    return state.weights + state.optimizer + gradients + iterates
 
 
 def summed_copies(

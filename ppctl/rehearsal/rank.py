@@ -79,6 +79,9 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
+    if config.model.kernels:
+        message = f"kernels from outside are not made for tensors without values: model.kernels={config.model.kernels}"
+        raise ConfigError(Problem("PP-E128", message, "model.kernels=null"))
     ledger = DeviceLedger()
     recorders: list[MemoryRecorder] = []
 

@@ -53,7 +53,8 @@ class StepResult:
     last: bool
     """Whether it is the last step of `train.steps`."""
     phases: tuple[float, float, float, float]
-    """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock."""
+    """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock. On a GPU
+    the update may be enqueued by the second, and be under way at the last."""
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Callback:
         pre_train
         for each step:  enter("training"), pre_step, enter("updating"), stop_requested, pre_update, post_update,
                         log_metrics (at log.interval), post_step
+                        (on a GPU enter("updating") follows pre_update: its device may be in the pipeline until then)
         post_train
         close           always, also after an error
     """
@@ -111,7 +113,7 @@ class Callback:
         return 0
 
     def pre_update(self, step: int) -> None:
-        """Gradients are complete: summed over all ranks, not clipped yet."""
+        """Gradients are complete: summed over all ranks, not clipped yet. On a GPU the sums are enqueued."""
 
     def post_update(self, result: StepResult) -> None:
         """The weights are updated."""

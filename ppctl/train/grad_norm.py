@@ -42,7 +42,7 @@ def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[L
 
 @dataclass(frozen=True)
 class GradNorm:
-    """One step's norms. Reading a number from it waits for the device; clipping does not."""
+    """One step's norms. Asking for culprits waits for the device; clipping does not."""
 
     total: Tensor
     """The global norm (scalar)."""
@@ -50,10 +50,6 @@ class GradNorm:
     """Norm of each of `parameters` ([n])."""
     parameters: tuple[Location, ...]
     """The parameters of the model in canonical order, shared ones once."""
-
-    def item(self) -> float:
-        """The global norm as a number."""
-        return float(self.total)
 
     def culprits(self) -> tuple[Location, ...]:
         """The parameters whose own norm is not finite, earliest first; none if only the total overflows."""

@@ -43,6 +43,8 @@ class AdamW:
         self.optim = optim
         self.lr = optim.lr
         self.fused = any(parameter.device.type != "cpu" for parameter in masters.values())
+        self.skips_on_device = self.fused
+        """Whether `step` takes `left_out`."""
         decayed = [name for name in masters if rows[name].decayed]
         spared = [name for name in masters if not rows[name].decayed]
         self.groups = ((decayed, optim.weight_decay), (spared, 0.0))
@@ -67,14 +69,23 @@ class AdamW:
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Move every parameter that has a gradient. The host does not wait for the device."""
+    def step(self, left_out: Tensor | None = None) -> None:
+        """Move every parameter that has a gradient. The host does not wait for the device.
+
+        Where `left_out`, a scalar on the device, is 1, parameters and moments stay. Whoever reads that it was calls
+        `take_back`: the host counts updates without waiting.
+        """
         for names, weight_decay in self.groups:
             moved = [name for name in names if self.masters[name].grad is not None]
             for made, alike in _by_updates(moved, self.state).items():
-                self._move(alike, made, weight_decay)
+                self._move(alike, made, weight_decay, left_out)
 
-    def _move(self, names: list[str], made: float, weight_decay: float) -> None:
+    def take_back(self) -> None:
+        """The last step, with the gradients that are there, was left out: it does not count."""
+        for name, master in self.masters.items():
+            self.state[name]["step"] -= int(master.grad is not None)
+
+    def _move(self, names: list[str], made: float, weight_decay: float, left_out: Tensor | None) -> None:
         """The update that follows `made` others, of parameters that have made as many."""
         masters: list[Tensor] = [self.masters[name] for name in names]
         state = [self.state[name] for name in names]
@@ -89,6 +100,7 @@ class AdamW:
             list(counts.unbind()),
             foreach=False,
             fused=self.fused,
+            found_inf=left_out,
             amsgrad=False,
             beta1=self.optim.beta1,
             beta2=self.optim.beta2,
@@ -122,8 +134,10 @@ class Muon:
 
     Of a matrix the state is one momentum buffer and the count of updates, which AdamW's parameters have as well.
     Matrices of one shape go through the iteration together, as many as fit into a bucket. On a GPU the host does not
-    wait: it is a chain of kernels on the current stream.
+    wait: it is a chain of kernels on the current stream, of which none can be left out.
     """
+
+    skips_on_device = False
 
     def __init__(self, masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]) -> None:
         self.optim = optim
@@ -148,9 +162,13 @@ class Muon:
         """How many updates were made, those before a checkpoint included; 0 for a rank without parameters."""
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
+    def take_back(self) -> None:
+        """Do nothing: no step is enqueued before it is sure."""
+
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, left_out: Tensor | None = None) -> None:
         """Move every parameter that has a gradient."""
+        assert left_out is None  # it does not skip on the device
         self.adamw.lr = self.lr
         self.adamw.step()
         alike: dict[tuple[int, ...], list[_Stack]] = {}

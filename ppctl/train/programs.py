@@ -5,12 +5,10 @@ Knows the losses, and what routers add to them. Must not know the order of a ste
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.router import Router
 from ppctl.parallel.tensor import SharedTokens
 from ppctl.plan import StageSpec
+from ppctl.schedule.action import Op
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.sequence_halves import Halves
@@ -66,6 +65,8 @@ class StagePrograms:
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
         """The tokens of every sequence whose losses this rank computes; None: all."""
         row = session.plan.schedule.actions[session.own.pp_rank]
+        self.first = next(action.stage for action in row if action.op is Op.F)
+        """The stage that the rank's list begins with."""
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
         """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
 
@@ -79,7 +80,12 @@ class StagePrograms:
         return [in_precision(self._program(spec, first), autocast, s.device, scale) for spec in s.own.stages]
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
-        """Forget the losses of the step before, and take the samples of this one; None is no step of training."""
+        """Forget the losses of the step before, and take the samples of this one; None is no step of training.
+
+        Weights that are gathered start to be, beside the wait for the first message.
+        """
+        if (gathered := self.session.replica.gathered) is not None:
+            gathered.begin(self.first)
         self.samples = None if step is None else sample_keys(self.session, step)
         self.batch = None if batch is None else _moved(batch, self.session.device)
         documents = None if batch is None or self.session.model.kernels.attend_documents is None else batch.documents
@@ -247,19 +253,16 @@ class RouterBalance:
             router.ledger.clear()
             router.ledger.scale = self.weight * loss_scale
 
-    def losses(self) -> list[float]:
-        """The auxiliary losses of each router's layer, summed over this rank's microbatches; exact, in any order."""
-        ledgers = [router.ledger.losses for router in self.routers if router.ledger.losses]
-        if not ledgers:
-            return []
-        numbers = iter(torch.stack([*chain.from_iterable(ledgers)]).tolist())  # waits for the device once
-        return [math.fsum(islice(numbers, len(losses))) for losses in ledgers]
+    def losses(self) -> list[list[Tensor]]:
+        """The auxiliary losses of each router that has some, by this rank's microbatches."""
+        return [router.ledger.losses for router in self.routers if router.ledger.losses]
 
     @torch.no_grad()
-    def move_biases(self) -> None:
+    def move_biases(self, left_out: Tensor | None = None) -> None:
         """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
 
-        Tokens are counted over the step's microbatches of all ranks. A collective of these.
+        Tokens are counted over the step's microbatches of all ranks. A collective of these. Where `left_out` (a scalar
+        on the device) is 1, biases stay.
         """
         if not (self.rate and self.routers):
             return
@@ -268,7 +271,7 @@ class RouterBalance:
         loads = counts.float()
         for router, step in zip(self.routers, (loads.mean(-1, keepdim=True) - loads).sign(), strict=True):
             assert router.expert_bias is not None
-            router.expert_bias += self.rate * step
+            router.expert_bias += self.rate * (step if left_out is None else step * (1 - left_out))
 
 
 def auxiliary_width(stages: Sequence[Sequence[StageSpec]], model: ModelConfig) -> int:

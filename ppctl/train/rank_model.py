@@ -25,6 +25,7 @@ from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
 from ppctl.model.offload import Offload
+from ppctl.model.outside_kernels import use_norm
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import StageModel
@@ -118,7 +119,11 @@ def _build_stages(
         if groups.same_sequences.groups:
             stage.share_tokens(groups.same_sequences)
         if "ep" in groups or "etp" in groups:
-            stage.spread_experts(parts.exchange(groups.get("ep"), groups.get("etp")))
+            outside = kernels.outside.get("dispatch")
+            exchange = parts.exchange if outside is None else outside.function
+            stage.spread_experts(exchange(groups.get("ep"), groups.get("etp")))
+        if "norm" in kernels.outside and isinstance(stage, torch.nn.Module):
+            use_norm(stage, kernels.outside["norm"])
         if config.train.compile:
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
     return stages

@@ -116,7 +116,6 @@ class KeptGradients(Callback):
         self._on = step in self.steps
         self._seen.clear()
         if self._on and self.session.own.rank == 0:
-            # Before the ranks' reports are gathered: none writes yet, and one that dies now leaves a partial step.
             forget_step(self.directory, step)
 
     def pre_update(self, step: int) -> None:
@@ -125,8 +124,9 @@ class KeptGradients(Callback):
             return
         self._on = False
         s, path = self.session, step_directory(self.directory, step)
-        path.mkdir(parents=True, exist_ok=True)
         self._enter("recording", step - 1)  # takes as long as the disk does
+        gather_rows([], s.own.rank, s.groups.world)  # behind it rank 0 has forgotten what an earlier start has kept
+        path.mkdir(parents=True, exist_ok=True)
         shards = gradient_shards(s)
         file = path / disk.file_name(s.own.rank)
         disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ppctl.config.precision import weight_dtype
@@ -50,9 +50,9 @@ class Replica:
     """In float16 only."""
 
     @property
-    def gathered(self) -> GatheredWeights | None:
-        """The weights, where they are whole only while a stage computes."""
-        return self.weights if isinstance(self.weights, GatheredWeights) else None
+    def gathered(self) -> ShardedWeights | None:
+        """The weights, where a stage's first forward in a step gathers what others own of them."""
+        return self.weights if isinstance(self.weights, ShardedWeights) else None
 
     @property
     def scale(self) -> float:
@@ -71,11 +71,14 @@ class Replica:
         self.ties.sum()
         unscale(self.weights.master, self.loss_scale)
 
-    def update(self, norm: GradNorm, lr: float, clip_grad: float) -> None:
-        """Clip the gradients, step the optimizer with the learning rate, and round masters into the model's weights."""
+    def update(self, norm: GradNorm, lr: float, clip_grad: float, left_out: Tensor | None = None) -> None:
+        """Clip the gradients, step the optimizer with the learning rate, and publish the new weights to the model.
+
+        With `left_out` as in `AdamW.step`.
+        """
         clip_gradients(self.weights.master, norm, clip_grad)
         self.optimizer.lr = lr
-        self.optimizer.step()
+        self.optimizer.step(left_out)
         self.weights.publish()
 
 
@@ -152,7 +155,7 @@ def weights_and_sums(
             return edp_group if name in spread else dp_group
 
         owned = _owned(config, rows, model, group_of)
-        sharded = GatheredWeights(names, model, group_of, owned) if full else ShardedWeights(model, group_of, owned)
+        sharded = (GatheredWeights if full else ShardedWeights)(names, model, group_of, owned)
         return sharded, GradientScatter(names, sharded)
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}

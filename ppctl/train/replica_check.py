@@ -20,7 +20,7 @@ from ppctl.geometry.rows import Parameter
 from ppctl.topology import RankGrid
 from ppctl.train.callback import Callback, StepResult
 from ppctl.train.session import Session
-from ppctl.train.trained_weights import ShardedWeights
+from ppctl.train.trained_weights import GatheredWeights, ShardedWeights
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF = 2**32
@@ -69,7 +69,11 @@ class ReplicaCheck(Callback):
     @torch.no_grad()
     def _gather(self) -> dict[tuple[str, int], dict[tuple[float, float], set[int]]]:
         """(name, part) -> the sum of its bits -> the ranks that have this sum; in the model's order."""
-        s, own = self.session, list(copies(self.session))
+        s, weights = self.session, self.session.replica.weights
+        if isinstance(weights, ShardedWeights) and not isinstance(weights, GatheredWeights):
+            for stage in weights.stages:
+                weights.hold(stage)  # what the update has published
+        own = list(copies(s))
         if not self._names:
             names = [(copy.stage, copy.name) for copy in own]
             self._names = gather_values(list[tuple[int, str]], names, s.groups["pp"], everywhere=True)
@@ -109,7 +113,7 @@ def copies(session: Session) -> Iterator[HeldTensor]:
             group = weights.group_of(name) if isinstance(weights, ShardedWeights) else None
             of_master = part if group is None else part * group.size() + group.rank()
             yield HeldTensor(f"{shared} (master)" if apart else shared, number, of_master, master)
-            if apart and session.replica.gathered is None:  # else there is nothing of it between steps
+            if apart and not isinstance(weights, GatheredWeights):  # else there is nothing of it between steps
                 yield HeldTensor(shared, number, part, parameter)
         for name, buffer in stage.canonical_buffers().items():
             yield HeldTensor(name, number, 0, buffer)

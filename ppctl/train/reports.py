@@ -1,8 +1,7 @@
 """The numbers of a step: each rank's report, their exchange in one small gather, and the figures of metrics.jsonl.
 
-Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor in which order. The gather comes before
-the optimizer, so that wrong data or a non-finite loss never reaches a weight. With thousands of ranks nothing here may
-take a Python statement for each of them.
+Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor in which order. All that a rank reads
+off its device in a step is one copy. With thousands of ranks nothing here may take a Python statement for each of them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ppctl.comm.groups import gather_rows
 from ppctl.config.gpu_environment import expanding
@@ -27,9 +27,10 @@ from ppctl.data.batches import check_same_samples
 from ppctl.engine.dry_pass import AllocatorFigures
 from ppctl.errors import Problem, TrainingError
 from ppctl.host.accelerators import device_called, preset
+from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.topology import RankGrid
 from ppctl.train.callback import SAVE_FAILED, TIME_IS_OVER
-from ppctl.train.programs import StagePrograms, auxiliary_width
+from ppctl.train.programs import RouterBalance, StagePrograms, auxiliary_width
 from ppctl.train.session import Session
 
 NOTHING = -1.0
@@ -63,8 +64,6 @@ class RankReport:
     """Bytes that the GPU's allocator holds and no tensor uses."""
     mtp_loss: float = 0.0
     """This rank's share of the mean over the MTP modules' losses."""
-    updates: float = 0.0
-    """Updates that this rank's optimizer has made, in earlier steps."""
     stage_seconds: list[float] = field(default_factory=list)
     """Busy seconds of each of this rank's stages, in chunk order; as many on every rank."""
     auxiliary: list[float] = field(default_factory=list)
@@ -111,6 +110,13 @@ class Reports:
 def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGroup]) -> Reports:
     """Every rank's report. A collective: all ranks of the world call it once a step, with their groups."""
     return Reports(gather_rows(own.pack(), rank, groups).numpy(), len(own.stage_seconds))
+
+
+def most_updates(session: Session) -> int:
+    """How many updates the ranks' optimizers have made; those without parameters count none. A collective of the
+    world."""
+    own = [float(session.replica.optimizer.updates)]
+    return int(gather_rows(own, session.own.rank, session.groups.world).max())
 
 
 def check_reports(reports: Reports, step: int, last_stage: int) -> None:
@@ -165,17 +171,31 @@ class StepFigures:
         self.allocator = AllocatorFigures.of(session.device)
         """At the last report."""
 
-    def report(self, programs: StagePrograms, auxiliary: Sequence[float], stop: int) -> RankReport:
-        """This rank's numbers. Times are those of the step's last schedule call; all its calls are alike."""
+    def start_reading(self, programs: StagePrograms, balance: RouterBalance, norm: Tensor) -> HostNumbers:
+        """Start copying the step's numbers to the host: the norm, the losses of `report`, and each router's."""
+        reports = self.session.own.tp_rank == 0  # all tensor-parallel ranks have the same losses
+        whole = reports and programs.losses and self.session.own.cp_rank == 0  # the batch has whole sequences
+        listed = [programs.losses if reports else {}, programs.mtp_losses if reports else {}, programs.added]
+        return HostNumbers(
+            [
+                norm,
+                programs.own_batch.loss_mask.sum() if whole else norm.new_empty(0),
+                *(_in_order(losses, norm) for losses in listed),
+                *(torch.stack(losses) for losses in balance.losses()),
+            ]
+        )
+
+    def report(self, programs: StagePrograms, numbers: Sequence[Sequence[float]], stop: int) -> RankReport:
+        """This rank's numbers, of which `numbers` are those that `start_reading` has read, without the norm.
+
+        Times are those of the step's last schedule call; all its calls are alike.
+        """
         s, report = self.session, RankReport(stop=float(stop))
+        tokens, losses, mtp_losses, added, *routers = numbers
         if programs.batch is not None:
             report.checksum = float(programs.batch.checksum)
-        if programs.losses and s.own.tp_rank == 0:  # all tensor-parallel ranks have the same losses
-            losses = torch.stack([programs.losses[mb] for mb in sorted(programs.losses)]).tolist()
-            report.loss = sum(losses)
-            if s.own.cp_rank == 0:  # the batch has whole sequences
-                report.loss_tokens = float(programs.own_batch.loss_mask.sum())
-            report.bad_microbatch = next((float(mb) for mb, x in enumerate(losses) if not math.isfinite(x)), NOTHING)
+        report.loss, report.loss_tokens, report.mtp_loss = sum(losses), sum(tokens), sum(mtp_losses)
+        report.bad_microbatch = next((float(mb) for mb, x in enumerate(losses) if not math.isfinite(x)), NOTHING)
         report.stage_seconds = [0.0] * s.plan.sizes.vpp
         totals = s.pipeline.recorder.totals()
         if totals is not None:
@@ -184,17 +204,13 @@ class StepFigures:
             report.stage_seconds = [
                 s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.model.stages
             ]
-        if programs.mtp_losses and s.own.tp_rank == 0:
-            report.mtp_loss = sum(torch.stack([programs.mtp_losses[mb] for mb in sorted(programs.mtp_losses)]).tolist())
-        if programs.added:
-            auxiliary = [math.fsum(torch.stack([programs.added[mb] for mb in sorted(programs.added)]).tolist())]
+        auxiliary = [math.fsum(each) for each in ([added] if added else routers)]
         report.auxiliary = [*auxiliary, *[0.0] * (self.auxiliary_width - len(auxiliary))]
         report.memory_bytes = float(_peak_memory(s.device))
         before, self.allocator = self.allocator, AllocatorFigures.of(s.device)
         report.alloc_retries = float(self.allocator.retries - before.retries)
         report.driver_allocations = float(self.allocator.driver_allocations - before.driver_allocations)
         report.unused_bytes = float(self.allocator.unused)
-        report.updates = float(s.replica.optimizer.updates)
         return report
 
     def further_losses(self, reports: Reports) -> dict[str, float]:
@@ -235,6 +251,11 @@ class StepFigures:
             "alloc_retries": int(reports.total("alloc_retries")),
             "driver_allocations": int(reports.total("driver_allocations")),
         }
+
+
+def _in_order(losses: Mapping[int, Tensor], like: Tensor) -> Tensor:
+    """The losses of microbatches in their order."""
+    return torch.stack([losses[mb] for mb in sorted(losses)]) if losses else like.new_empty(0)
 
 
 def retries_problem(reports: Reports, step: int) -> Problem | None:

@@ -20,7 +20,8 @@ from ppctl.config.parallel_rules import is_plain
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import RankData
 from ppctl.data.load import Data, load_data
-from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.interpreter import Engine, run_schedule
+from ppctl.engine.pace import DevicePace
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
@@ -76,12 +77,17 @@ class RankPipeline:
     deallocate_outputs: bool
     totals: deque[StepTotals] = field(default_factory=lambda: deque(maxlen=KEPT))
     """The last steps of this rank in figures."""
+    _engine: Engine | None = None
+    """That of the last schedule call, unless the device has been waited for since."""
 
     def train(
         self, schedule: Schedule, programs: Sequence[StageProgram], reduce_grad: Callable[[int], None] | None
     ) -> None:
-        """Run one schedule call of a step; `reduce_grad(stage)` is called when a stage's gradients are complete."""
-        run_schedule(
+        """Run one schedule call of a step; `reduce_grad(stage)` is called when a stage's gradients are complete.
+
+        The host returns when it is through, and its device may not be: `settle` follows the step's last call.
+        """
+        self._engine = Engine(
             schedule,
             programs,
             self.communicator,
@@ -89,7 +95,24 @@ class RankPipeline:
             reduce_grad=reduce_grad,
             recorder=self.recorder,
             heartbeat=self.heartbeat,
+            pace=None if self._engine is None else self._engine.pace,
         )
+        self._engine.start()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the device may still be in the step's schedule calls."""
+        return self._engine is not None and isinstance(self._engine.pace, DevicePace)
+
+    def settle(self) -> float:
+        """Wait until the device has finished the step's schedule calls; returns when it had, by `perf_counter`.
+
+        Raises EngineError where it has failed in one.
+        """
+        assert self._engine is not None  # a step has a schedule call
+        engine, self._engine = self._engine, None
+        engine.settle()
+        return engine.pace.ended
 
     def forward_only(self, schedule: Schedule, programs: Sequence[StageProgram]) -> None:
         """Run a schedule without backwards, whose actions are not stamped."""

@@ -1,4 +1,7 @@
-"""One optimizer step on one rank: pipeline, sums, norm, clip, update. Must not know which schedule it runs."""
+"""One optimizer step on one rank: pipeline, sums, norm, clip, update. Must not know which schedule it runs.
+
+Decision 81 has the order in which a GPU and its host go through it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import time
 
 import torch
+from torch import Tensor
 
 from ppctl.comm.buffers import MessageSpec
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
@@ -15,10 +19,19 @@ from ppctl.data.batches import Batches
 from ppctl.engine.dry_pass import AllocatorFigures, dry_pass, representatives, reserve
 from ppctl.engine.pace import HELD
 from ppctl.errors import Problem, TrainingError
+from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.train.callback import Callback, StepResult
 from ppctl.train.grad_norm import GradNorm
 from ppctl.train.programs import RouterBalance, StagePrograms, auxiliary_weight
-from ppctl.train.reports import Reports, StepFigures, check_reports, gather_reports, retries_problem, stop_reason
+from ppctl.train.reports import (
+    Reports,
+    StepFigures,
+    check_reports,
+    gather_reports,
+    most_updates,
+    retries_problem,
+    stop_reason,
+)
 from ppctl.train.session import Session
 
 
@@ -45,6 +58,8 @@ class Trainer:
         self._named: set[int] = set()
         """The stages of which the log says which weight gradients W computes."""
         self._warned = False
+        self._updates = -1
+        """Updates made so far, those before a checkpoint included; -1 until the first step."""
         self._take(session)
 
     def _take(self, session: Session) -> None:
@@ -73,29 +88,35 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
-        Raises TrainingError, on all ranks alike, where numbers are not finite.
+        Raises TrainingError, on all ranks alike, where numbers are not finite. The host waits for its device once: for
+        the numbers of the step, behind which a GPU may have the update to do, and leaves it out by itself where the
+        norm is not finite. When this returns, the host knows whether it did: what is saved is a whole step.
         """
         self._take_size(step)
         s, replica, started = self.session, self.session.replica, time.perf_counter()
+        if self._updates < 0:
+            self._updates = most_updates(s)
         self._run_pipeline(step)
-        pipeline_end = time.perf_counter()
-        self.callback.enter("updating", step)
-        own = self.figures.report(self.stages, self.balance.losses(), self.callback.stop_requested())
-        reports = gather_reports(own, s.own.rank, s.groups.world)
+        try:
+            norm, numbers, left_out, lr, stop = self._enqueue_end(step)
+        except RuntimeError:
+            s.pipeline.settle()  # an error of the device is raised as its action's
+            raise
+        ahead, pipeline_end = s.pipeline.ahead, s.pipeline.settle()
+        if ahead:  # until here the rank's state was its device's action
+            self.callback.enter("updating", step)
+        (grad_norm,), *read = numbers.read()
+        reports = gather_reports(self.figures.report(self.stages, read, stop), s.own.rank, s.groups.world)
         agreed = time.perf_counter()
         check_reports(reports, step + 1, s.plan.stages[-1].stage)
-        # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
-        lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps, self._steps_for)
-        replica.sum_gradients()
-        self.callback.pre_update(step + 1)
-        norm = replica.norm.measure(replica.weights.master)
-        grad_norm = norm.item()
         overflow = not math.isfinite(grad_norm)
         if overflow and (replica.loss_scale is None or replica.loss_scale.exhausted):
             raise _bad_norm(step + 1, norm)
-        if not overflow:
-            replica.update(norm, lr, s.config.optim.clip_grad)
-            self.balance.move_biases()
+        if left_out is None and not overflow:
+            self._update(norm, lr)
+        elif left_out is not None and overflow:
+            replica.optimizer.take_back()
+        self._updates += not overflow
         ended = time.perf_counter()
         record = {"step": step + 1, "loss": reports.total("loss"), "grad_norm": grad_norm, "lr": lr}
         if replica.loss_scale is not None:
@@ -107,6 +128,31 @@ class Trainer:
         self._warn_of_retries(reports, step + 1)
         last = step + 1 == self.whole.config.train.steps
         return StepResult(step + 1, record, stop_reason(reports), last, (started, pipeline_end, agreed, ended))
+
+    def _enqueue_end(self, step: int) -> tuple[GradNorm, HostNumbers, Tensor | None, float, int]:
+        """Enqueue what follows the pipeline; waits for the device nowhere.
+
+        Returns the norm; the step's numbers on their way; where the update is enqueued, too, a scalar that is 1 if the
+        device leaves it out; the learning rate, and the reason to stop.
+        """
+        s, replica = self.session, self.session.replica
+        if not s.pipeline.ahead:
+            self.callback.enter("updating", step)
+        stop = self.callback.stop_requested()
+        replica.sum_gradients()
+        self.callback.pre_update(step + 1)
+        norm = replica.norm.measure(replica.weights.master)
+        # A step that is left out does not use up the schedule (as in Megatron).
+        lr = lr_at(self._updates, s.config.optim, s.config.train.steps, self._steps_for)
+        numbers, left_out = self.figures.start_reading(self.stages, self.balance, norm.total), None
+        if replica.optimizer.skips_on_device:
+            left_out = (~norm.total.isfinite()).float()
+            self._update(norm, lr, left_out)
+        return norm, numbers, left_out, lr, stop
+
+    def _update(self, norm: GradNorm, lr: float, left_out: Tensor | None = None) -> None:
+        self.session.replica.update(norm, lr, self.session.config.optim.clip_grad, left_out)
+        self.balance.move_biases(left_out)
 
     def _warn_of_retries(self, reports: Reports, step: int) -> None:
         """Warn once of an allocator that has freed memory in a step."""

@@ -8,7 +8,7 @@ masters only.
 Where data-parallel ranks share what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
 dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and
 moments exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole,
-or (`GatheredWeights`) whole only while a stage computes.
+or (`GatheredWeights`) whole only while a stage computes; they are gathered for a stage's first forward of a step.
 """
 
 from __future__ import annotations
@@ -83,10 +83,21 @@ def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
 class ShardedWeights(Weights):
     """Weights of which `master[name]` is this rank's part of the parameter, flat, in float32 at least.
 
-    It has the elements that the rank owns where the name is in `owned`, else one of n equal parts.
+    It has the elements that the rank owns where the name is in `owned`, else one of n equal parts. What `publish` has
+    published is in the model's weights of a stage from `hold(stage)` on. `begin` and `hold` are collectives of the
+    groups that share the stage's parameters: all ranks call in one order.
     """
 
-    def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf, owned: Mapping[str, Runs]) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Iterable[str]],
+        model: Mapping[str, nn.Parameter],
+        group_of: GroupOf,
+        owned: Mapping[str, Runs],
+    ) -> None:
+        self.stages = {stage: list(names) for stage, names in stages.items()}
+        self._coming: dict[int, list[tuple[list[str], GatheredWholes | OwnedWholes]]] = {}
+        self._held: set[int] = set()
         self.model = dict(model)
         self.group_of = group_of
         self.owned = owned
@@ -99,11 +110,49 @@ class ShardedWeights(Weights):
             if parameter.dtype != wide_dtype(parameter.dtype):
                 parameter.register_post_accumulate_grad_hook(self._accumulator(name))
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """Make the model's weights from the ranks' masters. A collective of the groups."""
-        for names in self.buckets(self.model):
-            self._start(names).into(self.model[name].data for name in names)
+        """The model's weights are to be what the masters are by now: the next `hold` of each stage gathers them."""
+        self._held.clear()
+
+    @torch.no_grad()
+    def begin(self, stage: int) -> None:
+        """Start gathering the stage's weights, and return; nothing where they are here or on their way."""
+        if stage in self._held or stage in self._coming:
+            return
+        self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
+
+    @torch.no_grad()
+    def hold(self, stage: int) -> None:
+        """Wait until the stage's weights are gathered; starts the gather unless `begin` has done so."""
+        if stage in self._held:
+            return
+        self.begin(stage)
+        coming = self._coming.pop(stage)
+        self._held.add(stage)
+        while coming:  # what was gathered is freed bucket by bucket
+            names, bucket = coming.pop(0)
+            bucket.into(self._made(name) for name in names)
+            del bucket
+
+    def release(self, stage: int) -> None:
+        """Do nothing: the stage's weights stay whole."""
+
+    @contextmanager
+    def all_held(self) -> Iterator[None]:
+        """A context in which the weights of all stages are gathered; they are released on exit."""
+        for stage in self.stages:
+            self.hold(stage)
+        yield
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release the weights of all stages, after forwards that no backward follows."""
+        for stage in self.stages:
+            self.release(stage)
+
+    def _made(self, name: str) -> Tensor:
+        """Where the whole weight `name` is written to."""
+        return self.model[name].data
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -173,8 +222,7 @@ class ShardedWeights(Weights):
 class GatheredWeights(ShardedWeights):
     """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
 
-    Between steps a rank has its parts of the masters and moments, and nothing else of a weight. `begin` and
-    `hold` are collectives of the groups that share the stage's parameters: all ranks call in one order.
+    Between steps a rank has its parts of the masters and moments, and nothing else of a weight.
     """
 
     def __init__(
@@ -184,54 +232,15 @@ class GatheredWeights(ShardedWeights):
         group_of: GroupOf,
         owned: Mapping[str, Runs],
     ) -> None:
-        super().__init__(model, group_of, owned)
-        self.stages = {stage: list(names) for stage, names in stages.items()}
-        self._coming: dict[int, list[tuple[list[str], GatheredWholes | OwnedWholes]]] = {}
-        self._held: set[int] = set()
+        super().__init__(stages, model, group_of, owned)
         self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
         self.release_all()
-
-    def publish(self) -> None:
-        """Do nothing: the next step gathers what the masters are by then."""
-
-    @torch.no_grad()
-    def begin(self, stage: int) -> None:
-        """Start gathering the stage's weights, and return; nothing where they are here or on their way."""
-        if stage in self._held or stage in self._coming:
-            return
-        self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
-
-    @torch.no_grad()
-    def hold(self, stage: int) -> None:
-        """Wait until the stage's weights are gathered; starts the gather unless `begin` has done so."""
-        if stage in self._held:
-            return
-        self.begin(stage)
-        coming = self._coming.pop(stage)
-        self._held.add(stage)
-        while coming:  # what was gathered is freed bucket by bucket
-            names, bucket = coming.pop(0)
-            bucket.into(self._made(name) for name in names)
-            del bucket
 
     def release(self, stage: int) -> None:
         """Forget the stage's weights, after its last backward."""
         self._held.discard(stage)
         for name in self.stages[stage]:
             self.model[name].data = self._nothing[name]
-
-    @contextmanager
-    def all_held(self) -> Iterator[None]:
-        """A context in which the weights of all stages are gathered; they are released on exit."""
-        for stage in self.stages:
-            self.hold(stage)
-        yield
-        self.release_all()
-
-    def release_all(self) -> None:
-        """Release the weights of all stages, after forwards that no backward follows."""
-        for stage in self.stages:
-            self.release(stage)
 
     def _made(self, name: str) -> Tensor:
         """Allocate the whole weight `name` as the model parameter's data, and return it uninitialised."""

@@ -36,9 +36,9 @@ def _arm() -> None:
     if os.environ["RANK"] != rank:
         return
     steps = [-1]
-    run, forward = Engine.run, Stage.forward
+    start, forward = Engine.start, Stage.forward
 
-    def counting_run(self: Engine) -> None:
+    def counting_start(self: Engine) -> None:
         steps[0] += 1
         index = next((i for i, a in enumerate(self.actions) if str(a) == action), None)
         due = steps[0] == int(step) or (kind == "dumb" and steps[0] > int(step))
@@ -53,7 +53,7 @@ def _arm() -> None:
                     _strike(kind)
 
             setattr(self, name, strike)
-        run(self)
+        start(self)
 
     def spoilt_forward(self: Stage, mb: int) -> None:
         if steps[0] >= int(step) and not self.is_first:
@@ -65,7 +65,7 @@ def _arm() -> None:
         time.sleep(0.1 if steps[0] >= int(step) and torch.is_grad_enabled() else 0.0)  # not in the sample at the end
         forward(self, mb)
 
-    Engine.run = counting_run
+    Engine.start = counting_start
     Stage.forward = {"noise": spoilt_forward, "nan": spoilt_forward, "slow": slow_forward}.get(kind, forward)
 
 
@@ -175,11 +175,11 @@ def _arm_update() -> None:
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
     step, steps = AdamW.step, [0]
 
-    def spoilt_step(self: AdamW) -> None:
+    def spoilt_step(self: AdamW, *left_out: object) -> None:
         steps[0] += 1
         if os.environ["RANK"] == rank and steps[0] == int(number):
             _strike("raise")
-        step(self)
+        step(self, *left_out)
 
     AdamW.step = spoilt_step
 
@@ -278,18 +278,18 @@ def _watch() -> None:
     """Log writes from the second step on: what comes before is start-up."""
     from ppctl.engine.interpreter import Engine
 
-    target, run, steps = os.environ["PPCTL_WATCH"], Engine.run, [0]
+    target, start, steps = os.environ["PPCTL_WATCH"], Engine.start, [0]
     log = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def audit(event: str, arguments: tuple) -> None:
         if steps[0] > 1 and event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             os.write(log, f"{steps[0]} {arguments[0]}\n".encode())
 
-    def counting_run(self: Engine) -> None:
+    def counting_start(self: Engine) -> None:
         steps[0] += 1
-        run(self)
+        start(self)
 
-    Engine.run = counting_run
+    Engine.start = counting_start
     sys.addaudithook(audit)
 
 

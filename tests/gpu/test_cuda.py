@@ -41,6 +41,7 @@ from ppctl.model.packing import Documents, bounds_of
 from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
+from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.train.optimizer import AdamW
 
 pytestmark = [
@@ -81,13 +82,31 @@ def test_one_rank_trains_on_cuda_over_nccl_as_on_the_cpu(text: Path, tmp_path: P
 
 
 def test_the_pipeline_waits_for_its_own_bound_on_the_queue_and_for_nothing_else(text: Path, monkeypatch):
-    """Two events for each forward and backward, and one behind the list; no stream and no device is waited for."""
+    """Two events for each forward and backward, and two behind the list; no stream and no device is waited for."""
     monkeypatch.setattr("ranks.GPUS", 1)
     mapping = to_mapping(tiny_config(text, "cuda"))
     ((waits, kernels),) = run_ranks(waits_in_a_pipeline, 1, mapping, over="nccl", timeout=120)
     assert kernels > 100, "the trace has seen the pipeline"
     computed = 2 * 2 * 8  # forwards and backwards of two chunks and eight microbatches
-    assert waits == ["cudaEventSynchronize"] * (2 * computed + 1)
+    assert waits == ["cudaEventSynchronize"] * (2 * computed + 2)
+
+
+def test_the_device_leaves_an_update_out_and_the_host_reads_all_numbers_at_once():
+    """AdamW's fused kernel looks at the scalar; pinned memory has the numbers behind the event."""
+    own = {"norm.weight": nn.Parameter(torch.ones(1000, device="cuda"))}
+    optimizer = AdamW(own, OptimConfig(lr=0.1), {"norm.weight": SimpleNamespace(decayed=False)})
+    assert optimizer.skips_on_device
+    for left_out in (1.0, 0.0):
+        own["norm.weight"].grad = torch.full((1000,), float("nan") if left_out else 0.5, device="cuda")
+        scalar = (~torch.linalg.vector_norm(own["norm.weight"].grad).isfinite()).float()
+        numbers = HostNumbers([scalar, own["norm.weight"][:2]])
+        optimizer.step(scalar)
+        assert numbers.read() == [[left_out], [1.0, 1.0]], "read before the update that follows"
+        if left_out:
+            optimizer.take_back()
+            assert own["norm.weight"].eq(1).all() and optimizer.updates == 0
+            assert all(not optimizer.state["norm.weight"][key].any() for key in ("exp_avg", "exp_avg_sq"))
+    assert own["norm.weight"].lt(1).all() and optimizer.updates == 1
 
 
 def test_fifty_milliseconds_of_queued_work_are_recorded_as_fifty():

@@ -58,7 +58,7 @@ class HandPipeline:
         self.optimizer.lr = lr_at(number, self.optim, steps)
         self.optimizer.step()
         self.weights.publish()
-        return loss, norm.item()
+        return loss, norm.total.item()
 
     def microbatch(self, tokens, labels, mask, total):
         """Forward through all stages, then backward; returns the loss where it is computed, else 0."""

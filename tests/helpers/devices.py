@@ -116,6 +116,7 @@ class Ranks:
                     pace.sent(index)
             self.hosts[rank] = "finishes"
             pace.finish(lambda: None)
+            pace.settle(lambda: None)
         except NothingMoves:
             pace.abandon()
         self.hosts[rank] = "done"

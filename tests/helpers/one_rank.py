@@ -45,6 +45,7 @@ def waits_on(mapping: dict, device: torch.device) -> tuple[list[str], int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         with record_function("the pipeline"):
             trainer._run_pipeline(2)
+            trainer.session.pipeline.settle()
         if device.type == "cuda":
             torch.cuda.synchronize()
     events = seen.events()

@@ -57,7 +57,8 @@ def _found(home: str, names: list[str]) -> dict[str, Any]:
 def test_calls_of_megatrons_functions() -> None:
     top = [getattr(package, name) for name in package.__all__ if name.islower() and not name.startswith("_")]
     now = {function.__name__: signature(function) for function in top}
-    hold_calls("signatures", now | members(P2PCommunicator, *ENGINES_OWN))
+    now |= members(P2PCommunicator, *ENGINES_OWN) | members(package.Kernel) | members(package.KernelUse)
+    hold_calls("signatures", now)
 
 
 def test_a_callback_is_called_as_it_was() -> None:

@@ -36,7 +36,8 @@ class Drawn:
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         draw = torch.Generator().manual_seed(0)
-        shape = (plan.num_microbatches, config.train.micro_batch_size, config.data.seq_length)
+        count = plan.gradient_accumulation_steps * plan.num_microbatches
+        shape = (count, config.train.micro_batch_size, config.data.seq_length)
         tokens = torch.randint(config.model.vocab_size, shape, generator=draw)
         mask = torch.ones(shape)
         self.batch = StepBatch(tokens, tokens.roll(-1, -1), mask, total_tokens=mask.numel(), checksum=0)
@@ -69,9 +70,9 @@ def all_gather(rows: Sequence[torch.Tensor], own: torch.Tensor, *, group: Backen
     rows[group.position].copy_(own)
 
 
-def composed(pp: int) -> tuple[RunConfig, Plan]:
-    found, plan, problems = planned(["+recipe=quickstart", *TINY, f"pp={pp}", "vpp=1"], for_training=True)
-    assert plan is not None, problems
+def composed(pp: int, *more: str) -> tuple[RunConfig, Plan]:
+    found, plan, problems = planned(["+recipe=quickstart", *TINY, f"pp={pp}", "vpp=1", *more], for_training=True)
+    assert plan is not None and not problems, problems
     return found.config, plan
 
 
@@ -101,10 +102,10 @@ def train(
 
 
 @contextmanager
-def trained_on(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[list[Session]]:
+def trained_on(monkeypatch: pytest.MonkeyPatch, world: World, *more: str) -> Iterator[list[Session]]:
     """The sessions of a pipeline on a world's devices, which may run."""
     pp = len(world.gpus)
-    config, plan = composed(pp)
+    config, plan = composed(pp, *more)
     sessions = []
     for rank in range(pp):
         connections = EmulatedConnections(world, rank, pp)
@@ -147,3 +148,44 @@ def test_training_over_devices_has_the_bits_of_one_process(monkeypatch, pp: int,
         together |= own
     assert together.keys() == weights.keys()
     assert all(torch.equal(together[name], weights[name]) for name in weights)
+
+
+CALLS = "pipeline.pp_batch_size=4"
+"""Two schedule calls a step."""
+OF_THE_HOST = ("optimizer.py", "reports.py: gather_reports", "reports.py: most_updates")
+"""Counts of updates, and reports: a real device has no part in them, here every tensor is on one."""
+
+
+def test_a_host_waits_once_a_step_however_many_schedule_calls_it_has(monkeypatch) -> None:
+    """The calls are enqueued one behind the other; the device's own bound (`pace`) is no wait for it to be through."""
+    numbers, weights = train(session_of(0, *composed(1, CALLS), connect=lambda *_: None))
+    world = World(2, seed=3)
+    with trained_on(monkeypatch, world, CALLS) as sessions:
+        assert sessions[0].plan.gradient_accumulation_steps == 2
+        found = world.run(lambda rank: train(sessions[rank]))
+    for gpu, (own_numbers, own) in zip(world.gpus, found, strict=True):
+        assert own_numbers == numbers
+        assert all(torch.equal(own[name], weights[name]) for name in own)
+        waits = {place: count for place, count in gpu.waits.items() if not place.startswith(OF_THE_HOST)}
+        assert waits == {"host_numbers.py: read": STEPS, "at the end": 1}
+
+
+@pytest.mark.parametrize("first_scale", [2.0**27, 2.0**4])
+def test_what_the_device_leaves_out_is_what_the_host_would_have(first_scale: float) -> None:
+    """float16, whose first steps overflow: an update that is enqueued before the host knows, and one that is not."""
+    half = ("parallel.fp16=true", f"optim.initial_loss_scale={first_scale}", "optim.hysteresis=1")
+    outcomes = []
+    for ahead in (True, False):
+        session = session_of(0, *composed(1, *half), connect=lambda *_: None)
+        optimizer = session.replica.optimizer
+        optimizer.fused, optimizer.skips_on_device = True, ahead
+        trainer = Trainer(session, Drawn(session.config, session.plan))
+        records = [trainer.step(step).record for step in range(10)]
+        told = [(r["loss"], r["grad_norm"], r["lr"], r["skipped"], r["loss_scale"]) for r in records]
+        outcomes.append((told, session.replica.weights.master, optimizer.state))
+    (told, masters, state), (wanted, expected, its_state) = outcomes
+    assert [str(row) for row in told] == [str(row) for row in wanted]  # a norm may be nan
+    assert any(row[3] for row in told) == (first_scale > 2.0**20) and not all(row[3] for row in told)
+    for name in masters:
+        assert torch.equal(masters[name], expected[name]), name
+        assert all(torch.equal(state[name][key], its_state[name][key]) for key in state[name]), name

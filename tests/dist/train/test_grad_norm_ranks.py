@@ -31,7 +31,7 @@ def measure(layout, model, bad):
         own[bad].grad.view(-1)[0] = float("nan")
     norm = GradientNorm(locate_parameters(specs, model), device="cpu", group=dist.group.WORLD).measure(own)
     clip_gradients(own, norm, 1.0)
-    return norm.item(), {name: p.grad for name, p in own.items()}, norm.culprits()
+    return norm.total.item(), {name: p.grad for name, p in own.items()}, norm.culprits()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

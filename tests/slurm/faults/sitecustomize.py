@@ -15,7 +15,7 @@ def _arm() -> None:
     from ppctl.engine.interpreter import Engine
     from ppctl.train.step import Trainer
 
-    run, step, rank = Engine.run, Trainer.step, int(os.environ["RANK"])
+    run, step, rank = Engine.start, Trainer.step, int(os.environ["RANK"])
     begun = [0]
 
     def slow_step(self: Trainer, number: int) -> object:
@@ -28,7 +28,7 @@ def _arm() -> None:
         begun[0] += 1
         run(self)
 
-    Engine.run, Trainer.step = raising_run, slow_step
+    Engine.start, Trainer.step = raising_run, slow_step
 
 
 def _arm_disk() -> None:

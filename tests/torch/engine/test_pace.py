@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -10,7 +11,7 @@ import pytest
 from devices import Ranks
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.engine.pace import AHEAD
+from ppctl.engine.pace import AHEAD, DevicePace
 from ppctl.errors import ScheduleError
 from ppctl.hang.verdict import verdict
 from ppctl.plan.build import build_plan
@@ -77,6 +78,81 @@ def test_where_the_host_waits_inside_a_stage_the_record_still_says_where_the_dev
     ranks.run()
     told = verdict(plan, ranks.states(), 200.0, 1e6)
     assert (told.rank, told.action) == (1, "1F5")
+
+
+class Gate:
+    """An event that is passed when it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        assert self.opened.wait(20)
+
+
+class Places:
+    """A heartbeat that notes where the device is said to be."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def enter(self, index: int) -> None:
+        self.seen.append(("enters", index))
+
+    def work(self, index: int) -> None:
+        self.seen.append(("works", index))
+
+
+def test_a_device_is_not_waited_for_between_two_lists_and_is_followed_through_both() -> None:
+    gates: list[Gate] = []
+    places = Places()
+
+    def make() -> Gate:
+        gates.append(Gate())
+        return gates[-1]
+
+    pace = DevicePace(2, places, make, ahead=9)
+    for _ in range(2):
+        for index in range(2):
+            pace.enter(index)
+            pace.begin(index)
+            pace.end(index)
+        pace.finish(lambda: None)  # nothing is passed yet, and the host is here
+    assert len(gates) == 10 and {index for _, index in places.seen} == {0}
+    settled = threading.Thread(target=pace.settle, args=(lambda: None,))
+    settled.start()
+    for opened in range(5):
+        gates[opened].opened.set()
+    settled.join(0.2)
+    assert settled.is_alive(), "the second list is not over"
+    assert places.seen[-1] in {("enters", 2), ("enters", 0)}
+    while settled.is_alive():
+        for gate in list(gates):
+            gate.opened.set()
+        settled.join(0.01)
+    assert pace.idle and pace.ended > 0
+    assert [place for place in places.seen if place[0] == "works"] == [("works", i) for i in (0, 1, 0, 1)]
+    assert places.seen[-1] == ("enters", 2)
+
+
+def test_an_error_of_the_device_in_an_earlier_list_is_raised_with_its_action() -> None:
+    class Broken(Gate):
+        def synchronize(self) -> None:
+            raise RuntimeError("illegal address")
+
+    pace = DevicePace(3, Places(), Broken, ahead=9)
+    pace.enter(0)
+    pace.enter(1)
+    pace.begin(1)
+    pace.end(1)
+    pace.finish(lambda: None)
+    pace.enter(0)
+    with pytest.raises(RuntimeError, match="illegal address"):
+        pace.settle(lambda: None)
+    assert pace.at == 1
 
 
 def test_hosts_without_a_bound_would_all_be_through() -> None:

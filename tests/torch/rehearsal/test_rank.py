@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ppctl.data.batches import StepBatch
 from ppctl.errors import ConfigError
 from ppctl.launch.planning import planned
+from ppctl.records.rehearsal_record import STEP
 from ppctl.rehearsal import rank as rehearsal
 from ppctl.rehearsal.stand_ins import Samples
+from ppctl.tensors import host_numbers
 from ppctl.train import replica
 from ppctl.train.grad_norm import GradientNorm, Location
 from ppctl.train.optimizer import AdamW
@@ -32,16 +34,19 @@ EXPERTS = (
     "+recipe=quickstart", *ON_GPU, "pp=2", "vpp=1", "dp=2", "ep=2", "model.num_moe_experts=4",
     "parallel.bf16=true", "model.ffn_hidden_size=32",
 )  # fmt: skip
-NO_VALUES = {"aten._to_copy.default": 1, "aten.empty.memory_format": 3}
-"""The norm on its way to the host, and a batch without values."""
+NO_VALUES = {
+    **dict.fromkeys((f"aten.{name}" for name in ("abs.default", "bitwise_not.default", "eq.Tensor", "ne.Scalar")), 1),
+    **{"aten.mul.Tensor": 1, "aten._to_copy.default": 2, "aten.empty.memory_format": 3},
+}
+"""A step's numbers on their way to the host, whether the device leaves it out, and a batch without values."""
 FUSED = {
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
     "aten.empty_like.default",  # a fused norm's results, forward and backward
     "aten.new_empty.default",  # and its statistics
     "aten._fused_adamw_.default",
-    "aten._foreach_add_.Scalar",  # its counts of steps
-    *NO_VALUES,
+    *("aten._foreach_add_.Scalar", "aten._foreach_sub_.List"),  # its counts of steps
+    *(NO_VALUES.keys() - {"aten.mul.Tensor"}),  # of which a CPU's AdamW has more
 }
 """What a GPU's fused kernels are called, where the CPU goes step by step."""
 
@@ -114,7 +119,7 @@ def test_a_rehearsed_step_calls_the_operators_of_a_real_one(operators, monkeypat
     """Without the stand-ins for fused kernels, and without what torch does by kind of device: the update."""
     config, plan = composed(*ONE, "model.attention_backend=unfused")
     monkeypatch.setattr(rehearsal, "FusedKernels", nullcontext)
-    monkeypatch.setattr(AdamW, "step", lambda self: None)
+    monkeypatch.setattr(AdamW, "step", lambda self, left_out=None: None)
     monkeypatch.setattr(replica, "clip_gradients", lambda *_: None)
     rehearsed = operators(lambda: rehearsal.rehearse(config, plan, 0))
     real = operators(lambda: real_step(config, plan))
@@ -152,11 +157,31 @@ def test_experts_without_a_grouped_product_are_refused():
         rehearsal.rehearse(config, plan, 0)
 
 
-def test_a_step_waits_for_the_gradients_norm_once():
-    config, plan = composed(*EXPERTS)
-    waits = [wait for wait in rehearsal.rehearse(config, plan, 0).host_waits if wait.file.endswith("grad_norm.py")]
-    lines = (Path(replica.__file__).parent / "grad_norm.py").read_text().splitlines()
-    assert [(wait.count, lines[wait.line - 1].strip()) for wait in waits] == [(1, "return float(self.total)")]
+AUXILIARY = ("model.moe_aux_loss_coeff=1e-2", "model.mtp_num_layers=1", "model.moe_router_enable_expert_bias=true")
+TWO_CALLS = ("pipeline.pp_batch_size=2",)
+
+
+@pytest.mark.parametrize(
+    ("more", "rank"),
+    [
+        (AUXILIARY, 1),
+        *(
+            pytest.param(more, rank, marks=pytest.mark.whole)
+            for rank in (0, 1)
+            for more in ((), AUXILIARY, TWO_CALLS, ("parallel.bf16=false", "parallel.fp16=true"))
+        ),
+    ],
+)
+def test_a_step_waits_for_all_of_its_numbers_once(more, rank):
+    """Beside the exchanges' sizes. Rank 1 has the loss, its tokens and whatever is added to it."""
+    dense = *(each for each in EXPERTS if not each.startswith(("ep=", "model.num_moe"))), "model.mtp_num_layers=1"
+    base = EXPERTS if not more or more == AUXILIARY else dense
+    config, plan = composed(*base, *more)
+    own = plan.sizes.dp * rank  # of this pp_rank, the first
+    waits = [wait for wait in rehearsal.rehearse(config, plan, own).host_waits if wait.during == STEP]
+    lines = Path(host_numbers.__file__).read_text().splitlines()
+    assert [wait.count for wait in waits] == [1]
+    assert lines[waits[0].line - 1].strip() == "numbers = iter(self._flat.tolist())"
 
 
 @pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
@@ -166,8 +191,9 @@ def test_a_dense_step_whose_state_is_shared_waits_for_nothing_else(sharding, opt
     config, plan = composed(
         "+recipe=quickstart", *ON_GPU, "pp=2", "vpp=1", "dp=2", shared, f"optim.name={optimizer}", "bf16=true"
     )
-    waits = rehearsal.rehearse(config, plan, 0).host_waits  # the last stage's rank reports losses as well
-    assert [(Path(wait.file).name, wait.count) for wait in waits] == [("grad_norm.py", 1)]
+    for rank in (0, 2):  # of each stage
+        waits = rehearsal.rehearse(config, plan, rank).host_waits
+        assert [(Path(wait.file).name, wait.count) for wait in waits] == [("host_numbers.py", 1)]
 
 
 def test_the_places_of_experts_norms_are_made_once():

@@ -139,7 +139,7 @@ def test_the_plan_has_the_state_of_the_rank_that_owns_most_and_the_time_of_the_s
     owned = owned_runs({name: tuple(p.shape) for name, p in whole.items() if rows[name].hidden_matrix}, ranks)
     held, operations = [], []
     for rank in range(ranks):
-        weights = ShardedWeights(whole, lambda _, rank=rank: Replica(rank, ranks), owned)
+        weights = ShardedWeights({0: whole}, whole, lambda _, rank=rank: Replica(rank, ranks), owned)
         state = make_optimizer(weights.master, optim, rows).state
         tensors = [t for entry in state.values() for t in entry.values() if t.dim()]
         held.append(sum(4 * t.numel() for t in (*tensors, *weights.master.values())))

@@ -141,6 +141,27 @@ def test_a_parameter_without_a_gradient_in_a_step_keeps_its_own_count_of_updates
     assert ours.updates == 3
 
 
+def test_a_step_that_the_device_leaves_out_changes_nothing_and_does_not_count():
+    """The fused kernel, which CPUs have as well, looks at the scalar; the host is told later."""
+    twins = []
+    for left_out in ((0.0, 1.0, 0.0), (0.0, 0.0)):
+        own, model = masters()
+        optimizer = AdamW(own, OptimConfig(lr=1e-2), rows(model))
+        optimizer.fused = True
+        for step, out in enumerate(left_out):
+            for parameter in own.values():
+                parameter.grad = torch.full_like(parameter, float("nan") if out else 0.1 + step // (len(left_out) - 1))
+            optimizer.step(torch.tensor(out))
+            if out:
+                optimizer.take_back()
+        twins.append((own, optimizer))
+    (own, optimizer), (twin, expected) = twins
+    assert optimizer.updates == expected.updates == 2
+    for name in own:
+        assert torch.equal(own[name], twin[name])
+        assert all(torch.equal(optimizer.state[name][key], expected.state[name][key]) for key in optimizer.state[name])
+
+
 class Called(TorchDispatchMode):
     """The names of the operations that run inside."""
 

@@ -31,6 +31,8 @@ def beyond(name: str) -> list[float | str]:
         return ["[2]", "[0,2]"]
     if list[Any] in members(keys()[name].type) and str not in members(keys()[name].type):
         return ["[]", "[{style: none of them, until: 3}]"]
+    if list[str] in members(keys()[name].type) and str not in members(keys()[name].type):
+        return ["[os.system]", "[package:one,two]"]
     return ["" if isinstance(limit, Form) else "none of them"]
 
 

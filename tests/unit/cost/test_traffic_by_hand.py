@@ -126,8 +126,8 @@ WHOLE = ["embedding", "decoder.0", "decoder.1", "loss"]
 NUMBERS = 2 * 40 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16) + 16
 """Parameters of DENSE: tables, matrices, norms."""
 PLAIN = Sums("none", 4, 4, scatters=True)
-REPORT = 8 * (15 + 1)
-"""Bytes of a rank's report: 15 numbers, and the seconds of one stage."""
+REPORT = 8 * (14 + 1)
+"""Bytes of a rank's report: 14 numbers, and the seconds of one stage."""
 
 
 def test_one_rank_tells_nobody_anything() -> None:

@@ -1,0 +1,124 @@
+"""Kernels that are not ppctl's: values in a person's own module, which `model.kernels` names and ranks import.
+
+Knows what each role asks of a function, and which of several serves. Must not know how the others are chosen
+(`kernels.py`), nor ranks. docs/kernels.md has an example; decision 81 says why there is no list of registered ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ppctl.errors import ConfigError, Problem, pasted
+
+Role = Literal["attention", "grouped_product", "dispatch", "norm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelUse:
+    """What a run asks of a kernel on each rank; sizes are those of a rank's own part, 0 where the model has none."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    compute: tuple[int, int] = (0, 0)
+    """CUDA's compute capability; (9, 0) is Hopper."""
+    dtype: torch.dtype = torch.float32
+    """Of activations and weights."""
+    length: int = 16
+    """Tokens of a row, `hidden` wide."""
+    hidden: int = 16
+    heads: int = 2
+    """Of queries, which have as wide heads as keys; `groups` is how many heads of keys and values there are."""
+    groups: int = 2
+    width: int = 8
+    values_width: int = 8
+    experts: int = 0
+    """Each with `expert_width` between its products."""
+    expert_width: int = 0
+    bias: bool = False
+    """Whether norms are LayerNorm, with a bias; else RMSNorm. `epsilon` is theirs."""
+    epsilon: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel for one role: `model.kernels=[module:name]` names a value of this class in a module.
+
+    `function` is differentiated by autograd, and must not depend on anything but its arguments: recomputation calls it
+    again. By role it is
+
+    * attention: (q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], scale) -> [b, heads,
+      s, values' width], causal;
+    * grouped_product: (rows [n, in], weights [groups, out, in], ends [groups] int32) -> [n, out], group g's rows, which
+      end before ends[g], times the transpose of its weight. A group may have no rows;
+    * norm: (x [..., h], weight [h], bias [h] or None, epsilon) -> x's shape;
+    * dispatch: (group of ep or None, group of etp or None) -> what `ppctl.model.feed_forward.ExchangeRows` describes.
+    """
+
+    role: Role
+    function: Callable[..., Any]
+    tolerance: float
+    """The largest difference from the reference, of results and gradients, as a share of the reference's largest value
+    (`ppctl.check_kernel`)."""
+    fits: Callable[[KernelUse], str] | None = None
+    """Why it cannot serve such a use, in words; empty where it can. None: it serves every use."""
+    name: str = ""
+    """What the config calls it; set where it is chosen."""
+
+    def against(self, use: KernelUse) -> str:
+        """What `fits` says of a use."""
+        return "" if self.fits is None else self.fits(use)
+
+
+def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = False) -> dict[str, Kernel]:
+    """Role -> the first kernel of `names` for it that fits. Where the layers around are compiled, it is left as it is.
+
+    Raises ConfigError (PP-E773) where a name leads to no kernel, or none of a role's fits.
+    """
+    chosen: dict[str, Kernel] = {}
+    against: dict[str, str] = {}
+    kernels = [replace(load_kernel(name), name=name) for name in names]
+    for kernel in kernels:
+        if reason := kernel.against(use):
+            against[kernel.role] = f"{kernel.name} cannot serve: {reason}"
+        elif kernel.role not in chosen:
+            function = torch.compiler.disable(kernel.function) if compiles else kernel.function
+            chosen[kernel.role] = replace(kernel, function=function)
+    for role in against.keys() - chosen.keys():
+        raise refusal(against[role], [kernel.name for kernel in kernels if kernel.role != role])
+    return chosen
+
+
+def load_kernel(name: str) -> Kernel:
+    """The kernel that `module:name` names; imports the module, from where Python finds it. Raises ConfigError."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise refusal(f"{name} cannot be imported: {error}") from error
+    if not isinstance(found, Kernel):
+        raise refusal(f"{name} is no ppctl.Kernel, but {type(found).__name__}")
+    return found
+
+
+def refusal(message: str, rest: Sequence[str] = ()) -> ConfigError:
+    """The error of a kernel that does not serve, with the other ones as the remedy."""
+    value = f"[{','.join(rest)}]" if rest else "null"
+    return ConfigError(Problem("PP-E773", message, pasted(f"model.kernels={value}")))
+
+
+def use_norm(module: nn.Module, kernel: Kernel) -> None:
+    """Let every norm inside a module compute by the kernel; their weights stay where they are."""
+    for norm in module.modules():
+        if isinstance(norm, nn.RMSNorm | nn.LayerNorm):
+            norm.forward = partial(_normed, norm, kernel.function)  # type: ignore[method-assign]
+
+
+def _normed(norm: nn.RMSNorm | nn.LayerNorm, function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return function(x, norm.weight, getattr(norm, "bias", None), norm.eps)

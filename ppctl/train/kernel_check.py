@@ -1,0 +1,124 @@
+"""Compares a kernel from outside with a reference: results and gradients, on drawn numbers (`ppctl.check_kernel`).
+
+Knows what each role computes, in float64 and step by step; of a dispatch, ppctl's own over all ranks of the default
+process group. Must not know any kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isnan
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ppctl.errors import Problem, TrainingError
+from ppctl.model.outside_kernels import Kernel, KernelUse
+from ppctl.parallel.dispatch import ExpertExchange
+
+Reference = Callable[..., Tensor]
+"""(kernel's function or None, *tensors) -> result: by the kernel, or by the reference."""
+
+
+def check_kernel(kernel: Kernel, use: KernelUse, *, seed: int = 0) -> dict[str, float]:
+    """`result` and the gradient of each tensor -> the largest difference, as a share of the reference's largest value.
+
+    Numbers are drawn with `seed` on the device of `use`, with its sizes. Raises TrainingError (PP-E773) where the
+    kernel does not fit the use, returns another shape or dtype, or differs by more than its tolerance. For a dispatch
+    all ranks of the default process group call it.
+    """
+    if reason := kernel.against(use):
+        raise _mismatch(kernel, f"does not fit this use: {reason}")
+    draw, (shapes, compute) = torch.Generator().manual_seed(seed), _CASES[kernel.role](use)
+    case = [torch.randn(shape, generator=draw).to(use.device, use.dtype) for shape in shapes]
+    own = _outcome(compute, kernel.function, case)
+    expected = _outcome(compute, None, [tensor.double() for tensor in case])
+    names, found = ["result", *(f"gradient {number}" for number in range(len(case)))], {}
+    for name, tensor, wanted in zip(names, own, expected, strict=True):
+        if (tensor.shape, tensor.dtype) != (wanted.shape, use.dtype):
+            wrong = f"{list(tensor.shape)} {tensor.dtype}, not {list(wanted.shape)} {use.dtype}"
+            raise _mismatch(kernel, f"has a {name} of {wrong}")
+        found[name] = float((tensor - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+        if isnan(found[name]) or found[name] > kernel.tolerance:
+            far = f"{found[name]:.2g} of the reference's largest value, more than its tolerance {kernel.tolerance:.2g}"
+            raise _mismatch(kernel, f"has a {name} that differs by {far}")
+    return found
+
+
+def _mismatch(kernel: Kernel, message: str) -> TrainingError:
+    remedy = "docs/kernels.md says what the role asks of a function"
+    return TrainingError(Problem("PP-E773", f"the kernel for {kernel.role} {message}", remedy))
+
+
+def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tensor]) -> list[Tensor]:
+    """The result of these tensors, and their gradients."""
+    leaves = [tensor.clone().requires_grad_() for tensor in case]
+    result = compute(function, *leaves)
+    # The same numbers in every dtype; a tensor that the result does not depend on has a gradient of zeros.
+    weights = torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16).to(result).view(result.shape)
+    return [result.detach(), *torch.autograd.grad(result, leaves, weights, materialize_grads=True)]
+
+
+Case = tuple[Sequence[Sequence[int]], Reference]
+"""Shapes of the tensors, and what is computed of them."""
+
+
+def _attention(use: KernelUse) -> Case:
+    scale = 0.9 * use.width**-0.5
+
+    def compute(function: Reference | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if function is not None:
+            return function(q, k, v, scale)
+        k, v = (each.repeat_interleave(use.heads // use.groups, 1) for each in (k, v))
+        behind = torch.ones(use.length, use.length, dtype=torch.bool, device=q.device).triu(1)
+        mixed: Tensor = (q @ k.mT * scale).masked_fill(behind, -torch.inf).softmax(-1) @ v
+        return mixed
+
+    widths = (use.heads, use.width), (use.groups, use.width), (use.groups, use.values_width)
+    return [(2, heads, use.length, width) for heads, width in widths], compute
+
+
+def _grouped(use: KernelUse) -> Case:
+    sizes = [0, *(5 + 3 * number for number in range(max(use.experts, 2) - 1))]  # one group has no rows
+    ends = torch.tensor(sizes, device=use.device).cumsum(0, dtype=torch.int32)
+
+    def compute(function: Reference | None, rows: Tensor, weights: Tensor) -> Tensor:
+        if function is not None:
+            return function(rows, weights, ends)
+        return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(sizes), weights, strict=True)])
+
+    return [(sum(sizes), use.hidden), (len(sizes), use.expert_width or use.hidden, use.hidden)], compute
+
+
+def _norm(use: KernelUse) -> Case:
+    def compute(function: Reference | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if function is not None:
+            return function(x, weight, bias, use.epsilon)
+        x = x if bias is None else x - x.mean(-1, keepdim=True)
+        normed = x * (x.square().mean(-1, keepdim=True) + use.epsilon).rsqrt() * weight
+        return normed if bias is None else normed + bias
+
+    return [(2, use.length, use.hidden), *[(use.hidden,)] * (1 + use.bias)], compute
+
+
+def _dispatch(use: KernelUse) -> Case:
+    """Rows of one expert a rank, each multiplied where its expert is with 2 to that rank's number."""
+    ranks, own = dist.get_world_size(), dist.get_rank()
+    counts = torch.tensor([ranks, *((number + own) % ranks for number in range(1, ranks))], device=use.device)
+
+    def compute(function: Reference | None, rows: Tensor) -> Tensor:
+        make: Callable[..., Callable[..., Tensor]] = function or ExpertExchange  # type: ignore[assignment]
+        exchanged = make(dist.group.WORLD, None)(lambda: rows, counts, lambda come, _: come * 2.0**own)
+        return exchanged
+
+    return [(int(counts.sum()), use.hidden)], compute
+
+
+_CASES: dict[str, Callable[[KernelUse], Case]] = {
+    "attention": _attention,
+    "grouped_product": _grouped,
+    "norm": _norm,
+    "dispatch": _dispatch,
+}
