@@ -37,8 +37,8 @@ NO_VALUES = {"aten._to_copy.default": 1, "aten.empty.memory_format": 3}
 FUSED = {
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
-    "aten.empty_like.default",  # a fused norm's results, forward and backward
-    "aten.new_empty.default",  # and its statistics
+    "aten.native_layer_norm.default",  # what a fused norm is called, and its backward
+    "aten.native_layer_norm_backward.default",
     "aten._fused_adamw_.default",
     "aten._foreach_add_.Scalar",  # its counts of steps
     *NO_VALUES,
