@@ -163,7 +163,9 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
 
-    Kept for the backward are `x` and `weight` as they are, and not their copies in float32.
+    Products of bfloat16 numbers are exact in float32, in which they are summed: a GPU reads them as they are, and the
+    CPU makes copies of them in float32, for the same numbers but for the order of the sum. Kept for the backward are
+    `x` and `weight` as they are; its own products are of copies in float32, as the gradient is.
     """
     out: Tensor = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own
     return out
@@ -180,6 +182,8 @@ class _ProductInFloat32(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         wide = wide_dtype(x.dtype)
         with without_autocast(x.device.type):
+            if x.device.type != "cpu" and x.dtype == weight.dtype == torch.bfloat16:
+                return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=wide).view(*x.shape[:-1], -1)
             return product(x.to(wide), weight.to(wide))
 
     @staticmethod

@@ -158,9 +158,7 @@ class DeviceLedger(TorchDispatchMode):
     def layers(self) -> tuple[LayerKernels, ...]:
         """Kernels of each kind of layer, forwards before backwards."""
         return tuple(
-            LayerKernels(
-                kind, during, passes, *(self._of_layers[kind, during, name] for name in LayerKernels.COUNTED)
-            )
+            LayerKernels(kind, during, passes, *(self._of_layers[kind, during, name] for name in LayerKernels.COUNTED))
             for kind, passes in sorted(self._marks.passes.items())
             for during in (FORWARD, BACKWARD)
         )

@@ -63,7 +63,11 @@ BY_HAND = {
     ),
     "the same operand twice is read once": (lambda x, w: x * x, (1, 1, 2 * X), (3, 3, 3 * X + 3 * X + 3 * X)),
     "memory without values": (lambda x, w: x.exp() + torch.empty_like(x), (2, 2, 5 * X), (1, 1, 3 * X)),
-    "into given memory": (lambda x, w: torch.exp(x.detach(), out=on_device(ROWS, WIDTH)) * x, (2, 2, 5 * X), (1, 1, 3 * X)),
+    "into given memory": (
+        lambda x, w: torch.exp(x.detach(), out=on_device(ROWS, WIDTH)) * x,
+        (2, 2, 5 * X),
+        (1, 1, 3 * X),
+    ),
     "rows that are looked up": (
         lambda x, w: x.index_select(0, on_device(2, dtype=torch.int64)),
         (1, 1, 2 * (X // 4) + 16),

@@ -14,7 +14,15 @@ from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.launch.planning import planned
 from ppctl.plan.rehearsal import kinds_of, replayed
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.records.rehearsal_record import HostWait, LayerKernels, MeasuredTraffic, Moment, Operations, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import (
+    HostWait,
+    LayerKernels,
+    MeasuredTraffic,
+    Moment,
+    Operations,
+    Rehearsed,
+    StageMemory,
+)
 
 MIB = 2**20
 SMALL = ("+recipe=quickstart", "launch.device=cuda", "layout=null", "pp=2", "vpp=1", "launch.memory_reserve=0GiB")
