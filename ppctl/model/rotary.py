@@ -113,6 +113,8 @@ def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool
     """
     if turns is None:
         return x
+    if torch.compiler.is_compiling():
+        return _step_by_step(x, turns, first, _pairs(interleaved))
     turned: Tensor = _Rotate.apply(x, turns, first, interleaved)  # type: ignore[no-untyped-call]  # torch's own
     return turned
 
@@ -158,6 +160,14 @@ def _turned(
     of_low(low_cos, high_sin, out=low)
     of_high(high_cos, low_sin, out=high)
     return out
+
+
+def _step_by_step(x: Tensor, turns: Tensor, first: int, read: Pairs) -> Tensor:
+    """The same for a compiler, which fuses the steps itself and cannot write into parts of a tensor."""
+    stop = first + 2 * turns.shape[-1]
+    (low, high), (cos, sin) = read(x[..., first:stop]).unbind(-2), turns.unbind(-2)
+    parts = (x[..., :first], low * cos - high * sin, high * cos + low * sin, x[..., stop:])
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
 
 Pairs = Callable[[Tensor], Tensor]
