@@ -152,6 +152,18 @@ def test_experts_without_a_grouped_product_are_refused():
         rehearsal.rehearse(config, plan, 0)
 
 
+def test_kernels_are_counted_by_kind_of_layer_and_a_forward_with_experts_waits_for_their_rows():
+    config, plan = composed(*EXPERTS)
+    layers = rehearsal.rehearse(config, plan, 0).layers
+    (stage,) = plan.for_rank(0).stages
+    passes = sum(layer.kind == "decoder" for layer in stage.layers) * plan.num_microbatches
+    assert [(each.kind, each.during, each.passes) for each in layers] == [
+        ("decoder with experts", during, passes) for during in ("forward", "backward")
+    ]
+    assert [each.host_waits for each in layers] == [passes, 0]
+    assert all(each.kernels > each.others > 0 and each.other_bytes > 0 for each in layers)
+
+
 def test_a_step_waits_for_the_gradients_norm_once():
     config, plan = composed(*EXPERTS)
     waits = [wait for wait in rehearsal.rehearse(config, plan, 0).host_waits if wait.file.endswith("grad_norm.py")]
@@ -196,5 +208,6 @@ def test_both_halves_of_pairs_are_counted_each_as_its_own():
     assert (beside.operations, beside.traffic, beside.host_waits) == (
         behind.operations, behind.traffic, behind.host_waits,
     )  # fmt: skip
+    assert beside.layers == behind.layers
     kept = [[(stage.stage, stage.kept) for stage in each.stages] for each in (beside, behind)]
     assert kept[0] == kept[1]
