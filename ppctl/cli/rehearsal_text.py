@@ -5,13 +5,14 @@ Knows columns and units. Must not know streams or how anything was measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
 from ppctl.cli.console import aligned, prose
 from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.records.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 
 LAUNCH_SECONDS = 5e-6
 """Seconds that a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us in many profiles. The
@@ -24,7 +25,7 @@ _EQUAL = "equal to the byte"
 def rehearsal_text(rehearsal: Rehearsal, width: int) -> str:
     """Everything, in paragraphs: the verdict first."""
     parts = [_verdict(rehearsal), _peaks(rehearsal), _state(rehearsal), _kept(rehearsal), _waits(rehearsal)]
-    parts += [_launching(rehearsal), _messages(rehearsal)]
+    parts += [_launching(rehearsal), _layers(rehearsal), _messages(rehearsal)]
     return "\n\n".join(f"{prose(head, width)}\n{table}".rstrip() for head, table in parts if head)
 
 
@@ -177,6 +178,22 @@ def _launching(rehearsal: Rehearsal) -> _Part:
         f"{1e6 * LAUNCH_SECONDS:.0f} us a launch (the plan's step: {rehearsal.plan.step_time_s:.3g} s)"
     )
     return [head], aligned(rows, right=4)
+
+
+def _layers(rehearsal: Rehearsal) -> _Part:
+    sums: dict[tuple[str, str], Counter[str]] = {}
+    for layer in (layer for each in rehearsal.ranks for layer in each.layers):
+        counts = sums.setdefault((layer.kind, layer.during), Counter())
+        counts.update({name: getattr(layer, name) for name in ("passes", *layer.COUNTED)})
+    rows = [["layer", "pass", "kernels", "others", "their GB", "host waits"]]
+    for (kind, during), counts in sums.items():
+        kernels, others, size, waits = (counts[name] / counts["passes"] for name in LayerKernels.COUNTED)
+        rows.append([kind, during, f"{kernels:.4g}", f"{others:.4g}", f"{size / 1e9:.2f}", f"{waits:.3g}"])
+    head = (
+        "Kernels of a layer and microbatch, those that are neither products nor attention, and what these read and "
+        "write. A backward computes again what is recomputed and adds to the weights' gradients, unless a W does"
+    )
+    return ([head] if sums else []), aligned(rows, right=6)
 
 
 def _messages(rehearsal: Rehearsal) -> _Part:

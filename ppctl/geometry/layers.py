@@ -89,6 +89,13 @@ class Kind(NamedTuple):
     """For a transformers model: the index in `ForeignModel.kinds`."""
 
 
+def kind_name(kind: Kind) -> str:
+    """A kind's name for a person: `decoder`, `decoder with experts`, `mtp`, `decoder of kind 2`."""
+    name = f"{kind.name} with experts" if kind.moe else kind.name
+    name += f", cp {kind.cp_comm_type}" if kind.cp_comm_type != "p2p" else ""
+    return f"{name} of kind {kind.structure}" if kind.structure else name
+
+
 def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
     """The kind of each of these layers."""
     foreign = foreign_of(model)

@@ -48,17 +48,16 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
+        turns: Tensor | None,
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them, or none."""
+        """Attend within each sequence of `x`, or document; `turns` as `Rotary.turns` gives them, or none."""
         q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))
-        # Norms lose a layout in which heads do not come first, and attention's result has that of its queries.
+        # Norms lose a layout in which heads do not come first.
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
-        q = rotate(q, cos, sin, interleaved=self.interleaved)
-        k = rotate(k, cos, sin, interleaved=self.interleaved)
+        q = rotate(q, turns, interleaved=self.interleaved)
+        k = rotate(k, turns, interleaved=self.interleaved)
         return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
     def mix(

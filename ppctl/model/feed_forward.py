@@ -20,7 +20,7 @@ from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Operand, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
-from ppctl.tensors.row_order import reorder, repeat_in_order, weighted_sum
+from ppctl.tensors.row_order import inverse_of, repeat_in_order, weighted_sum
 
 ExchangeRows = Callable[[Callable[[], Tensor], Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
 """`exchange(make_rows, counts, experts)`: bring the rows [n, h] that `make_rows()` returns, sorted by expert with
@@ -105,10 +105,10 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x)
         chosen, topk = routing.experts.flatten(), routing.experts.shape[-1]
         order = chosen.argsort(stable=True)
-        back = order.argsort()
+        back = inverse_of(order)
         make_rows = partial(repeat_in_order, x.flatten(0, 1), topk, order, back)
-        slots = reorder(self._apply_experts(make_rows, routing.counts), back, order).view(*x.shape[:2], topk, -1)
-        out = weighted_sum(slots, routing.weights.to(x.dtype))
+        results = self._apply_experts(make_rows, routing.counts)
+        out = weighted_sum(results, routing.weights.to(x.dtype), order, back)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         if routing.auxiliary is not None:

@@ -9,6 +9,7 @@ Source: the DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, columns, from_columns
 from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
-from ppctl.model.rotary import join_heads, rotate, yarn_magnitude
+from ppctl.model.rotary import rotate, yarn_magnitude
 from ppctl.model.split import TensorSplit, enter
 
 LATENT_NORM_EPSILON = 1e-6
@@ -59,31 +60,29 @@ class LatentAttention(nn.Module):
         self.scale = yarn_magnitude(model, model.mscale_all_dim) ** 2 / sum(self.q_widths) ** 0.5
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None, draws: Draws | None = None
+        self, x: Tensor, turns: Tensor, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
-        """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
+        """Attend within each sequence of `x`, or document; `turns` as `Rotary.turns` gives them."""
         if self.compresses_queries:
             compressed, keys_values = columns(x, self.wq_a, self.wkv_a)
         elif self.split is None:
             compressed, keys_values = columns(x, self.wq, self.wkv_a)
         else:
             (compressed,), keys_values = columns(x, self.wq, split=self.split), self.wkv_a(x)
-        q, k, v = self.expand(compressed, keys_values, cos, sin)
+        q, k, v = self.expand(compressed, keys_values, turns)
         return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
-    def expand(self, queries: Tensor, keys_values: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def expand(self, queries: Tensor, keys_values: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all heads, turned, from what was compressed: recomputed as `mla_up_proj`."""
         if self.compresses_queries:
             (queries,) = columns(self.q_norm(queries), self.wq_b, split=self.split)
-        q_plain, q_turned = torch.split(_heads(queries, self.q_widths), self.q_widths, dim=-1)
         latent, shared = torch.split(keys_values, self.latent_widths, dim=-1)
         (expanded,) = columns(self.kv_norm(latent), self.wkv_b, split=self.split)
-        k_plain, v = torch.split(_heads(expanded, self.kv_widths), self.kv_widths, dim=-1)
-        shared = enter(shared, self.split)[:, None]
-        k_turned = rotate(shared, cos, sin, interleaved=self.interleaved).expand(-1, q_plain.shape[1], -1, -1)
-        q = join_heads(q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved))
-        # Attention keeps v for its backward: as a view it would keep k_plain, with which it shares memory, as well.
-        return q, torch.cat((k_plain, k_turned), dim=-1), v.contiguous()
+        turned = rotate(enter(shared, self.split)[:, None], turns, interleaved=self.interleaved)
+        q = _heads(queries, self.q_widths)
+        q = rotate(q, turns, first=self.q_widths[0], interleaved=self.interleaved)
+        k, v = _KeysValues.apply(_heads(expanded, self.kv_widths), turned, self.kv_widths)  # type: ignore[no-untyped-call]  # torch's own
+        return q, k, v
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
@@ -97,3 +96,25 @@ class LatentAttention(nn.Module):
 def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:
     """x [b, s, heads x width] by head, [b, heads, s, width], whose width these add up to."""
     return x.view(*x.shape[:2], -1, sum(widths)).transpose(1, 2)
+
+
+class _KeysValues(torch.autograd.Function):
+    """Keys [b, heads, s, width] and values of expanded heads, and of the keys' turned part, which is one for all heads.
+
+    Attention keeps values for its backward: as a view they would keep the plain keys, with which they share memory, as
+    well. The gradient of the expanded heads is written once, in the layout of the projection's result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, turned: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        plain, values = torch.split(heads, widths, dim=-1)
+        ctx.plain = plain.shape[-1]
+        keys = torch.cat((plain, turned.expand(-1, heads.shape[1], -1, -1)), dim=-1)
+        return keys, values.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        of_keys, of_values = gradients
+        plain, turned = of_keys[..., : ctx.plain], of_keys[..., ctx.plain :]
+        of_heads = torch.cat((plain.transpose(1, 2), of_values.transpose(1, 2)), dim=-1).transpose(1, 2)
+        return of_heads, turned.sum(1, keepdim=True), None

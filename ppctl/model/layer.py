@@ -34,16 +34,15 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
+        turns: Tensor | None,
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
         """Add attention, then the feed-forward or the experts, to the residual stream `x`.
 
-        `cos` and `sin` turn heads where positions are not learned; by `draws` elements of what is added are dropped.
+        `turns` turn heads where positions are not learned; by `draws` elements of what is added are dropped.
         """
-        x = x + self.after_attention(self.attention(self.attention_norm(x), cos, sin, documents, draws), draws)
+        x = x + self.after_attention(self.attention(self.attention_norm(x), turns, documents, draws), draws)
         transform = self.feed_forward if self.moe is None else self.moe
         assert transform is not None
         out: Tensor = x + self.after_ffn(transform(self.ffn_norm(x)), draws)

@@ -163,7 +163,9 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
 
-    Kept for the backward are `x` and `weight` as they are, and not their copies in float32.
+    Kept for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
+    they are summed: a GPU reads them as they are, and in the backward the gradient as the sum of two bfloat16 numbers
+    (16 of its 24 bits; the results have 8). The CPU makes copies in float32, without which it has no such product.
     """
     out: Tensor = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own
     return out
@@ -180,6 +182,8 @@ class _ProductInFloat32(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         wide = wide_dtype(x.dtype)
         with without_autocast(x.device.type):
+            if _read_as_they_are(x, weight):
+                return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=wide).view(*x.shape[:-1], -1)
             return product(x.to(wide), weight.to(wide))
 
     @staticmethod
@@ -187,9 +191,24 @@ class _ProductInFloat32(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
         with without_autocast(x.device.type):
+            if _read_as_they_are(x, weight):
+                parts, wide = in_two(gradient.flatten(0, -2), x.dtype), gradient.dtype
+                of_parts = torch.mm(parts.t(), x.flatten(0, -2), out_dtype=wide)
+                of_weight = of_parts.unflatten(0, (2, -1)).sum(0)
+                return torch.mm(parts, torch.cat((weight, weight))).view_as(x), of_weight.to(weight.dtype)
             of_x = product(gradient, weight.to(gradient.dtype).t())
             of_weight = product(gradient.flatten(0, -2).t(), x.to(gradient.dtype).flatten(0, -2).t())
         return of_x.to(x.dtype), of_weight.to(weight.dtype)
+
+
+def _read_as_they_are(x: Tensor, weight: Tensor) -> bool:
+    return x.device.type != "cpu" and x.dtype == weight.dtype == torch.bfloat16
+
+
+def in_two(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, 2 x m]: a matrix [n, m] rounded to a narrower dtype, and beside it what that lacks, rounded as well."""
+    high = matrix.to(dtype)
+    return torch.cat((high, (matrix - high).to(dtype)), dim=-1)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -50,15 +50,14 @@ class PredictionModule(nn.Module):
         self,
         hidden: Tensor,
         embedded: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        turns: Tensor,
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
         """The hidden state one token further on; the rest as a decoder layer takes it."""
         embedded = self.after_embedding(embedded, draws)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        out: Tensor = self.norm(self.layer(x, cos, sin, documents, draws))
+        out: Tensor = self.norm(self.layer(x, turns, documents, draws))
         return out
 
 
@@ -76,8 +75,7 @@ class MultiTokenPrediction(nn.ModuleDict):
         self,
         hidden: Tensor,
         tokens: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        turns: Tensor,
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> tuple[Tensor, ...]:
@@ -85,6 +83,6 @@ class MultiTokenPrediction(nn.ModuleDict):
         states = []
         for depth, id_ in enumerate(self.ids, 1):
             embedded = self["tok_embeddings"](self.own(ahead(tokens, depth, documents)))
-            hidden = self[id_](hidden, embedded, cos, sin, documents, draws)
+            hidden = self[id_](hidden, embedded, turns, documents, draws)
             states.append(hidden)
         return tuple(states)

@@ -10,6 +10,8 @@ published code and config.json have it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,19 +38,18 @@ class Rotary:
     def __init__(self, model: ModelConfig) -> None:
         self.dim = rotary_dim(model)
         self.model = model
-        self._tables = torch.empty(2, 0, self.dim)
+        self._turns = torch.empty(0, 2, self.dim // 2)
 
-    def tables(self, like: Tensor, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [length, dim] of the positions in a row, on the device of `like` and in its dtype.
+    def turns(self, like: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
+        """Cosines and sines [length, 2, dim / 2] of the positions in a row, on the device of `like` and in its dtype.
 
-        With other `positions` [b, s], each below `length`, they are [b, 1, s, dim]: a row's own, the same for every
-        head.
+        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own, the same for
+        every head.
         """
-        kept = self._tables
-        if kept.shape[1] < length or kept.device != like.device or kept.dtype != like.dtype:
-            self._tables = self._compute(length, like)
-        cos, sin = self._tables[:, :length] if positions is None else self._tables[:, positions, None].transpose(2, 3)
-        return cos, sin
+        kept = self._turns
+        if len(kept) < length or kept.device != like.device or kept.dtype != like.dtype:
+            self._turns = self._compute(length, like)
+        return self._turns[:length] if positions is None else self._turns[positions, None].transpose(1, 2)
 
     # A table first made during generation must serve training too: not an inference tensor.
     @torch.inference_mode(False)
@@ -63,8 +64,8 @@ class Rotary:
                 self.model, self.model.mscale_all_dim
             )
         positions = torch.arange(length, dtype=wide, device=like.device)
-        angles = torch.outer(positions, frequencies).repeat(1, 2)
-        return (torch.stack((angles.cos(), angles.sin())) * magnitude).to(like.dtype)
+        angles = torch.outer(positions, frequencies)
+        return (torch.stack((angles.cos(), angles.sin()), dim=1) * magnitude).to(like.dtype)
 
 
 def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
@@ -101,28 +102,79 @@ def yarn_magnitude(model: ModelConfig, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 and model.rotary_scaling_type == "yarn" else 1.0
 
 
-def join_heads(first: Tensor, rest: Tensor) -> Tensor:
-    """Parts of heads [b, heads, s, dim] put together, a token's heads side by side in memory.
+def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool = False) -> Tensor:
+    """Turn dimensions of every head [b, heads, s, dim], from `first` on, by its position's angles.
 
-    Attention's result has the layout of its queries: in this one the projection behind it reads it without a copy.
-    """
-    return torch.cat((first.transpose(1, 2), rest.transpose(1, 2)), dim=-1).transpose(1, 2)
-
-
-def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False) -> Tensor:
-    """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [(b, 1,) s, turned <= dim].
-
+    `turns` [(b, 1,) s, 2, half] has cosines and sines for 2 x half dimensions; the others stay as they are.
     `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as in
-    Llama. The product of queries and keys is the same, because both are reordered. Without tables heads stay as they
-    are: the model has learned positions.
+    Llama. The product of queries and keys is the same, because both are reordered. Without `turns` heads stay as they
+    are: the model has learned positions. A token's heads lie side by side in the result: attention's has the layout of
+    its queries, and the projection behind it reads it without a copy.
     """
-    if cos is None or sin is None:
+    if turns is None:
         return x
-    turned = cos.shape[-1]
-    if turned < x.shape[-1]:
-        first, rest = x[..., :turned], x[..., turned:]
-        return join_heads(rotate(first, cos, sin, interleaved=interleaved), rest)
+    if torch.compiler.is_compiling():
+        return _step_by_step(x, turns, first, _pairs(interleaved))
+    turned: Tensor = _Rotate.apply(x, turns, first, interleaved)  # type: ignore[no-untyped-call]  # torch's own
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """x cos + (-high, low) sin, each product and the sum rounded for itself, and its reverse for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor, first: int, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(turns)
+        ctx.first, ctx.interleaved = first, interleaved
+        return _turned(x, turns, first, _pairs(interleaved), _pairs(False), torch.sub, torch.add)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (turns,) = ctx.saved_tensors
+        pairs = _pairs(ctx.interleaved)
+        return _turned(gradients[0], turns, ctx.first, _pairs(False), pairs, torch.add, torch.sub), None, None, None
+
+
+def _turned(
+    x: Tensor,
+    turns: Tensor,
+    first: int,
+    read: Pairs,
+    write: Pairs,
+    of_low: Callable[..., Tensor],
+    of_high: Callable[..., Tensor],
+) -> Tensor:
+    """Turned heads in three passes over their turned dimensions: all products of a pair, then both sums in place.
+
+    `of_low` and `of_high` put together a cosine's and a sine's product: one adds and the other subtracts.
+    """
+    b, heads, s, dim = x.shape
+    out = x.new_empty(b, s, heads, dim).transpose(1, 2)
+    stop = first + 2 * turns.shape[-1]
+    for begin, end in ((0, first), (stop, dim)):
+        if begin < end:
+            out[..., begin:end].copy_(x[..., begin:end])
+    products = read(x[..., first:stop]).unsqueeze(-3) * turns.unsqueeze(-2)  # [b, heads, s, cos sin, low high, half]
+    (low_cos, high_cos), (low_sin, high_sin) = (each.unbind(-2) for each in products.unbind(-3))
+    low, high = write(out[..., first:stop]).unbind(-2)
+    of_low(low_cos, high_sin, out=low)
+    of_high(high_cos, low_sin, out=high)
+    return out
+
+
+def _step_by_step(x: Tensor, turns: Tensor, first: int, read: Pairs) -> Tensor:
+    """The same for a compiler, which fuses the steps itself and cannot write into parts of a tensor."""
+    stop = first + 2 * turns.shape[-1]
+    (low, high), (cos, sin) = read(x[..., first:stop]).unbind(-2), turns.unbind(-2)
+    parts = (x[..., :first], low * cos - high * sin, high * cos + low * sin, x[..., stop:])
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
+
+
+Pairs = Callable[[Tensor], Tensor]
+"""Heads [..., 2 x half] as a view [..., 2, half] of the low and high halves of pairs."""
+
+
+def _pairs(interleaved: bool) -> Pairs:
     if interleaved:
-        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+        return lambda heads: heads.unflatten(-1, (-1, 2)).transpose(-1, -2)
+    return lambda heads: heads.unflatten(-1, (2, -1))

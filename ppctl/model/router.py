@@ -129,7 +129,7 @@ class Router(nn.Module):
         if self.model.moe_z_loss_coeff:
             mean = logits.logsumexp(-1).square().mean()
             parts.append(self.model.moe_z_loss_coeff * (mean if self.others is None else mean / self.others.ranks))
-        return torch.stack(parts).sum() if parts else None
+        return sum(parts[1:], start=parts[0]) if parts else None
 
     def _report(self, routing: Routing) -> None:
         """Enter the microbatch into the ledger: in training, and once, also where its forward is recomputed."""
@@ -147,7 +147,7 @@ def count_by_number(numbers: Tensor, size: int) -> Tensor:
 
     `bincount` would make the host wait for the device: the length of its result depends on the values.
     """
-    return numbers.new_zeros(size).scatter_add_(0, numbers, torch.ones_like(numbers))
+    return numbers.new_zeros(size).scatter_(0, numbers, 1, reduce="add")
 
 
 def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
@@ -171,7 +171,7 @@ def balance_loss(scores: Tensor, topk: int, others: SumOverTokens | None = None)
     """
     _, tokens, experts = scores.shape
     best = scores.detach().topk(topk, dim=-1).indices.flatten(1)
-    counts = torch.zeros_like(scores[:, 0]).scatter_add(1, best, torch.ones_like(best, dtype=scores.dtype))
+    counts = torch.zeros_like(scores[:, 0]).scatter_(1, best, 1.0, reduce="add")
     if others is not None:
         counts, tokens = others.sum(counts), tokens * others.ranks
     loss: Tensor = (scores.sum(1) * counts).sum(-1).mean() * (experts / (topk * tokens * tokens))

@@ -94,8 +94,8 @@ class StageModule(nn.Module):
         if self.tok_embeddings is not None:
             tokens, x = x, self.after_embedding(self._embed(x, positions), draws)
         if self.layers or self.mtp is not None:
-            tables = (None, None) if self.rotary is None else self.rotary.tables(x, length, positions)
-            places = (*tables, packing.documents, draws)
+            turns = None if self.rotary is None else self.rotary.turns(x, length, positions)
+            places = (turns, packing.documents, draws)
             for run in self._runs:
                 x = run(x, *places)
         if self.norm is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ppctl.parallel.all_to_all import all_to_all, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
-from ppctl.tensors.row_order import reorder
+from ppctl.tensors.row_order import inverse_of, reorder
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 
@@ -61,7 +61,7 @@ class ExpertExchange:
         here = torch.arange(received.shape[1], device=arrived.device).repeat(len(all_received) * size)
         expert = here.repeat_interleave(all_received.flatten(), output_size=sum(shared))
         order = expert.argsort(stable=True)
-        back = order.argsort()
+        back = inverse_of(order)
         by_expert = reorder(arrived, order, back)
         del arrived
         done = reorder(experts(by_expert, all_received.sum((0, 1))), back, order)

@@ -124,6 +124,14 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
             replace(o, count=times(o.during, o.count), launches=times(o.during, o.launches))
             for o in measured.operations
         ),
+        layers=tuple(
+            replace(
+                each,
+                passes=times(each.during, each.passes),
+                **{name: times(each.during, getattr(each, name)) for name in each.COUNTED},
+            )
+            for each in measured.layers
+        ),
         traffic=tuple(
             replace(t, count=times(t.during, t.count), bytes=times(t.during, t.bytes)) for t in measured.traffic
         ),

@@ -119,6 +119,7 @@ class Rehearsal:
             "host_waits": [asdict(wait) for wait in measured.host_waits],
             "operations": sum(each.count for each in measured.operations),
             "launches": sum(each.launches for each in measured.operations),
+            "layers": [asdict(each) for each in measured.layers],
             "messages": [asdict(each) for each in measured.traffic],
             "seconds": round(measured.seconds, 3),
         }

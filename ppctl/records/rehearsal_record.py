@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 FORWARD, BACKWARD, MESSAGE, STEP = PHASES = ("forward", "backward", "message", "step")
 """What a rank is doing; `step` is what surrounds the schedule. The others grow with the number of microbatches."""
@@ -43,6 +43,28 @@ class Operations:
     count: int
     launches: int
     """Operations that launch a kernel: those that make or change values on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """Kernels of all layers of one kind in a step, of their forwards or of their backwards."""
+
+    kind: str
+    """`decoder`, `decoder with experts`, `mtp`, ..."""
+    during: str
+    """FORWARD or BACKWARD; the second forward of what is recomputed is a part of the backward."""
+    passes: int
+    """Layers times microbatches: divided by it, the counts are those of one layer and microbatch."""
+    kernels: int
+    """Operations of torch's that launch one; exchanges between ranks are none."""
+    others: int
+    """Those that are neither products nor attention."""
+    other_bytes: int
+    """What the others read and write, each operand and result once."""
+    host_waits: int
+
+    COUNTED: ClassVar = ("kernels", "others", "other_bytes", "host_waits")
+    """The fields behind `passes`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +114,8 @@ class Rehearsed:
     traffic: tuple[MeasuredTraffic, ...]
     seconds: float
     """The step took here."""
+    layers: tuple[LayerKernels, ...] = ()
+    """By kind of layer; empty for a model whose layers are not called as modules."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -109,5 +133,6 @@ _ROWS: dict[str, Any] = {
     "moments": Moment,
     "host_waits": HostWait,
     "operations": Operations,
+    "layers": LayerKernels,
     "traffic": MeasuredTraffic,
 }

@@ -11,18 +11,28 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives of tensors without values
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.foreign.measured_pass import GROUPED, grouped
-from ppctl.records.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
+from ppctl.records.rehearsal_record import (
+    BACKWARD,
+    FORWARD,
+    MESSAGE,
+    STEP,
+    HostWait,
+    LayerKernels,
+    MeasuredTraffic,
+    Operations,
+)
+from ppctl.rehearsal.layer_counts import LayerMarks, launches, moved_bytes, multiplies, tensors_in
 
 BLOCK = 512
 """CUDA's caching allocator rounds every allocation up to a multiple of this."""
@@ -59,6 +69,9 @@ class DeviceLedger(TorchDispatchMode):
         self._launches: Counter[str] = Counter()
         self._messages: Counter[tuple[str, str, str]] = Counter()
         self._message_bytes: Counter[tuple[str, str, str]] = Counter()
+        self._marks = LayerMarks()
+        self._of_layers: Counter[tuple[str, str, str]] = Counter()
+        """Kind of layer, phase and field of LayerKernels -> count."""
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
@@ -85,12 +98,18 @@ class DeviceLedger(TorchDispatchMode):
             result = grouped(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        made = [tensor for tensor in _tensors(result) if tensor.is_meta]
-        if made and not func.is_view:
+        if func.namespace != "c10d" and launches(func, args, result):
             self._launches[self.during] += 1
-        for tensor in made:
-            self._own(tensor)
+            self._kernel(func, args, kwargs, result)
+        for tensor in tensors_in(result):
+            if tensor.is_meta:
+                self._own(tensor)
         return result
+
+    def watch_layers(self, layers: Iterable[tuple[nn.Module, str]]) -> None:
+        """Count the kernels of these layers, each a module and the kind that it is of, by kind."""
+        for layer, kind in layers:
+            self._marks.watch(layer, kind)
 
     @property
     def during(self) -> str:
@@ -108,7 +127,8 @@ class DeviceLedger(TorchDispatchMode):
 
     def begin_step(self) -> None:
         """Forget what was counted; what is alive stays, and is the peak so far."""
-        for counter in (self._waits, self._operations, self._launches, self._messages, self._message_bytes):
+        counted = (self._waits, self._operations, self._launches, self._messages, self._message_bytes)
+        for counter in (*counted, self._of_layers, self._marks.passes):
             counter.clear()
         self.restart_peak()
 
@@ -133,6 +153,24 @@ class DeviceLedger(TorchDispatchMode):
     def operations(self) -> tuple[Operations, ...]:
         """Operations, and those among them that start kernels."""
         return tuple(Operations(during, n, self._launches[during]) for during, n in sorted(self._operations.items()))
+
+    @property
+    def layers(self) -> tuple[LayerKernels, ...]:
+        """Kernels of each kind of layer, forwards before backwards."""
+        return tuple(
+            LayerKernels(kind, during, passes, *(self._of_layers[kind, during, name] for name in LayerKernels.COUNTED))
+            for kind, passes in sorted(self._marks.passes.items())
+            for during in (FORWARD, BACKWARD)
+        )
+
+    def _kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        kind = self._marks.kind()
+        if kind is None:
+            return
+        self._of_layers[kind, self.during, "kernels"] += 1
+        if not multiplies(func):
+            self._of_layers[kind, self.during, "others"] += 1
+            self._of_layers[kind, self.during, "other_bytes"] += moved_bytes(func, args, kwargs, result)
 
     def _own(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -173,7 +211,7 @@ class DeviceLedger(TorchDispatchMode):
         group = next(_groups(args), None)
         if group is None:
             return
-        tensors = [tensor for tensor in _tensors(args) if tensor.is_meta]
+        tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
         if tensors:
             kind = func._opname.strip("_")
             size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -190,14 +228,9 @@ class DeviceLedger(TorchDispatchMode):
         if file.startswith(_PACKAGE):
             file = f"ppctl{file[len(_PACKAGE) :]}"
         self._waits[file, frame.f_lineno, self.during] += 1
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
+        kind = self._marks.kind()
+        if kind is not None:
+            self._of_layers[kind, self.during, "host_waits"] += 1
 
 
 def _groups(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
@@ -207,4 +240,4 @@ def _groups(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
 
 
 def _on_device(args: Sequence[Any]) -> bool:
-    return any(tensor.is_meta for tensor in _tensors(args))
+    return any(tensor.is_meta for tensor in tensors_in(args))

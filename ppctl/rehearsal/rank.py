@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppctl.config.schema import RunConfig
 from ppctl.engine.recorder import Recorder
 from ppctl.errors import ConfigError, Problem
+from ppctl.geometry.layers import kind_name, layer_kinds
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
@@ -93,6 +94,7 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
         parts = rehearsal_parts(ledger, make_recorder)
         session = build_session(config, plan, rank, torch.device("meta"), parts=parts)
         _refuse_experts_one_by_one(session)
+        ledger.watch_layers(_layers(session))
         ledger.axes |= {group.group_name: axis for axis, group in session.groups.items()}
         reads = any(reads_data(spec, config.data) for spec in session.own.stages)
         trainer = Trainer(session, Samples(config, plan) if reads else None)  # type: ignore[arg-type]  # no Batches
@@ -104,6 +106,14 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
         in_update = ledger.restart_peak()
     (recorder,) = recorders
     return _figures(session, ledger, recorder, in_update, seconds)
+
+
+def _layers(session: Session) -> Iterator[tuple[nn.Module, str]]:
+    """The layers of the rank's stages, each with the name of its kind."""
+    for stage in session.model.stages.values():
+        layers = stage.decoder_layers()
+        for module, kind in zip(layers.values(), layer_kinds(session.config.model, layers), strict=True):
+            yield module, kind_name(kind)
 
 
 def _refuse_experts_one_by_one(session: Session) -> None:
@@ -135,6 +145,7 @@ def _figures(
         in_update=in_update,
         host_waits=ledger.host_waits,
         operations=ledger.operations,
+        layers=ledger.layers,
         traffic=ledger.traffic,
         seconds=seconds,
     )

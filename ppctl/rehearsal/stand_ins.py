@@ -26,7 +26,6 @@ from ppctl.model.kernels import Capability
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
 from ppctl.rehearsal.ledger import DeviceLedger
-from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.train.session import SessionParts
 
 _aten = torch.ops.aten
@@ -91,17 +90,24 @@ def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = No
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm over the last dimension; kept are the input and a float32 a row. Torch itself would go step by step."""
+    """A norm over the last dimension; kept are the input and a float32 a row. Torch itself would go step by step.
+
+    Called is LayerNorm, which is one kernel everywhere: it reads and writes what RMSNorm's does, but for a mean a row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype)))
-        return torch.empty_like(x)
+        out, _, scales = _aten.native_layer_norm(x, x.shape[-1:], weight, None, 1e-5)
+        ctx.save_for_backward(x, weight, scales)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        x, weight, scales = ctx.saved_tensors
+        needed = [True, weight is not None, False]
+        backward = _aten.native_layer_norm_backward
+        of_x, of_weight, _ = backward(gradients[0], x, x.shape[-1:], scales, scales, weight, None, needed)
+        return of_x, of_weight
 
 
 _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -36,12 +36,13 @@ from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
-from ppctl.model.linear import for_each_group, multiply_in_float32, multiply_scaled, product_in_fp8
+from ppctl.model.linear import for_each_group, multiply_in_float32, multiply_scaled, product_in_float32, product_in_fp8
 from ppctl.model.packing import Documents, bounds_of
 from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
 from ppctl.tensors.host_numbers import HostNumbers
+from ppctl.tensors.row_order import inverse_of, repeat_in_order, weighted_sum
 from ppctl.train.optimizer import AdamW
 
 pytestmark = [
@@ -289,6 +290,36 @@ def dist_tier(**how: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not whole", "-p", "no:cacheprovider", *BETWEEN_RANKS]
     done = subprocess.run(command, env=os.environ | how, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:]
+
+
+def close_to_the_cpus(function: Any, *inputs: torch.Tensor, share: float) -> None:
+    """Results and gradients of a function on both devices, which differ by a share of the largest at most."""
+    found = []
+    for device in ("cuda", "cpu"):
+        own = [each.detach().to(device).requires_grad_(each.is_floating_point()) for each in inputs]
+        out = function(*own)
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+        made = torch.autograd.grad(out, [each for each in own if each.requires_grad], gradient)
+        found.append([each.double().cpu() for each in (out, *made)])
+    for on_gpu, on_cpu in zip(*found, strict=True):
+        assert (on_gpu - on_cpu).abs().max() <= share * on_cpu.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_scaled_and_summed_over_bags_as_on_the_cpu(dtype: torch.dtype):
+    times, tokens, width = 8, 128, 256
+    order = torch.randperm(tokens * times, generator=torch.Generator().manual_seed(0))
+    back = inverse_of(order)
+    results, weights = torch.randn(tokens * times, width).to(dtype), torch.rand(tokens, times).to(dtype)
+    share = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
+    close_to_the_cpus(weighted_sum, results, weights, order, back, share=share)
+    rows = torch.randn(tokens, width).to(dtype)
+    close_to_the_cpus(lambda rows, *orders: repeat_in_order(rows, times, *orders), rows, order, back, share=share)
+
+
+def test_the_routers_product_of_16_bit_numbers_is_that_of_float32():
+    x, weight = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
+    close_to_the_cpus(lambda x, weight: product_in_float32(x, weight).square(), x, weight, share=2.0**-7)
 
 
 def test_several_ranks_share_a_device_through_pinned_host_memory():

@@ -6,7 +6,7 @@ from cuts import tiny
 from live_memory import kept_by
 
 from ppctl.model.latent_attention import LatentAttention
-from ppctl.model.linear import product_in_float32
+from ppctl.model.linear import in_two, product_in_float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,6 +22,33 @@ def test_a_product_in_float32_keeps_its_inputs_as_they_are(dtype):
     torch.nn.functional.linear(wide_x, wide_weight).backward(gradient)
     assert torch.equal(x.grad, wide_x.grad.to(dtype))
     assert torch.equal(weight.grad, wide_weight.grad.to(dtype))
+
+
+def test_on_a_device_a_product_in_float32_keeps_and_reads_them_as_they_are():
+    x, weight = (torch.empty(n, 16, dtype=torch.bfloat16, device="meta").requires_grad_() for n in (14, 6))
+    kept, made = [], []
+
+    class Results(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func(*args, **(kwargs or {})))
+            return made[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.dtype) or tensor, lambda same: same
+    ):
+        out = product_in_float32(x.view(2, 7, 16), weight)
+    with Results():
+        gradients = torch.autograd.grad(out, [x, weight], torch.empty_like(out))
+    assert (out.shape, out.dtype, kept) == ((2, 7, 6), torch.float32, [torch.bfloat16] * 2)
+    assert [(each.shape, each.dtype) for each in gradients] == [(x.shape, x.dtype), (weight.shape, weight.dtype)]
+    assert not [each for each in made if each.dtype == torch.float32 and each.numel() == x.numel()], "no copy of x"
+
+
+def test_a_gradient_in_two_narrow_numbers_lacks_nothing_that_its_products_results_could_hold():
+    gradient = torch.randn(50, 30, dtype=torch.float32) * torch.logspace(-20, 10, 30)
+    high, low = in_two(gradient, torch.bfloat16).double().split(30, dim=-1)
+    assert torch.equal(high, gradient.bfloat16().double())
+    assert ((high + low - gradient.double()).abs() <= 2**-16 * gradient.double().abs()).all()
 
 
 def test_the_values_of_latent_attention_do_not_keep_the_keys_alive():
@@ -40,6 +67,5 @@ def test_the_values_of_latent_attention_do_not_keep_the_keys_alive():
     tokens, heads = 10, model.num_attention_heads
     queries = torch.randn(1, tokens, heads * 12, requires_grad=True)
     latent = torch.randn(1, tokens, 12, requires_grad=True)
-    cos = sin = torch.ones(tokens, 4)
-    _, _, v = attention.expand(queries, latent, cos, sin)
+    _, _, v = attention.expand(queries, latent, torch.ones(tokens, 2, 2))
     assert v.untyped_storage().nbytes() == tokens * heads * 8 * v.element_size()

@@ -35,11 +35,11 @@ def test_logits_are_those_of_the_formula(modules):
     stage = stage_of(["embedding", "decoder.0", "decoder.1", *(f"mtp.{k}" for k in range(modules)), "loss"], model)
     tokens = torch.randint(model.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     weights, eps = dict(stage.named_parameters()), model.norm_epsilon
-    cos, sin = stage.rotary.tables(tokens.float(), tokens.shape[1])
+    turns = stage.rotary.turns(tokens.float(), tokens.shape[1])
 
     x = weights["tok_embeddings.weight"][tokens]
     for layer in stage.layers.values():
-        x = layer(x, cos, sin)
+        x = layer(x, turns)
     hidden = rms(x, weights["norm.weight"], eps)
     expected = [hidden]
     for k in range(modules):
@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_formula(modules):
         embedded = rms(weights["mtp.tok_embeddings.weight"][later], weights[f"mtp.{k}.enorm.weight"], eps)
         previous = rms(hidden, weights[f"mtp.{k}.hnorm.weight"], eps)
         joined = torch.cat((embedded, previous), -1) @ weights[f"mtp.{k}.eh_proj.weight"].T
-        hidden = rms(stage.mtp[str(k)].layer(joined, cos, sin), weights[f"mtp.{k}.norm.weight"], eps)
+        hidden = rms(stage.mtp[str(k)].layer(joined, turns), weights[f"mtp.{k}.norm.weight"], eps)
         expected.append(hidden)
     logits = stage(tokens)
     assert len(logits) == 1 + modules

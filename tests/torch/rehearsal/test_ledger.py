@@ -24,20 +24,23 @@ def ledger():
         yield ledger
 
 
-def test_views_are_operations_and_no_launches(ledger):
+def test_views_and_memory_without_values_are_operations_and_no_launches(ledger):
     x = on_device(4, 4)
     x.view(16)
     x.t()
+    torch.ops.aten._unsafe_view(x, [16])
+    torch.empty_like(x)
     x + x
     x.add_(1)
-    assert ledger.operations == (Operations(STEP, 5, 3),)
+    torch.zeros_like(x)
+    assert ledger.operations == (Operations(STEP, 8, 3),)
 
 
 def test_operations_are_counted_by_what_the_rank_does(ledger):
     x = on_device(4)
     for ledger.during in (FORWARD, FORWARD, BACKWARD):
         x + x
-    assert ledger.operations == (Operations(BACKWARD, 1, 1), Operations(FORWARD, 2, 2), Operations(STEP, 1, 1))
+    assert ledger.operations == (Operations(BACKWARD, 1, 1), Operations(FORWARD, 2, 2), Operations(STEP, 1, 0))
 
 
 @pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, 3), (torch.bfloat16, 0)])

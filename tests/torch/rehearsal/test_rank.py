@@ -42,8 +42,8 @@ NO_VALUES = {
 FUSED = {
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
-    "aten.empty_like.default",  # a fused norm's results, forward and backward
-    "aten.new_empty.default",  # and its statistics
+    "aten.native_layer_norm.default",  # what a fused norm is called, and its backward
+    "aten.native_layer_norm_backward.default",
     "aten._fused_adamw_.default",
     *("aten._foreach_add_.Scalar", "aten._foreach_sub_.List"),  # its counts of steps
     *(NO_VALUES.keys() - {"aten.mul.Tensor"}),  # of which a CPU's AdamW has more
@@ -184,6 +184,25 @@ def test_a_step_waits_for_all_of_its_numbers_once(more, rank):
     assert lines[waits[0].line - 1].strip() == "numbers = iter(self._flat.tolist())"
 
 
+def test_kernels_are_counted_by_kind_of_layer_and_a_forward_with_experts_waits_for_their_rows():
+    config, plan = composed(*EXPERTS)
+    layers = rehearsal.rehearse(config, plan, 0).layers
+    (stage,) = plan.for_rank(0).stages
+    passes = sum(layer.kind == "decoder" for layer in stage.layers) * plan.num_microbatches
+    assert [(each.kind, each.during, each.passes) for each in layers] == [
+        ("decoder with experts", during, passes) for during in ("forward", "backward")
+    ]
+    assert [each.host_waits for each in layers] == [passes, 0]
+    assert all(each.kernels > each.others > 0 and each.other_bytes > 0 for each in layers)
+
+
+def test_a_step_waits_for_the_gradients_norm_once():
+    config, plan = composed(*EXPERTS)
+    waits = [wait for wait in rehearsal.rehearse(config, plan, 0).host_waits if wait.file.endswith("grad_norm.py")]
+    lines = (Path(replica.__file__).parent / "grad_norm.py").read_text().splitlines()
+    assert [(wait.count, lines[wait.line - 1].strip()) for wait in waits] == [(1, "return float(self.total)")]
+
+
 @pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_dense_step_whose_state_is_shared_waits_for_nothing_else(sharding, optimizer):
@@ -222,5 +241,6 @@ def test_both_halves_of_pairs_are_counted_each_as_its_own():
     assert (beside.operations, beside.traffic, beside.host_waits) == (
         behind.operations, behind.traffic, behind.host_waits,
     )  # fmt: skip
+    assert beside.layers == behind.layers
     kept = [[(stage.stage, stage.kept) for stage in each.stages] for each in (beside, behind)]
     assert kept[0] == kept[1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from live_memory import LiveBytes
 
-from ppctl.tensors.row_order import reorder, repeat_in_order, weighted_sum
+from ppctl.tensors.row_order import inverse_of, reorder, repeat_in_order, weighted_sum
 
 ROWS, WIDTH, TIMES = 24, 512, 4
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,8 +23,8 @@ def gathered_repeatedly(rows, times, order, inverse):
     return rows.repeat_interleave(times, 0)[order]
 
 
-def summed(rows, weights):
-    return (rows * weights[..., None]).sum(-2)
+def summed(rows, weights, order, inverse):
+    return (rows[inverse].view(*weights.shape, -1) * weights[..., None]).sum(-2)
 
 
 def random(*shape, dtype, seed=1):
@@ -36,12 +36,12 @@ def cases(dtype):
     order, inverse = orders(ROWS)
     repeated, back = orders(ROWS * TIMES)
     rows = random(ROWS, WIDTH, dtype=dtype)
-    slots = random(ROWS // 4, 4, TIMES, WIDTH, dtype=dtype)
+    results = random(ROWS * TIMES, WIDTH, dtype=dtype)
     weights = random(ROWS // 4, 4, TIMES, dtype=dtype, seed=2)
     return {
         "reorder": (reorder, gathered, (rows, order, inverse)),
         "repeat_in_order": (repeat_in_order, gathered_repeatedly, (rows, TIMES, repeated, back)),
-        "weighted_sum": (weighted_sum, summed, (slots, weights)),
+        "weighted_sum": (weighted_sum, summed, (results, weights, repeated, back)),
     }
 
 
@@ -55,7 +55,7 @@ def of(function, inputs):
         leaf.requires_grad_() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
     ]
     out = function(*leaves)
-    gradient = torch.randn(*out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    gradient = torch.randn(*out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     return out, torch.autograd.grad(out, wanted, gradient)
 
 
@@ -70,6 +70,25 @@ def test_values_and_gradients_have_the_bits_of_autograds_own(name, dtype):
     for ours_, theirs in zip(gradients, expected_gradients, strict=True):
         assert ours_.dtype == dtype
         assert torch.equal(ours_, theirs)
+
+
+@pytest.mark.parametrize("n", [0, 1, 97])
+def test_an_order_is_inverted_without_sorting(n):
+    order, inverse = orders(n)
+    assert torch.equal(inverse_of(order), inverse)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_device_the_shapes_and_dtypes_are_those_of_the_cpu(name):
+    """There sums of rows are one kernel, which the CPU does not have with these bits."""
+    ours, _, inputs = cases(torch.bfloat16)[name]
+    (out, gradients), (expected, expected_gradients) = (
+        of(ours, [each.to(device) if isinstance(each, torch.Tensor) else each for each in inputs])
+        for device in ("meta", "cpu")
+    )
+    assert [(each.shape, each.dtype) for each in (out, *gradients)] == [
+        (each.shape, each.dtype) for each in (expected, *expected_gradients)
+    ]
 
 
 def bytes_in_backward(function, inputs):

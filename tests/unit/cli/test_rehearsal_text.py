@@ -14,7 +14,15 @@ from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.launch.planning import planned
 from ppctl.plan.rehearsal import kinds_of, replayed
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.records.rehearsal_record import HostWait, MeasuredTraffic, Moment, Operations, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import (
+    HostWait,
+    LayerKernels,
+    MeasuredTraffic,
+    Moment,
+    Operations,
+    Rehearsed,
+    StageMemory,
+)
 
 MIB = 2**20
 SMALL = ("+recipe=quickstart", "launch.device=cuda", "layout=null", "pp=2", "vpp=1", "launch.memory_reserve=0GiB")
@@ -57,6 +65,10 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
                 MeasuredTraffic("alltoall", "ep", "backward", 4 + rank, MIB),
             ),
             seconds=1.0,
+            layers=(
+                LayerKernels("decoder", "forward", 4, 88, 56, 4 * 1_500_000_000, 0),
+                LayerKernels("decoder", "backward", 4, 170, 112, 4 * 5_500_000_000, 4 * rank),
+            ),
         )
         measured.append((kind, each))
     return replace(result, measured=tuple(measured))
@@ -91,6 +103,13 @@ Operations and kernel launches of a step, and the least that the host needs for
 rank  operations  launches  seconds
 0          1,050       420   0.0021
 1          1,050       420   0.0021
+
+Kernels of a layer and microbatch, those that are neither products nor
+  attention, and what these read and write. A backward computes again what is
+  recomputed and adds to the weights' gradients, unless a W does
+layer        pass  kernels  others  their GB  host waits
+decoder   forward       22      14      1.50           0
+decoder  backward     42.5      28      5.50         0.5
 
 Messages and collectives of one rank in a step
 what      over    count    MiB  ranks

@@ -14,6 +14,7 @@ from ppctl.records.rehearsal_record import (
     MESSAGE,
     STEP,
     HostWait,
+    LayerKernels,
     MeasuredTraffic,
     Moment,
     Operations,
@@ -123,6 +124,7 @@ MEASURED = Rehearsed(
     moments=(Moment(0, 20 * MIB, 21 * MIB), Moment(1, 24 * MIB, 30 * MIB)),
     in_update=17 * MIB,
     host_waits=(HostWait("ppctl/a.py", 3, FORWARD, 8), HostWait("ppctl/b.py", 4, STEP, 2)),
+    layers=(LayerKernels("decoder", BACKWARD, 8, 80, 40, 4000, 4),),
     operations=(Operations(BACKWARD, 80, 40), Operations(STEP, 9, 5)),
     traffic=(MeasuredTraffic("send", "pp", MESSAGE, 4, 400), MeasuredTraffic("allreduce", "dp", STEP, 1, 64)),
     seconds=0.12345,
@@ -134,6 +136,7 @@ def test_what_a_microbatch_does_is_scaled_and_what_a_step_does_is_not():
     assert [wait.count for wait in found.host_waits] == [20, 2]
     assert [(part.count, part.launches) for part in found.operations] == [(200, 100), (9, 5)]
     assert [(part.count, part.bytes) for part in found.traffic] == [(10, 1000), (1, 64)]
+    assert found.layers == (LayerKernels("decoder", BACKWARD, 20, 200, 100, 10_000, 10),)
     assert (found.peak_bytes, found.stages) == (MEASURED.peak_bytes, MEASURED.stages)
     assert scaled(MEASURED, 4, 4) == MEASURED
 
