@@ -92,6 +92,17 @@ class ParallelSizes:
         # Groups lie in runs of stride x size neighbours. A node's end within such a run is one within a group, too.
         return size > 1 and self.world > ranks_per_node and ranks_per_node % (stride * size) != 0
 
+    def nodes_along(self, axis: str, ranks_per_node: int) -> int | None:
+        """On how many nodes each group along an axis lies, with equally many neighbours on each; None where groups lie
+        in different ways."""
+        size, stride = getattr(self, axis), self.stride(axis)
+        run = stride * size
+        if self.world <= ranks_per_node or ranks_per_node % run == 0:
+            return 1
+        if stride >= ranks_per_node:
+            return int(size)
+        return run // ranks_per_node if run % ranks_per_node == 0 and ranks_per_node % stride == 0 else None
+
     @property
     def pipeline_strides(self) -> tuple[int, ...]:
         """How far apart neighbours of a pipeline are in each view; equal where pp is the last axis of the order."""

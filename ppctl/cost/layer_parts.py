@@ -127,12 +127,13 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     if moe:
         chosen = model.moe_router_topk
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
-        copies = h * (over.etp + keeps.expert_copies - 1) / over.tp
+        copies = h * over.etp / over.tp
         inner = chosen * sizes.expert / over.tp
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
         # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
         routing = setting.wide * sizes.experts + (22 + 2 * setting.wide) * chosen
-        yield LayerPart("moe", size * (chosen * copies + (vectors - activated) * inner) + routing / setting.sp)
+        yield LayerPart("moe", size * chosen * copies + routing / setting.sp)
+        yield LayerPart("experts", size * (vectors - activated) * inner)
         yield LayerPart("moe_act", size * activated * inner)
         yield LayerPart("moe", size * vectors * sizes.shared / over.tp)
     else:

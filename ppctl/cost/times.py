@@ -17,8 +17,9 @@ from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
 from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
+from ppctl.geometry.expert_reach import expert_runs, reached
 from ppctl.geometry.foreign_costs import LayerCost
-from ppctl.geometry.layers import Kind, foreign_cost
+from ppctl.geometry.layers import Kind, foreign_cost, made_again_by
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
 from ppctl.host.accelerators import Device, Efficiency, efficiency_of
@@ -62,7 +63,7 @@ class Work(NamedTuple):
     trained: float | None = None
     """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
-    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
+    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send several copies."""
 
 
 def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
@@ -141,7 +142,9 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
         return
     inner = model.moe_router_topk * sizes.expert / tp
     copies = model.moe_router_topk * h * over.etp / tp
-    yield Work("moe", matmul=flops, inputs=tokens * (copies + inner), weights=weights, kernels=12)
+    beside = 2 * tokens * h * (matrices * sizes.shared + sizes.experts) / tp  # shared experts, and the router
+    yield Work("moe", matmul=beside)
+    yield Work("experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12)
     moved = 2 * copies + copies + h / tp
     yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
     yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
@@ -170,10 +173,12 @@ class Machine(NamedTuple):
     """Bytes of a weight as products read it."""
     narrow: bool
     """Whether products are 8-bit: inputs are cast before a product, and before the dispatch to experts."""
+    copies: float = 1.0
+    """Of a token on its way to experts: by node those that travel between nodes, else all."""
     topk: int = 1
     """Routed experts per token."""
-    expert_groups: int | None = None
-    """Most domains that a token's experts lie on, where routing is limited to groups."""
+    nodes: int = 1
+    """Nodes by which tokens are dispatched."""
 
     @property
     def memory(self) -> float:
@@ -186,11 +191,13 @@ class Machine(NamedTuple):
         return (device.fast_link if ranks <= device.domain else device.network) * self.efficiency.link
 
 
-def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`."""
+def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1) -> Machine:
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`; tokens go by `nodes`."""
     efficiency = efficiency_of(device)
-    groups = model.moe_router_group_topk if model.moe_router_num_groups else None
-    routing = (model.moe_router_topk, groups or None)
+    runs = expert_runs(model).count
+    # There once for each node, and back once for each run: the mean of both.
+    copies = (reached(model, nodes) + reached(model, runs)) / 2 if nodes > 1 else model.moe_router_topk
+    routing = (copies, model.moe_router_topk, nodes)
     if matmul_dtype == "fp8":
         return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, *routing)
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
@@ -202,17 +209,19 @@ def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: M
 
 
 def expert_seconds(size: float, machine: Machine) -> float:
-    """One dispatch or combine of `size` bytes of tokens: within domains, and once to every other domain it goes to."""
+    """One dispatch or combine of `size` bytes of tokens: every copy straight to its rank, or one hop and the next."""
     device, efficiency, group = machine.device, machine.efficiency, machine.sizes.ep * machine.sizes.etp
     if size == 0.0 or group == 1:
         return 0.0
-    ranks = group * (1 - (1 - 1 / group) ** machine.topk)
-    domains = max(1.0, group / device.domain)
-    reached = domains * (1 - (1 - 1 / domains) ** machine.topk)
-    if machine.expert_groups is not None:
-        reached = min(reached, machine.expert_groups)
-    outside = size * reached * (domains - 1) / domains / (device.network * efficiency.dispatch)
-    inside = size * ranks * (1 - 1 / min(group, device.domain)) / (device.fast_link * efficiency.dispatch)
+    fast, network = (rate * efficiency.dispatch for rate in (device.fast_link, device.network))
+    if machine.nodes > 1:
+        between = network if group > device.domain else fast
+        outside = size * machine.copies * (machine.nodes - 1) / machine.nodes / between
+        inside = size * machine.topk * (1 - machine.nodes / machine.sizes.ep) / fast
+        return outside + inside + 2 * device.latency
+    domains, near = max(1.0, group / device.domain), min(group, device.domain)
+    outside = size * machine.topk * (1 - 1 / domains) / network
+    inside = size * machine.topk / domains * (1 - 1 / near) / fast
     return max(outside, inside) + device.latency
 
 
@@ -227,7 +236,7 @@ class PartSeconds(NamedTuple):
 def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     """Forward, and the two halves of the backward."""
     device, efficiency, sizes = machine.device, machine.efficiency, machine.sizes
-    rate = machine.matmul * (efficiency.grouped if work.module == "moe" else 1.0)
+    rate = machine.matmul * (efficiency.grouped if work.module in ("moe", "experts") else 1.0)
     product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0
     product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
     scores = work.scores / (device.bf16_flops * efficiency.attention)
@@ -262,7 +271,7 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
         forward += one.forward
         backward += one.input_gradient
         weights += one.weight_gradient
-        if recomputed is None or work.module in recomputed:
+        if recomputed is None or made_again_by(work.module, recomputed) is not None:
             backward += one.forward
     return PartSeconds(forward, backward, weights)
 

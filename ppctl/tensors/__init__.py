@@ -3,4 +3,5 @@
 wide_dtype     the dtype of sums
 tensor_halves  tensors with whole sequences, or with each rank's halves of them
 row_order      permuted rows whose gradients are gathers
+row_copies     copies of rows in order of a number, and their sums, each the gradient of the other
 """

@@ -38,8 +38,8 @@ from ppctl.plan import StageSpec
 class ModelParts:
     """Makers of the parts of a model that its config does not give; a rehearsal (`ppctl/rehearsal`) brings its own."""
 
-    exchange: Callable[[ProcessGroup | None, ProcessGroup | None], ExchangeRows] = ExpertExchange
-    """(ep group, etp group), at least one of them: makes the way of rows to experts on other ranks."""
+    exchange: Callable[[Mapping[str, ProcessGroup], ModelConfig], ExchangeRows] = ExpertExchange
+    """(groups, of ep or etp at least, the model): makes the way of rows to experts on other ranks."""
     initialize: Initialize = initialize
     """Fills a stage's weights."""
     capability: Callable[..., Capability] = Capability.of
@@ -118,7 +118,7 @@ def _build_stages(
         if groups.same_sequences.groups:
             stage.share_tokens(groups.same_sequences)
         if "ep" in groups or "etp" in groups:
-            stage.spread_experts(parts.exchange(groups.get("ep"), groups.get("etp")))
+            stage.spread_experts(parts.exchange(groups, config.model))
         if config.train.compile:
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
     return stages

@@ -17,8 +17,9 @@ CLOSE, LITTLE = 0.01, 2**20 // 10
 KEPT_CLOSE = 0.002
 MODES = (
     "none", "full 1", "full 2", "block 1",
-    "core_attn", "mlp", "layernorm", "moe", "moe_act", "mla_up_proj",
-    "mlp layernorm", "core_attn mlp", "moe layernorm", "moe_act layernorm", "mla_up_proj layernorm",
+    "core_attn", "mlp", "layernorm", "moe", "experts", "moe_act", "mla_up_proj",
+    "mlp layernorm", "core_attn mlp", "moe layernorm", "experts layernorm", "moe_act layernorm",
+    "mla_up_proj layernorm",
 )  # fmt: skip
 PP = 3
 MICROBATCHES = 2 * PP
@@ -51,7 +52,10 @@ def config_of(recipe):
 
 def possible(model, mode):
     """Whether the model has what the mode computes again."""
-    has = {"mla_up_proj": model.multi_latent_attention, "moe": model.num_moe_experts, "moe_act": model.num_moe_experts}
+    has = {
+        "mla_up_proj": model.multi_latent_attention,
+        **dict.fromkeys(("moe", "experts", "moe_act"), model.num_moe_experts),
+    }
     return all(has.get(word, True) for word in mode.split())
 
 
