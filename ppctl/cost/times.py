@@ -161,6 +161,17 @@ def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
     return sum(held(row.elements, row.axes, sizes) for row in rows)
 
 
+class Dispatch(NamedTuple):
+    """Copies of a token on its way to experts, or back."""
+
+    outside: float
+    """Over the network."""
+    inside: float
+    """Over fast links, from one rank to another."""
+    at_once: bool
+    """Whether both are under way at the same time, and not one behind the other."""
+
+
 class Machine(NamedTuple):
     """A device as kernels find it, and how the groups of its ranks lie on the machine."""
 
@@ -173,12 +184,7 @@ class Machine(NamedTuple):
     """Bytes of a weight as products read it."""
     narrow: bool
     """Whether products are 8-bit: inputs are cast before a product, and before the dispatch to experts."""
-    copies: float = 1.0
-    """Of a token on its way to experts: by node those that travel between nodes, else all."""
-    topk: int = 1
-    """Routed experts per token."""
-    nodes: int = 1
-    """Nodes by which tokens are dispatched."""
+    dispatch: Dispatch = Dispatch(1.0, 1.0, at_once=True)
 
     @property
     def memory(self) -> float:
@@ -191,38 +197,49 @@ class Machine(NamedTuple):
         return (device.fast_link if ranks <= device.domain else device.network) * self.efficiency.link
 
 
-def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`; tokens go by `nodes`."""
-    efficiency = efficiency_of(device)
-    runs = expert_runs(model).count
-    # There once for each node, and back once for each run: the mean of both.
-    copies = (reached(model, nodes) + reached(model, runs)) / 2 if nodes > 1 else model.moe_router_topk
-    routing = (copies, model.moe_router_topk, nodes)
+def machine_of(
+    device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int | None = 1
+) -> Machine:
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`; tokens go by `nodes`.
+
+    None: as the kernels that Megatron uses send them (DeepEP), once to each domain, and to each rank there at once.
+    """
+    efficiency, routing = efficiency_of(device), _dispatch(device, sizes, model, nodes)
     if matmul_dtype == "fp8":
-        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, *routing)
+        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, routing)
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
         rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * efficiency.matmul
-        return Machine(device, efficiency, sizes, rate, 8, False, *routing)
+        return Machine(device, efficiency, sizes, rate, 8, False, routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
     rate = device.bf16_flops * (1 if narrow else 0.5) * efficiency.matmul  # TF32 runs at half of bf16's rate
-    return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, *routing)
+    return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
+
+
+def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int | None) -> Dispatch:
+    topk, group = model.moe_router_topk, sizes.ep * sizes.etp
+    domains, near = max(1.0, group / device.domain), min(group, device.domain)
+    if nodes is None:
+        ranks = group * (1 - (1 - 1 / group) ** topk)
+        domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
+        if model.moe_router_num_groups and model.moe_router_group_topk:
+            domains_reached = min(domains_reached, model.moe_router_group_topk)
+        return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True)
+    if nodes == 1:
+        return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
+    # There once for each node, and back once for each run: the mean of both.
+    between = (reached(model, nodes) + reached(model, expert_runs(model).count)) / 2 * (nodes - 1) / nodes
+    inside, fast = topk * (1 - nodes / sizes.ep), group <= device.domain
+    return Dispatch(0.0 if fast else between, inside + between if fast else inside, at_once=False)
 
 
 def expert_seconds(size: float, machine: Machine) -> float:
-    """One dispatch or combine of `size` bytes of tokens: every copy straight to its rank, or one hop and the next."""
-    device, efficiency, group = machine.device, machine.efficiency, machine.sizes.ep * machine.sizes.etp
-    if size == 0.0 or group == 1:
+    """One dispatch or combine of `size` bytes of tokens, by the copies that travel over each kind of link."""
+    device, efficiency, dispatch = machine.device, machine.efficiency, machine.dispatch
+    if size == 0.0 or machine.sizes.ep * machine.sizes.etp == 1:
         return 0.0
-    fast, network = (rate * efficiency.dispatch for rate in (device.fast_link, device.network))
-    if machine.nodes > 1:
-        between = network if group > device.domain else fast
-        outside = size * machine.copies * (machine.nodes - 1) / machine.nodes / between
-        inside = size * machine.topk * (1 - machine.nodes / machine.sizes.ep) / fast
-        return outside + inside + 2 * device.latency
-    domains, near = max(1.0, group / device.domain), min(group, device.domain)
-    outside = size * machine.topk * (1 - 1 / domains) / network
-    inside = size * machine.topk / domains * (1 - 1 / near) / fast
-    return max(outside, inside) + device.latency
+    outside = size * dispatch.outside / (device.network * efficiency.dispatch)
+    inside = size * dispatch.inside / (device.fast_link * efficiency.dispatch)
+    return max(outside, inside) + device.latency if dispatch.at_once else outside + inside + 2 * device.latency
 
 
 class PartSeconds(NamedTuple):

@@ -132,7 +132,6 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = FeedForward(model, shared, kernels) if shared else None
         self.runs = expert_runs(model)
         self.exchange: ExchangeRows = self._here
-        """Reaches the experts, where this rank holds a part of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Send every token through its experts."""

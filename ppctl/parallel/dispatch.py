@@ -9,7 +9,7 @@ pipeline. Counts are under way while rows are sorted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.geometry.expert_reach import expert_runs
 from ppctl.parallel.all_to_all import all_to_all, all_to_all_together, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
-from ppctl.parallel.node_copies import Hop, Reach, across_nodes
+from ppctl.parallel.node_copies import across_nodes, runs_on_nodes
 from ppctl.parallel.shard import all_gather
 from ppctl.tensors.row_copies import LocalCopies, copied, summed
 from ppctl.tensors.row_order import inverse_of, reorder
@@ -27,18 +27,6 @@ from ppctl.tensors.row_order import inverse_of, reorder
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows by expert, weights of the rows, counts of the experts here) -> results of the rows."""
-
-
-class _Fast(NamedTuple):
-    """An exchange that ends at the ranks with the experts."""
-
-    group: dist.ProcessGroup | None
-    sends: list[int]
-    receives: list[int]
-    arriving: Tensor
-    """[etp rank, sender, expert here, node] rows at the experts, in the order in which they arrive."""
-    shared: list[int]
-    """Rows of each etp rank."""
 
 
 class ExpertExchange:
@@ -66,25 +54,23 @@ class ExpertExchange:
 
     def _straight(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
         sent = counts.view(1 if self.group is None else self.group.size(), -1)
-        received = torch.empty_like(sent)  # [sender, expert here]
+        received = sent if self.group is None else torch.empty_like(sent)  # [sender, expert here]
         under_way = None if self.group is None else start_exchange(received, sent, self.group)
         copies = LocalCopies.of(chosen, self.runs.size, self.runs.most)
         going = [copied(rows, copies), reorder(weights.reshape(-1, 1), copies.order, copies.back)]
-        if under_way is None:
-            received = sent
-        else:
+        if under_way is not None:
             under_way.wait()
         arriving = self._of_all(received[:, :, None])
         sends, receives, shared = self.sizes(sent.sum(1), received.sum(1), arriving.sum((1, 2, 3)))
-        fast = _Fast(self.group, sends, receives, arriving, shared)
-        return summed(self._at_experts(going, fast, experts), copies)
+        return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
 
     def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
         assert self.group is not None and self.outer is not None  # one is divided by the other
         nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
         own = len(counts) // nodes
-        reach = Reach.of(chosen, own, self.runs.size, nodes)
-        sent = reach.counts(counts)
+        runs = runs_on_nodes(chosen, own, self.runs.size, nodes)
+        # Rows of each expert of a node, rows that go there, and sums that come back.
+        sent = torch.cat((counts.view(nodes, -1), runs.any(-1).sum(1)[:, None], runs.sum((1, 2))[:, None]), 1)
         every = sent.repeat_interleave(self.group.size() // nodes, 0)
         received = torch.empty_like(every)
         start_exchange(received, every, self.group).wait()
@@ -93,48 +79,51 @@ class ExpertExchange:
         onward = here[:, :own].sum(0).view(received.shape[1], -1)  # [place, expert there]
         ours = received[:, :, place * onward.shape[1] : (place + 1) * onward.shape[1]]
         arriving = self._of_all(ours.permute(1, 2, 0))
-        *hop, sends, receives, shared = self.sizes(
-            *(sent[:, -2], here[:, -2], here[:, -1], sent[:, -1]),
-            *(onward.sum(1), ours.sum((0, 2)), arriving.sum((1, 2, 3))),
-        )
-        copies, weighed = across_nodes(reach, weights, self.runs.size, self.outer, Hop(*hop), sum(sends))
-        fast = _Fast(self.inner, sends, receives, arriving, shared)
-        return summed(self._at_experts([copied(rows, copies), weighed], fast, experts), copies)
+        hops = sent[:, -2], here[:, -2], here[:, -1], sent[:, -1], onward.sum(1), ours.sum((0, 2))
+        *hop, sends, receives, shared = self.sizes(*hops, arriving.sum((1, 2, 3)))
+        copies, weighed = across_nodes(chosen, weights, runs, self.runs.size, sum(sends), self.outer, hop)
+        going = [copied(rows, copies), weighed]
+        return summed(self._at_experts(going, experts, self.inner, arriving, sends, receives, shared), copies)
 
-    def _at_experts(self, rows: list[Tensor], fast: _Fast, experts: Experts) -> Tensor:
-        """The results of rows (by expert) and their weights, in order of the rows.
+    def _at_experts(
+        self, rows: list[Tensor], experts: Experts, group: dist.ProcessGroup | None, arriving: Tensor, *sizes: list[int]
+    ) -> Tensor:
+        """The results of rows (by expert) and their weights, in order of the rows, over the ranks of `group`.
 
-        At the experts, rows of one are in order of their etp rank, then of their sender, then as sent.
+        `arriving` [etp rank, sender, expert here, node] says how many come, in this order; `sizes` how many are sent to
+        each rank, come from each, and are at each etp rank. At the experts, rows of one are in order of their etp rank,
+        then of their node and sender, then as sent.
         """
-        sends, receives, shared = fast.sends, fast.receives, fast.shared
+        sends, receives, shared = sizes
         going, weighed = rows
         rows.clear()  # no gradient needs what was sent, nor what came before it is sorted
-        if fast.group is not None:
-            going, weighed = all_to_all_together(fast.group, sends, receives, going, weighed)
+        if group is not None:
+            going, weighed = all_to_all_together(group, sends, receives, going, weighed)
         if self.etp_group is not None:
             going, weighed = (_gathered_rows(each, shared, self.etp_group) for each in (going, weighed))
-        etp, places, own, nodes = fast.arriving.shape
-        blocks = torch.arange(fast.arriving.numel(), device=going.device)
-        in_order = blocks.view(own, etp, nodes, places).permute(1, 3, 0, 2).flatten()
-        order = in_order.repeat_interleave(fast.arriving.flatten(), output_size=sum(shared)).argsort(stable=True)
+        etp, places, own, nodes = arriving.shape
+        blocks = torch.arange(arriving.numel(), device=going.device).view(own, etp, nodes, places)
+        order = (
+            blocks.permute(1, 3, 0, 2)
+            .flatten()
+            .repeat_interleave(arriving.flatten(), output_size=sum(shared))
+            .argsort(stable=True)
+        )
         back = inverse_of(order)
         by_expert, weights = reorder(going, order, back), reorder(weighed, order, back)
         del going, weighed
-        done = reorder(experts(by_expert, weights, fast.arriving.sum((0, 1, 3))), back, order)
+        done = reorder(experts(by_expert, weights, arriving.sum((0, 1, 3))), back, order)
         if self.etp_group is not None:
             done = _summed_rows(done, shared, self.etp_group)
-        return done if fast.group is None else all_to_all(done, fast.group, receives, sends)
+        return done if group is None else all_to_all(done, group, receives, sends)
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
         """Numbers of rows, on the host.
 
         The one place of a layer where the host waits for the device: buffers and messages need sizes.
         """
-        every, found = torch.cat(numbers).tolist(), []
-        for each in numbers:
-            found.append(every[: len(each)])
-            every = every[len(each) :]
-        return found
+        together = torch.cat(numbers).cpu()
+        return [each.tolist() for each in together.split([len(each) for each in numbers])]
 
     def _of_all(self, arriving: Tensor) -> Tensor:
         """What arrives at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""

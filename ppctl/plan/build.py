@@ -16,7 +16,7 @@ from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.expert_dispatch import exchanged_again
-from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered
+from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.notes import forwards_only, offloaded, whose_code
 from ppctl.plan.plan import Plan
@@ -108,7 +108,9 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *gathered(config, sizes, ranks),
             *matrix_owners(config, stages, sizes),
             *offloaded(config, stages, costs, ranks),
-            *exchanged_again(config, sizes, lambda other: derivation.held(other, proof.schedule)),
+            *exchanged_again(
+                config, sizes, lambda other: rank_pricer(other, stages, sizes, batch.micro_batch_size)(run)
+            ),
             *checkpoint_copies(config, stages, sizes),
             *forwards_only(derivation.frozen_stages),
             *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
-from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
@@ -46,7 +45,7 @@ from ppctl.plan.sizes import (
     divide_model,
 )
 from ppctl.plan.stages import frozen_stages, stage_specs
-from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
+from ppctl.plan.types import Derived, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.search_task import Task, named_schedules, placements
@@ -127,10 +126,6 @@ class Derivation:
     def rank_costs(self) -> RankPricer:
         """The function that computes the memory of every pp_rank under a given schedule."""
         return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
-
-    def held(self, config: RunConfig, schedule: Schedule) -> tuple[RankCost, ...]:
-        """The memory of every pp_rank if these stages ran with another config."""
-        return rank_pricer(config, self.stages, self.sizes, self.batch.micro_batch_size)(schedule)
 
     def compute_only(self, num_microbatches: int) -> tuple[Schedule, tuple[Derived, ...]]:
         """The schedule without messages, and the equation of its warm-up where that was chosen."""

@@ -33,16 +33,12 @@ def derive_dispatch(values: ConfigValues, sizes: ParallelSizes, violations: Viol
         return
     source = f"{DISPATCH}={chosen}, {values.source(DISPATCH)}"
     topk, nodes = config.model.moe_router_topk, dispatch_nodes(config, sizes)
-    if nodes == 1:
-        reason = "" if obstacle is None or chosen == FLAT else f": {obstacle}"
-        text = f"dispatch to experts ({source}): all {topk} copies of a token go straight to their ranks{reason}"
-        yield Derived("expert_dispatch", FLAT, text)
-        return
-    text = (
-        f"dispatch to experts ({source}): a token goes once to each of {reached(config.model, nodes):.3g} of {nodes} "
-        f"nodes of {ranks_per_node(config, sizes.world)} ranks, in place of {topk} copies, and on from there"
-    )
-    yield Derived("expert_dispatch", BY_NODE, text)
+    reason = "" if obstacle is None or chosen == FLAT else f": {obstacle}"
+    text = f"all {topk} copies of a token go straight to their ranks{reason}"
+    if nodes > 1:
+        there = f"{reached(config.model, nodes):.3g} of {nodes} nodes of {ranks_per_node(config, sizes.world)} ranks"
+        text = f"a token goes once to each of {there}, in place of {topk} copies, and on from there"
+    yield Derived("expert_dispatch", BY_NODE if nodes > 1 else FLAT, f"dispatch to experts ({source}): {text}")
 
 
 def exchanged_again(

@@ -28,13 +28,13 @@ class Copies(Protocol):
 
 def copied(rows: Tensor, copies: Copies) -> Tensor:
     """The copies of rows, whose gradients are summed."""
-    out: Tensor = _Copied.apply(rows, copies)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = _Moved.apply(rows, copies, False)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def summed(rows: Tensor, copies: Copies) -> Tensor:
     """The sums of copies, whose gradients are copied. Nothing of the rows is kept."""
-    out: Tensor = _Summed.apply(rows, copies)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = _Moved.apply(rows, copies, True)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -93,38 +93,17 @@ class LocalCopies(NamedTuple):
         return sums(copies, places, starts)
 
 
-class _Kept:
-    """A named tuple whose tensors autograd keeps, so that hooks on what it saves see them."""
-
-    def __init__(self, ctx: Any, copies: Any) -> None:
-        tensors = {name: value for name, value in zip(copies._fields, copies, strict=True) if isinstance(value, Tensor)}
-        ctx.save_for_backward(*tensors.values())
-        self.names, self.rest = list(tensors), copies._replace(**dict.fromkeys(tensors))
-
-    def again(self, saved: tuple[Tensor, ...]) -> Any:
-        """The named tuple with its tensors."""
-        return self.rest._replace(**dict(zip(self.names, saved, strict=True)))
-
-
-class _Copied(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Any) -> Tensor:
-        ctx.kept = _Kept(ctx, copies)
-        down: Tensor = copies.down(rows)
-        return down
+    def forward(ctx: Any, rows: Tensor, copies: Any, up: bool) -> Tensor:
+        # Tensors are kept where hooks on what autograd saves see them.
+        ctx.names = [name for name, value in copies._asdict().items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(getattr(copies, name) for name in ctx.names))
+        ctx.rest, ctx.up = copies._replace(**dict.fromkeys(ctx.names)), up
+        moved: Tensor = copies.up(rows) if up else copies.down(rows)
+        return moved
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.kept.again(ctx.saved_tensors).up(gradients[0].contiguous()), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Any) -> Tensor:
-        ctx.kept = _Kept(ctx, copies)
-        up: Tensor = copies.up(rows)
-        return up
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.kept.again(ctx.saved_tensors).down(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        copies = ctx.rest._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
+        return copies.down(gradients[0]) if ctx.up else copies.up(gradients[0].contiguous()), None, None
