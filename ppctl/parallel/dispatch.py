@@ -3,12 +3,13 @@
 Knows process groups, which experts each row has, and how many rows each expert gets. Must not know routers, experts or
 the pipeline. Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its
 k-th exchange after the same actions. Groups of their own keep exchanges apart from reductions that run beside the
-pipeline. Counts are under way while rows are sorted.
+pipeline. Counts are under way while rows are sorted, where these go straight to their experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -122,8 +123,8 @@ class ExpertExchange:
 
         The one place of a layer where the host waits for the device: buffers and messages need sizes.
         """
-        together = torch.cat(numbers).cpu()
-        return [each.tolist() for each in together.split([len(each) for each in numbers])]
+        every = iter(torch.cat(numbers).tolist())
+        return [list(islice(every, len(each))) for each in numbers]
 
     def _of_all(self, arriving: Tensor) -> Tensor:
         """What arrives at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
