@@ -101,7 +101,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
-        silu = (F.silu(x),) if up else ()
+        silu, weights = (F.silu(x),) if up else (), weights.to(x.dtype)  # of which autocast may make two
         ctx.save_for_backward(weights, x, *up, *silu)
         return (silu[0] * up[0] if up else activation(x)).mul_(weights)
 

@@ -26,8 +26,7 @@ from ppctl.tensors.row_copies import LocalCopies, copied, summed
 from ppctl.tensors.row_order import inverse_of, reorder
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rows by expert, weights of the rows, counts of the experts here) -> results of the rows."""
+_Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertExchange:
@@ -45,15 +44,15 @@ class ExpertExchange:
         self.inner, self.outer = groups.get("ep-inner"), groups.get("ep-outer")
         self.model, self.runs = model, expert_runs(model)
 
-    def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
         """The sums [t, h] over each row's experts, `chosen` [t, K] in ascending order with `weights` [t, K].
 
-        `counts` [E] (int64) says how many rows every expert has.
+        `counts` [E] (int64) says how many rows each has; `experts` takes rows by expert, their weights, and the counts.
         """
         way = self._straight if self.outer is None else self._by_node
         return way(rows, chosen, weights, counts, experts)
 
-    def _straight(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    def _straight(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
         sent = counts.view(1 if self.group is None else self.group.size(), -1)
         received = sent if self.group is None else torch.empty_like(sent)  # [sender, expert here]
         under_way = None if self.group is None else start_exchange(received, sent, self.group)
@@ -65,7 +64,7 @@ class ExpertExchange:
         sends, receives, shared = self.sizes(sent.sum(1), received.sum(1), arriving.sum((1, 2, 3)))
         return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
 
-    def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
         assert self.group is not None and self.outer is not None  # one is divided by the other
         nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
         own = len(counts) // nodes
@@ -87,7 +86,12 @@ class ExpertExchange:
         return summed(self._at_experts(going, experts, self.inner, arriving, sends, receives, shared), copies)
 
     def _at_experts(
-        self, rows: list[Tensor], experts: Experts, group: dist.ProcessGroup | None, arriving: Tensor, *sizes: list[int]
+        self,
+        rows: list[Tensor],
+        experts: _Experts,
+        group: dist.ProcessGroup | None,
+        arriving: Tensor,
+        *sizes: list[int],
     ) -> Tensor:
         """The results of rows (by expert) and their weights, in order of the rows, over the ranks of `group`.
 

@@ -53,8 +53,6 @@ def exchanged_again(
     instead = ["experts" if name == "moe" else name for name in modules]
     peak = max(cost.peak_bytes for cost in held(replace(config, train=replace(train, recompute_modules=instead))))
     fits = "" if limit is None else ", which fits" if peak <= limit.available_bytes else ", more than a device has"
-    text = (
-        f"recomputing moe sends rows to their experts again: 6 exchanges of rows a layer and microbatch in place of 4; "
-        f"with train.recompute_modules=[{','.join(instead)}] a rank needs at most {amount(peak)}{fits}"
-    )
+    text = "recomputing moe exchanges rows of experts again: 6 times a layer and microbatch in place of 4; "
+    text += f"with train.recompute_modules=[{','.join(instead)}] a rank needs at most {amount(peak)}{fits}"
     return (Derived("exchanged_again", 6, text),)

@@ -156,16 +156,13 @@ class EvenExchange(ExpertExchange):
             there, back = (round(self.rows * reached(self.model, n)) for n in (self.outer.size(), self.runs.count))
             totals[:4] = there, there, back, back
         totals[-1] *= len(numbers[-1])
-        return [_evenly(total, len(each)) for total, each in zip(totals, numbers, strict=True)]
+        shares = [range(len(each)) for each in numbers]
+        return [[(n + part) // len(own) for part in own] for n, own in zip(totals, shares, strict=True)]
 
     def __call__(self, rows: Tensor, *more: Any) -> Tensor:
         """Exchange as in a run, and remember how many rows there are."""
         self.rows = len(rows)
         return super().__call__(rows, *more)
-
-
-def _evenly(total: int, parts: int) -> list[int]:
-    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 class Samples:

@@ -2,12 +2,12 @@
 
 Every copy of a row has a number, and no two have the same. Sums are made in order of the numbers, and first within
 equal runs of numbers, so that whoever has all copies of a run can add these up for everybody. Knows rows and numbers.
-Must not know what they mean, nor that copies may be elsewhere: `Copies` says how rows get there and back.
+Must not know what they mean, nor that copies may be elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +16,13 @@ from torch import Tensor
 from ppctl.tensors.row_order import inverse_of
 
 
-class Copies(Protocol):
-    """Where copies of rows are. Implementations are named tuples of tensors and other values."""
-
-    def down(self, rows: Tensor) -> Tensor:
-        """The copies [n, h] of rows [t, h]."""
-
-    def up(self, copies: Tensor) -> Tensor:
-        """The sums [t, h] of copies [n, h]."""
-
-
-def copied(rows: Tensor, copies: Copies) -> Tensor:
-    """The copies of rows, whose gradients are summed."""
+def copied(rows: Tensor, copies: Any) -> Tensor:
+    """The copies of rows, whose gradients are summed; `copies` is a named tuple with the methods of `LocalCopies`."""
     out: Tensor = _Moved.apply(rows, copies, False)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
-def summed(rows: Tensor, copies: Copies) -> Tensor:
+def summed(rows: Tensor, copies: Any) -> Tensor:
     """The sums of copies, whose gradients are copied. Nothing of the rows is kept."""
     out: Tensor = _Moved.apply(rows, copies, True)  # type: ignore[no-untyped-call]  # torch's own
     return out
