@@ -29,8 +29,9 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
     if nodes == 1:
         return f"all ep {sizes.ep} ranks of a group are on one node of {per_node}"
     if runs.count % nodes:
-        whose = "of the router's groups" if config.model.moe_router_num_groups else "runs of experts"
-        return f"a node's part of the sum is one of whole {whose}, and {runs.count} do not spread over {nodes} nodes"
+        return (
+            f"a node sums whole runs of experts, or groups of the router, and {runs.count} do not spread over {nodes}"
+        )
     return None
 
 

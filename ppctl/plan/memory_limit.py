@@ -189,9 +189,8 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
 
 def _experts_again(values: ConfigValues) -> Iterator[Overrides]:
     """Experts that are computed again from the rows that they got, where neither they nor whole blocks are yet."""
-    granularity, modules = values[GRANULARITY], values[MODULES]
-    now = [] if granularity is None else list(modules or DEFAULT_MODULES)
-    if values["model.num_moe_experts"] and granularity != "full" and not {"moe", "experts"} & {*now}:
+    now = [] if values[GRANULARITY] is None else list(values[MODULES] or DEFAULT_MODULES)
+    if values["model.num_moe_experts"] and values[GRANULARITY] != "full" and not {"moe", "experts"} & {*now}:
         yield {GRANULARITY: "selective", MODULES: [*(name for name in now if name != "moe_act"), "experts"]}
 
 

@@ -67,7 +67,7 @@ def pricer(
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
-    nodes = None if setting.allocator.transformer_engine else setting.nodes  # the plan of a job that Megatron runs
+    nodes = None if setting.allocator.transformer_engine else setting.nodes
     machine = machine_of(device_of(config), products, sizes, model, nodes)
 
     @cache

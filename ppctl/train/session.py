@@ -182,4 +182,4 @@ def build_session(
 def _inner_levels(config: RunConfig, sizes: ParallelSizes) -> dict[str, int]:
     """How many neighbours make the inner level of each axis along which ranks exchange on two levels."""
     context, nodes = config.parallel.hierarchical_context_parallel_sizes, dispatch_nodes(config, sizes)
-    return {**({"cp": context[0]} if context else {}), **({"ep": sizes.ep // nodes} if nodes > 1 else {})}
+    return ({"cp": context[0]} if context else {}) | ({"ep": sizes.ep // nodes} if nodes > 1 else {})
