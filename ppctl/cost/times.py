@@ -162,12 +162,10 @@ def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
 
 
 class Dispatch(NamedTuple):
-    """Copies of a token on its way to experts, or back."""
+    """Copies of a token on its way to experts or back: over the network, and between ranks over fast links."""
 
     outside: float
-    """Over the network."""
     inside: float
-    """Over fast links, from one rank to another."""
     at_once: bool
     """Whether both are under way at the same time, and not one behind the other."""
 
@@ -226,8 +224,7 @@ def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: i
         return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True)
     if nodes == 1:
         return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
-    # There once for each node, and back once for each run: the mean of both.
-    between = (reached(model, nodes) + reached(model, expert_runs(model).count)) / 2 * (nodes - 1) / nodes
+    between = (reached(model, nodes) + reached(model, expert_runs(model).count)) / 2 * (nodes - 1) / nodes  # both ways
     inside, fast = topk * (1 - nodes / sizes.ep), group <= device.domain
     return Dispatch(0.0 if fast else between, inside + between if fast else inside, at_once=False)
 
