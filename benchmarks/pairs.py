@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from engine import free_port, hardware
 from torch import Tensor, nn
 
+from ppctl.config.schema import ModelConfig
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.parallel.dispatch import ExpertExchange
@@ -64,8 +65,13 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = _Compute.apply(x @ self.weight, self.seconds)
         counts = torch.full((EXPERTS,), TOKENS // EXPERTS)
+        chosen = torch.arange(TOKENS)[:, None] % EXPERTS
         x = self.exchange(
-            lambda: _Compute.apply(x, self.seconds), counts, lambda rows, _: _Compute.apply(rows.tanh(), self.seconds)
+            _Compute.apply(x, self.seconds),
+            chosen,
+            torch.ones(TOKENS, 1),
+            counts,
+            lambda rows, weights, _: _Compute.apply(rows.tanh() * weights, self.seconds),
         )
         return _Compute.apply(x, self.seconds)
 
@@ -116,7 +122,8 @@ def rank(number: int, port: int, options: argparse.Namespace, report: Any) -> No
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    exchange, plain = ExpertExchange(dist.group.WORLD), dist.all_to_all_single
+    model = ModelConfig(num_moe_experts=EXPERTS, moe_router_topk=1)
+    exchange, plain = ExpertExchange({"ep": dist.group.WORLD}, model), dist.all_to_all_single
     schedules = schedules_of()
     times: dict[tuple[str, float], list[float]] = {}
     bits: list[list[Tensor]] = []

@@ -88,9 +88,18 @@ class ParallelSizes:
 
     def crosses(self, axis: str, ranks_per_node: int) -> bool:
         """Whether some group along an axis has ranks on several nodes, each of which holds neighbouring ranks."""
+        return getattr(self, axis) > 1 and self.nodes_along(axis, ranks_per_node) != 1
+
+    def nodes_along(self, axis: str, ranks_per_node: int) -> int | None:
+        """On how many nodes each group along an axis lies, with equally many neighbours on each; None where groups lie
+        in different ways."""
         size, stride = getattr(self, axis), self.stride(axis)
-        # Groups lie in runs of stride x size neighbours. A node's end within such a run is one within a group, too.
-        return size > 1 and self.world > ranks_per_node and ranks_per_node % (stride * size) != 0
+        run = stride * size  # neighbours in which groups lie: a node's end within such a run is one within a group, too
+        if self.world <= ranks_per_node or ranks_per_node % run == 0:
+            return 1
+        if stride >= ranks_per_node:
+            return int(size)
+        return run // ranks_per_node if run % ranks_per_node == 0 and ranks_per_node % stride == 0 else None
 
     @property
     def pipeline_strides(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ppctl.config.keys import Finding, as_typed, did_you_mean, nearest, text_key
 from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
 from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, schedule_policy
 
-MODULES = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")
+MODULES = ("core_attn", "mlp", "moe", "experts", "moe_act", "layernorm", "mla_up_proj")
 _KEY = "train.recompute_granularity"
 _BELONGS = {
     "full": ("recompute_method", "recompute_num_layers"),
@@ -133,7 +133,7 @@ def _missing(model: ModelConfig) -> dict[str, str]:
     """The modules that this model does not have, and why."""
     missing: dict[str, str] = {}
     if model.num_moe_experts is None:
-        missing |= dict.fromkeys(("moe", "moe_act"), "model.num_moe_experts is null")
+        missing |= dict.fromkeys(("moe", "experts", "moe_act"), "model.num_moe_experts is null")
     if not model.multi_latent_attention:
         missing["mla_up_proj"] = "model.multi_latent_attention is false"
     return missing

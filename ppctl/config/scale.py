@@ -78,6 +78,7 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
         "launch.device": "any",
         "launch.nodes": None,
         "launch.gpus_per_node": None,
+        "parallel.expert_dispatch": "auto",
         "launch.device_memory": None,
         "checkpoint.interval": 0,
         "log.name": f"{config.log.name}_smoke",

@@ -91,6 +91,10 @@ class ParallelConfig(ModelParallelConfig):
         "none", one_of("none", "optimizer_gradients", "full"), known_as="--data-parallel-sharding-strategy"
     )
     """The tensors that data-parallel ranks shard: `none`, `optimizer_gradients`, or `full` (weights as well)."""
+    expert_dispatch: str = key("auto", one_of("flat", "by_node", "auto"))
+    """How tokens reach experts on other ranks: `flat` sends a copy for every expert straight to its rank, `by_node` one
+    to each machine (launch.gpus_per_node) with some of a token's experts, and on from there; the bits are the same.
+    `auto` is by_node wherever that is possible. Where fast links reach beyond a machine (NVL72) take `flat`."""
 
     def __post_init__(self) -> None:
         """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""

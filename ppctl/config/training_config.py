@@ -173,7 +173,8 @@ class TrainConfig:
     )
     """full: that N; none means 1 for `uniform`, every layer for `block`."""
     recompute_modules: list[str] | None = key(None, names="--recompute-modules model.recompute_modules")
-    """selective: `core_attn`, `mlp`, `moe`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn."""
+    """selective: `core_attn`, `mlp`, `moe`, `experts`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn.
+    `experts`, not in Megatron, starts from the rows that experts got, where `moe` repeats their exchange as well."""
     recompute_stages: list[int] | None = None
     """The stages (counted through the model from 0) that recompute; none means all."""
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")

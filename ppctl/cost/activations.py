@@ -24,6 +24,7 @@ from ppctl.geometry.layers import (
     has_backward,
     holds_final_norm,
     layer_kinds,
+    made_again_by,
     offloaded_layers,
     recomputed_modules,
     recomputed_runs,
@@ -101,8 +102,7 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
         parts = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
         for module, size in parts:
-            made = "moe" if module == "moe_act" and "moe" in modules else module
-            if made in modules:
+            if (made := made_again_by(module, modules)) is not None:
                 again[made] = again.get(made, 0.0) + tokens * size
         whole = tokens * sum(part.size for part in parts)
         outside = tokens * sum(part.size for part in parts if part.module == "mtp")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import exchanging, kept_more
 from ppctl.cost.setting import Setting
+from ppctl.geometry.expert_reach import expert_runs, reached
 from ppctl.geometry.layers import Kind
 from ppctl.geometry.parameters import Sizes
 
@@ -127,17 +128,28 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     if moe:
         chosen = model.moe_router_topk
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
-        copies = h * (over.etp + keeps.expert_copies - 1) / over.tp
+        copies = h * over.etp / over.tp
         inner = chosen * sizes.expert / over.tp
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
-        # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
-        routing = setting.wide * sizes.experts + (22 + 2 * setting.wide) * chosen
-        yield LayerPart("moe", size * (chosen * copies + (vectors - activated) * inner) + routing / setting.sp)
+        # The router's scores in float32, and of every choice its score, two weights, and places of its row.
+        routing = setting.wide * sizes.experts + (size + 2 * setting.wide) * chosen + _places(model, setting)
+        yield LayerPart("moe", size * chosen * copies + routing / setting.sp)
+        yield LayerPart("experts", size * (vectors - activated) * inner)
         yield LayerPart("moe_act", size * activated * inner)
         yield LayerPart("moe", size * vectors * sizes.shared / over.tp)
     else:
         yield LayerPart("mlp", size * vectors * sizes.ffn / over.tp)
     yield LayerPart("residual", h / setting.sp * _masked(model, setting))
+
+
+def _places(model: ModelConfig, setting: Setting) -> float:
+    """Bytes of a token's int64 numbers and places: of each choice its expert, its slot, its row in both directions, at
+    home or by node, and again at experts of other ranks; and where sums start, made by run and then by token."""
+    chosen, runs = model.moe_router_topk, expert_runs(model)
+    starts: float = runs.most if runs.size > 1 and runs.most > 1 else 0
+    if setting.nodes > 1:
+        starts = reached(model, setting.nodes) * (1 + chosen) + 2 * reached(model, runs.count) + 1
+    return 8 * ((6 if setting.sizes.ep * setting.sizes.etp > 1 else 4) * chosen + starts)
 
 
 def final_norm_bytes(setting: Setting) -> float:

@@ -19,8 +19,6 @@ class Allocator(NamedTuple):
     name: str
     gated_vectors: int
     """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
-    expert_copies: int
-    """Vectors of the hidden width for every chosen expert: the token's copy, and the expert's output."""
     norm_statistics: int
     """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 where they are not counted."""
     fp32_norms: bool
@@ -42,9 +40,9 @@ class Allocator(NamedTuple):
     """One 16-bit weight gradient for every distinct shape of a weight."""
 
 
-_TORCH = Allocator("torch", 4, 2, 1, False, None, None, 2, 0, receives=True, backward=True)
+_TORCH = Allocator("torch", 4, 1, False, None, None, 2, 0, receives=True, backward=True)
 
-_MEGATRON = Allocator("megatron", 3, 1, 0, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
+_MEGATRON = Allocator("megatron", 3, 0, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
 
 ALLOCATORS = {
     # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits, whose gradient
@@ -89,6 +87,8 @@ class Setting(NamedTuple):
     """Of context parallelism."""
     parallel: ParallelConfig = ParallelConfig()
     """Its `cpu_offloading_*`."""
+    nodes: int = 1
+    """Nodes by which tokens are dispatched to experts (`dispatch_nodes`)."""
     deferred: bool = False
     """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
 

@@ -17,8 +17,9 @@ from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
 from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
+from ppctl.geometry.expert_reach import expert_runs, reached
 from ppctl.geometry.foreign_costs import LayerCost
-from ppctl.geometry.layers import Kind, foreign_cost
+from ppctl.geometry.layers import Kind, foreign_cost, made_again_by
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
 from ppctl.host.accelerators import Device, Efficiency, efficiency_of
@@ -62,7 +63,7 @@ class Work(NamedTuple):
     trained: float | None = None
     """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
-    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
+    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send several copies."""
 
 
 def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
@@ -141,7 +142,9 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
         return
     inner = model.moe_router_topk * sizes.expert / tp
     copies = model.moe_router_topk * h * over.etp / tp
-    yield Work("moe", matmul=flops, inputs=tokens * (copies + inner), weights=weights, kernels=12)
+    beside = 2 * tokens * h * (matrices * sizes.shared + sizes.experts) / tp  # shared experts, and the router
+    yield Work("moe", matmul=beside)
+    yield Work("experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12)
     moved = 2 * copies + copies + h / tp
     yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
     yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
@@ -158,6 +161,15 @@ def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
     return sum(held(row.elements, row.axes, sizes) for row in rows)
 
 
+class Dispatch(NamedTuple):
+    """Copies of a token on its way to experts or back: over the network, and between ranks over fast links."""
+
+    outside: float
+    inside: float
+    at_once: bool
+    """Whether both are under way at the same time, and not one behind the other."""
+
+
 class Machine(NamedTuple):
     """A device as kernels find it, and how the groups of its ranks lie on the machine."""
 
@@ -170,10 +182,7 @@ class Machine(NamedTuple):
     """Bytes of a weight as products read it."""
     narrow: bool
     """Whether products are 8-bit: inputs are cast before a product, and before the dispatch to experts."""
-    topk: int = 1
-    """Routed experts per token."""
-    expert_groups: int | None = None
-    """Most domains that a token's experts lie on, where routing is limited to groups."""
+    dispatch: Dispatch = Dispatch(1.0, 1.0, at_once=True)
 
     @property
     def memory(self) -> float:
@@ -186,34 +195,48 @@ class Machine(NamedTuple):
         return (device.fast_link if ranks <= device.domain else device.network) * self.efficiency.link
 
 
-def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`."""
-    efficiency = efficiency_of(device)
-    groups = model.moe_router_group_topk if model.moe_router_num_groups else None
-    routing = (model.moe_router_topk, groups or None)
+def machine_of(
+    device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int | None = 1
+) -> Machine:
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`; tokens go by `nodes`.
+
+    None: as the kernels that Megatron uses send them (DeepEP), once to each domain, and to each rank there at once.
+    """
+    efficiency, routing = efficiency_of(device), _dispatch(device, sizes, model, nodes)
     if matmul_dtype == "fp8":
-        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, *routing)
+        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, routing)
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
         rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * efficiency.matmul
-        return Machine(device, efficiency, sizes, rate, 8, False, *routing)
+        return Machine(device, efficiency, sizes, rate, 8, False, routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
     rate = device.bf16_flops * (1 if narrow else 0.5) * efficiency.matmul  # TF32 runs at half of bf16's rate
-    return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, *routing)
+    return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
+
+
+def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int | None) -> Dispatch:
+    topk, group = model.moe_router_topk, sizes.ep * sizes.etp
+    domains, near = max(1.0, group / device.domain), min(group, device.domain)
+    if nodes is None:
+        ranks = group * (1 - (1 - 1 / group) ** topk)
+        domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
+        if model.moe_router_num_groups and model.moe_router_group_topk:
+            domains_reached = min(domains_reached, model.moe_router_group_topk)
+        return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True)
+    if nodes == 1:
+        return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
+    between = (reached(model, nodes) + reached(model, expert_runs(model).count)) / 2 * (nodes - 1) / nodes  # both ways
+    inside, fast = topk * (1 - nodes / sizes.ep), group <= device.domain
+    return Dispatch(0.0 if fast else between, inside + between if fast else inside, at_once=False)
 
 
 def expert_seconds(size: float, machine: Machine) -> float:
-    """One dispatch or combine of `size` bytes of tokens: within domains, and once to every other domain it goes to."""
-    device, efficiency, group = machine.device, machine.efficiency, machine.sizes.ep * machine.sizes.etp
-    if size == 0.0 or group == 1:
+    """One dispatch or combine of `size` bytes of tokens, by the copies that travel over each kind of link."""
+    device, efficiency, dispatch = machine.device, machine.efficiency, machine.dispatch
+    if size == 0.0 or machine.sizes.ep * machine.sizes.etp == 1:
         return 0.0
-    ranks = group * (1 - (1 - 1 / group) ** machine.topk)
-    domains = max(1.0, group / device.domain)
-    reached = domains * (1 - (1 - 1 / domains) ** machine.topk)
-    if machine.expert_groups is not None:
-        reached = min(reached, machine.expert_groups)
-    outside = size * reached * (domains - 1) / domains / (device.network * efficiency.dispatch)
-    inside = size * ranks * (1 - 1 / min(group, device.domain)) / (device.fast_link * efficiency.dispatch)
-    return max(outside, inside) + device.latency
+    outside = size * dispatch.outside / (device.network * efficiency.dispatch)
+    inside = size * dispatch.inside / (device.fast_link * efficiency.dispatch)
+    return max(outside, inside) + device.latency if dispatch.at_once else outside + inside + 2 * device.latency
 
 
 class PartSeconds(NamedTuple):
@@ -227,7 +250,7 @@ class PartSeconds(NamedTuple):
 def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     """Forward, and the two halves of the backward."""
     device, efficiency, sizes = machine.device, machine.efficiency, machine.sizes
-    rate = machine.matmul * (efficiency.grouped if work.module == "moe" else 1.0)
+    rate = machine.matmul * (efficiency.grouped if work.module in ("moe", "experts") else 1.0)
     product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0
     product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
     scores = work.scores / (device.bf16_flops * efficiency.attention)
@@ -262,7 +285,7 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
         forward += one.forward
         backward += one.input_gradient
         weights += one.weight_gradient
-        if recomputed is None or work.module in recomputed:
+        if recomputed is None or made_again_by(work.module, recomputed) is not None:
             backward += one.forward
     return PartSeconds(forward, backward, weights)
 

@@ -3,7 +3,7 @@
 Knows where blocks of `ppctl/model` exchange something, and what recomputation exchanges again. Must not know seconds or
 links, nor what is exchanged once a step (`step_traffic`). Bytes are those of rings: of a gather or scatter every other
 rank's part of the whole (n - 1) / n, of an all_reduce both, of a broadcast once, of an all_to_all all but the own part,
-of a send the message. Rows to experts are spread evenly.
+of a send the message. Rows to experts are spread evenly; by node they go to as many nodes as are expected.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import context_traffic, exchanging
 from ppctl.cost.setting import Setting
+from ppctl.geometry.expert_reach import expert_runs, reached
 from ppctl.geometry.layers import Kind, Layer, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.geometry.parameters import Sizes
 
 COUNT = 8
 """Bytes of a number of rows."""
 
+EXPERT = 4
+"""Bytes of an expert's number."""
+
 Key = tuple[str, str]
-"""(axis, kind): `tp`, `cp`, `ep`, `etp`, `dp`, `cp-dp`, `edp`, `pp` or `ties` (the stages that share a table), and a
-collective by torch's name, or `send`."""
+"""(axis, kind): `tp`, `cp`, `ep` (by node `ep-outer` between nodes and `ep-inner` within one), `etp`, `dp`, `cp-dp`,
+`edp`, `pp` or `ties` (the stages that share a table), and a collective by torch's name, or `send`."""
 
 
 class Traffic(dict[Key, tuple[int, float]]):
@@ -182,19 +186,35 @@ def _experts(model: ModelConfig, setting: Setting) -> Passes:
         for axis, ranks in (("tp", setting.sp), ("cp", over.cp)):
             if ranks > 1:
                 found.forward.note(axis, "all_reduce", counts * (ranks - 1) / ranks)
-    rows = setting.tokens / setting.sp * model.moe_router_topk * sizes.hidden * setting.element
     if over.ep > 1:
-        found.forward.note("ep", "all_to_all", COUNT * sizes.experts * (over.ep - 1) / over.ep)
+        numbers = sizes.experts / over.ep if setting.nodes == 1 else sizes.experts / setting.nodes + 2
+        found.forward.note("ep", "all_to_all", COUNT * numbers * (over.ep - 1))
     if over.etp > 1:
         found.forward.note("etp", "all_gather", COUNT * sizes.experts * (over.etp - 1))
-    for each in (found.forward, found.inputs):
-        if over.ep > 1:
-            each.note("ep", "all_to_all", 2 * rows * (over.ep - 1) / over.ep, 2)
-        if over.etp > 1:
-            each.note("etp", "all_to_all", 2 * rows * (over.etp - 1), 2)
+    _rows_to_experts(found, model, setting)
     if sizes.shared:
         _join(found, _block(_Tensor(setting), sizes.hidden))
     return found
+
+
+def _rows_to_experts(found: Passes, model: ModelConfig, setting: Setting) -> None:
+    """Rows and their weights to the experts, and results back; gradients of these there, and of those back."""
+    over, nodes, topk = setting.sizes, setting.nodes, model.moe_router_topk
+    tokens = setting.tokens / setting.sp
+    row, weight = model.hidden_size * setting.element, setting.element
+    if nodes > 1:
+        there, back = tokens * reached(model, nodes), tokens * reached(model, expert_runs(model).count)
+        weights, over_network = there * topk * weight, (nodes - 1) / nodes
+        # A row's experts travel with their weights, and each way rows there and sums of runs back.
+        found.forward.note("ep-outer", "all_to_all", there * topk * EXPERT * over_network)
+        for each in (found.forward, found.inputs):
+            each.note("ep-outer", "all_to_all", (weights + (there + back) * row) * over_network, 3)
+    ranks, axis = over.ep // nodes, "ep" if nodes == 1 else "ep-inner"
+    for each in (found.forward, found.inputs):
+        if ranks > 1:
+            each.note(axis, "all_to_all", tokens * topk * (2 * row + weight) * (ranks - 1) / ranks, 3)
+        if over.etp > 1:
+            each.note("etp", "all_to_all", tokens * topk * (2 * row + weight) * (over.etp - 1), 3)
 
 
 def stage_passes(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Passes:

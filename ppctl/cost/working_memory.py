@@ -12,6 +12,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import live_more
 from ppctl.cost.layer_parts import feed_forward_parts, outputs
 from ppctl.cost.setting import Setting
+from ppctl.geometry.expert_reach import expert_runs
 from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName, score_rows
 from ppctl.geometry.parameters import Sizes
 
@@ -23,9 +24,9 @@ _HELD_IN_FORWARD = ("layernorm", "mla_up_proj")
 def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
     """Bytes that live beside what a layer keeps, at most, while its forward runs. Of one microbatch.
 
-    A block's output and the layer's; of experts the weighted rows and their sum, before shared experts run, and behind
-    these both results and their sum. What is recomputed as a whole is not looked at: its backward, which runs it again,
-    has more.
+    A block's output and the layer's; of experts the results on their way and their sums, before shared experts run, and
+    behind these both results and their sum. What is recomputed as a whole is not looked at: its backward, which runs it
+    again, has more.
     """
     if not setting.allocator.backward or kind == "embedding":
         return 0.0
@@ -46,8 +47,12 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     shared = size * sizes.shared / over.tp
     if "moe_act" in again:
         held += size * model.moe_router_topk * sizes.expert / over.tp
-    # What is exchanged is there twice: at the experts, and arranged for the way, or arrived.
-    spread = rows * (1 + over.etp) if over.etp > 1 else rows
+    # What is exchanged is there twice: at the experts, and arranged for the way, or arrived; else it is with its sums.
+    runs = expert_runs(model)
+    summed = rows * runs.most / model.moe_router_topk if runs.size > 1 and runs.most > 1 else 0
+    spread = rows * (1 + over.etp) if over.ep * over.etp > 1 else rows + summed
+    if "experts" in again:  # which are not in what the layer keeps
+        spread = max(spread, again["experts"])
     behind_experts = max((3 if shared else 2) * hidden, hidden + leaving if shared else 0)
     return held + max(spread + hidden - setting.allocator.gated_vectors * shared, behind_experts)
 
@@ -71,7 +76,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
     normed = again.get("layernorm", 0.0) / 2
     # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
     kept = sum(part.size for part in feed_forward_parts(model, kind.moe, setting)) * setting.tokens
-    freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "moe_act"))
+    freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "experts", "moe_act"))
     if setting.deferred and not kind.moe:  # but for what the products read, and the gradients of what they made
         freed -= size * (2 + sizes.gated) * sizes.ffn / tp + (setting.whole_bytes(model) if setting.sp > 1 else 0)
     keys = setting.groups(sizes)
@@ -119,14 +124,17 @@ def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, floa
     sizes, over, chosen = Sizes.of(model), setting.sizes, model.moe_router_topk
     size = setting.element * setting.tokens
     rows = size * chosen * sizes.hidden * over.etp / over.tp
+    arranged = 2 * rows if over.ep * over.etp > 1 else rows
     inner = size * chosen * sizes.expert / over.tp
     weight = setting.element * sizes.experts / over.ep * sizes.expert / over.etp * sizes.hidden
     shared = size * sizes.shared / over.tp
     ahead = setting.hidden_bytes(model) - setting.allocator.gated_vectors * shared + normed if shared else 0.0
     activated = again.get("moe_act", 0.0)  # its product stays until both are read
-    factors = 2 * inner - rows + (inner if activated else 0.0)
-    inputs = weight + rows - (setting.allocator.gated_vectors - 1) * inner
-    return again.get("moe", 0.0) + ahead + max(rows, inputs, activated + max(inner + weight, factors))
+    factors = 3 * inner + (inner if activated else 0.0)
+    made = again.get("experts", 0.0) + activated
+    inputs = weight + 2 * rows - (setting.allocator.gated_vectors - 1) * inner
+    least = made + max(rows + inner + weight, factors)
+    return again.get("moe", 0.0) + ahead + max(arranged, inputs + again.get("experts", 0.0), least)
 
 
 def _loss_backward(model: ModelConfig, setting: Setting) -> float:

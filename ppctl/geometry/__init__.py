@@ -5,5 +5,6 @@ parameters       one table with a row (rows) for every parameter; adapters has t
 parts            the part of a parameter that a rank holds
 canonical_names  rows by their names in the whole model
 foreign_model    the same for models of transformers; foreign_costs: their measured costs
+expert_reach     how far a token's experts lie apart, and in which runs they are summed
 matrix_owners    which rank owns which matrix (decision 67)
 """

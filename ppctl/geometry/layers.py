@@ -210,6 +210,14 @@ def recomputed_modules(train: TrainConfig, stage: int) -> tuple[str, ...]:
     return tuple(train.recompute_modules or DEFAULT_MODULES)
 
 
+_INSIDE = {"moe_act": ("experts", "moe"), "experts": ("moe",)}
+
+
+def made_again_by(part: str, modules: Collection[str]) -> str | None:
+    """Which of the recomputed `modules` makes a part of a layer again, itself or another one around it."""
+    return next((module for module in (*reversed(_INSIDE.get(part, ())), part) if module in modules), None)
+
+
 def _chosen(train: TrainConfig, stage: int) -> bool:
     return train.recompute_stages is None or stage in train.recompute_stages
 

@@ -7,7 +7,6 @@ canonical parameter names: renaming one renames a checkpoint key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.expert_reach import expert_runs
 from ppctl.geometry.layers import expert_width
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Operand, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
-from ppctl.tensors.row_order import inverse_of, repeat_in_order, weighted_sum
+from ppctl.tensors.row_copies import LocalCopies, copied, summed
+from ppctl.tensors.row_order import reorder
 
-ExchangeRows = Callable[[Callable[[], Tensor], Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""`exchange(make_rows, counts, experts)`: bring the rows [n, h] that `make_rows()` returns, sorted by expert with
-counts [E], to where their experts live, apply `experts(rows, counts of the experts there)`, and bring the results back
-into the order of the rows. They are made inside, so that nobody keeps them once they are sent."""
+ExchangeRows = Callable[[Tensor, Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
+"""`exchange(rows, chosen, weights, counts, experts)`: bring rows [t, h] to where the experts of each live, `chosen`
+[t, K] in ascending order; apply `experts(rows by expert, their weights [n, 1], counts of the experts there)`, and
+return the sums [t, h] over each row's experts, in the order of `ExpertRuns`. `counts` [E] says how many rows each
+expert has."""
 
 
 class FeedForward(nn.Module):
@@ -70,19 +72,53 @@ class Experts(nn.Module):
         self.w2 = make_weight(count, h, width)
         self.w3 = make_weight(count, width, h) if model.gated_linear_unit else None
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Apply to rows [n, h] sorted by expert the expert of each; `counts` [experts] says how many each has."""
+    def forward(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Apply to rows [n, h] sorted by expert the expert of each, times the weight [n, 1] of each.
+
+        `counts` [experts] says how many rows each expert has.
+        """
         up = () if self.w3 is None else (self.w3,)
         stacks, at_once, fp8 = (self.w1, self.w2, *up), self.kernels.groups_experts, self.kernels.fp8
-        return for_each_group(self.transform, rows, counts, *stacks, at_once=at_once, grouped=self.grouped, fp8=fp8)
+        return for_each_group(
+            self.transform, rows, counts, *stacks, beside=weights, at_once=at_once, grouped=self.grouped, fp8=fp8
+        )
 
-    def transform(self, product: Product, rows: Operand, w1: Tensor, w2: Tensor, *w3: Tensor) -> Tensor:
-        """The feed-forward of rows [n, h], by the product that suits the weights: those of an expert, or the stacks."""
-        return product(self.activate(product(rows, w1), *(product(rows, up) for up in w3)), w2)
+    def transform(
+        self, product: Product, rows: Operand, weights: Tensor, w1: Tensor, w2: Tensor, *w3: Tensor
+    ) -> Tensor:
+        """The feed-forward of rows [n, h], by the product that suits the matrices: those of an expert, or the stacks.
 
-    def activate(self, x: Tensor, *up: Tensor) -> Tensor:
-        """The input of the last product, of any shape. Recomputation may make it a second time."""
-        return activation(x, *up)
+        A row's weight is a factor on the input of the last product, which has no bias: so nobody needs the results of
+        the experts for its gradient (Megatron-core does the same).
+        """
+        return product(self.activate(weights, product(rows, w1), *(product(rows, up) for up in w3)), w2)
+
+    def activate(self, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
+        """The input [n, width] of the last product. Recomputation may make it a second time."""
+        out: Tensor = _Weighted.apply(weights, x, *up)  # type: ignore[no-untyped-call]  # torch's own
+        return out
+
+
+class _Weighted(torch.autograd.Function):
+    """`activation(x, *up)` times each row's weight, which keeps no more than the activation itself does."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
+        silu, weights = (F.silu(x),) if up else (), weights.to(x.dtype)  # of which autocast may make two
+        ctx.save_for_backward(weights, x, *up, *silu)
+        return (silu[0] * up[0] if up else activation(x)).mul_(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        (gradient,), (weights, x, *gate) = gradients, ctx.saved_tensors
+        if not gate:
+            of_weights = (activation(x).mul_(gradient)).sum(-1, keepdim=True)
+            return of_weights, torch.ops.aten.gelu_backward(gradient * weights, x, approximate="tanh")
+        up, silu = gate
+        of_up = gradient * silu
+        of_weights = (of_up * up).sum(-1, keepdim=True)
+        of_silu = (gradient * up).mul_(weights)
+        return of_weights, torch.ops.aten.silu_backward(of_silu, x), of_up.mul_(weights)
 
 
 class MixtureOfExperts(nn.Module):
@@ -97,18 +133,15 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model, kernels)
         shared = model.moe_shared_expert_intermediate_size
         self.shared_experts = FeedForward(model, shared, kernels) if shared else None
-        self.exchange: ExchangeRows | None = None
-        """Needed where this rank holds a part of the experts."""
+        self.runs = expert_runs(model)
+        self.exchange: ExchangeRows = self._here
 
     def forward(self, x: Tensor) -> Tensor:
         """Send every token through its experts."""
         routing = self.router(x)
-        chosen, topk = routing.experts.flatten(), routing.experts.shape[-1]
-        order = chosen.argsort(stable=True)
-        back = inverse_of(order)
-        make_rows = partial(repeat_in_order, x.flatten(0, 1), topk, order, back)
-        results = self._apply_experts(make_rows, routing.counts)
-        out = weighted_sum(results, routing.weights.to(x.dtype), order, back)
+        chosen, slots = routing.experts.flatten(0, 1).sort(-1)
+        weights = routing.weights.flatten(0, 1).gather(-1, slots).to(x.dtype)
+        out = self.exchange(x.flatten(0, 1), chosen, weights, routing.counts, self.experts).view(x.shape)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         if routing.auxiliary is not None:
@@ -116,10 +149,10 @@ class MixtureOfExperts(nn.Module):
             out = _Attach.apply(out, routing.auxiliary, scale)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
-    def _apply_experts(self, make_rows: Callable[[], Tensor], counts: Tensor) -> Tensor:
-        if self.exchange is None:
-            return self.experts(make_rows(), counts)  # type: ignore[no-any-return]  # a module's call
-        return self.exchange(make_rows, counts, self.experts)
+    def _here(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Any) -> Tensor:
+        copies = LocalCopies.of(chosen, self.runs.size, self.runs.most)
+        weighed = reorder(weights.reshape(-1, 1), copies.order, copies.back)
+        return summed(experts(copied(rows, copies), weighed, counts), copies)
 
 
 class _Attach(torch.autograd.Function):

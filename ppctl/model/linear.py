@@ -237,27 +237,28 @@ def for_each_group(
     rows: Tensor,
     counts: Tensor,
     *stacks: Tensor,
+    beside: Tensor,
     at_once: bool = False,
     grouped: Product | None = None,
     fp8: Fp8 | None = None,
 ) -> Tensor:
-    """`block(product, rows, *weights)` where each group of rows meets its own matrix of every stack.
+    """`block(product, rows, beside, *weights)` where each group of rows meets its own matrix of every stack.
 
-    `rows` [n, in] are sorted by group, `counts` [groups] (int64) says how many each has, a stack is [groups, out,
-    in], and the block may treat each row for itself only. `at_once` runs the block once, over all rows, by a kernel
-    that most devices lack (`grouped_product`, or another `grouped`); else it runs once for each group, and not product
-    by product: torch's elementwise functions on the CPU give other bits at the end of a tensor than inside it, and so a
-    group's results would depend on the groups beside it. With `fp8` the products are in 8 bits, of rows that are
-    `rounded` once.
+    `rows` [n, in] are sorted by group, `counts` [groups] (int64) says how many each group has, a stack is [groups, out,
+    in], `beside` [n, ...] goes with the rows, and the block may treat each row for itself only. `at_once` runs the
+    block once, over all rows, by a kernel that most devices lack (`grouped_product`, or another `grouped`); else it
+    runs once for each group, and not product by product: torch's elementwise functions on the CPU give other bits at
+    the end of a tensor than inside it, and so a group's results would depend on the groups beside it. With `fp8` the
+    products are in 8 bits, of rows that are `rounded` once.
     """
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
-        return block(partial(grouped or grouped_product, ends=ends), rows, *stacks)
+        return block(partial(grouped or grouped_product, ends=ends), rows, beside, *stacks)
     sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for where that says something
-    parts = zip(rows.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
+    parts = zip(rows.split(sizes), beside.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
     if fp8 is not None:
         multiply = partial(product_in_fp8, fp8=fp8)
-        return torch.cat([block(multiply, rounded(part, fp8), *weights) for part, *weights in parts])
+        return torch.cat([block(multiply, rounded(part, fp8), *more) for part, *more in parts])
     return torch.cat([block(product, *part) for part in parts])
 
 

@@ -58,7 +58,8 @@ class Kernel:
     * grouped_product: (rows [n, in], weights [groups, out, in], ends [groups] int32) -> [n, out], group g's rows, which
       end before ends[g], times the transpose of its weight. A group may have no rows;
     * norm: (x [..., h], weight [h], bias [h] or None, epsilon) -> x's shape;
-    * dispatch: (group of ep or None, group of etp or None) -> what `ppctl.model.feed_forward.ExchangeRows` describes.
+    * dispatch: (axis -> process group, the model's config) -> what `ppctl.model.feed_forward.ExchangeRows` describes;
+      there are groups of `ep`, `etp`, `ep-outer` and `ep-inner` where these axes have several ranks.
     """
 
     role: Role

@@ -26,8 +26,9 @@ CHECKPOINTED = {
     "core_attn": (("attention", "mix"),),
     "mlp": (("feed_forward", "forward"),),
     "moe": (("moe", "forward"),),
+    "experts": (("moe.experts", "forward"),),
 }
-"""Megatron's name -> (module of a layer, its method) that keeps its inputs only."""
+"""Name, Megatron's but for `experts` -> (module of a layer, its method) that keeps its inputs only."""
 
 MADE_AGAIN = {
     "layernorm": (("attention_norm", "forward"), ("ffn_norm", "forward")),

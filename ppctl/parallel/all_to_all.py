@@ -24,18 +24,23 @@ Rows = Sequence[int] | None
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None) -> Tensor:
     """The rows that all ranks send to this one, in their order; `rows` [n, ...] are sorted by their receivers."""
-    arrived: Tensor = _AllToAll.apply(rows, group, sends, receives)  # type: ignore[no-untyped-call]  # torch's own
+    return all_to_all_together(group, sends, receives, rows)[0]
+
+
+def all_to_all_together(
+    group: dist.ProcessGroup, sends: Rows, receives: Rows, *tensors: Tensor, small: bool = False
+) -> tuple[Tensor, ...]:
+    """`all_to_all` of several tensors with as many rows, all under way at once.
+
+    While what is `small` is under way the other half of a pair does not compute.
+    """
+    arrived: tuple[Tensor, ...] = _AllToAll.apply(group, sends, receives, small, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     return arrived
 
 
 def exchange(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None) -> Tensor:
     """`all_to_all` without gradients."""
-    rows = rows.contiguous()
-    arrived = torch.empty_like(rows) if receives is None else rows.new_empty(sum(receives), *rows.shape[1:])
-    under_way = start_exchange(arrived, rows, group, sends, receives)
-    hand_over()
-    under_way.wait()
-    return arrived
+    return _exchanged(group, sends, receives, [rows])[0]
 
 
 def start_exchange(
@@ -47,12 +52,29 @@ def start_exchange(
     return work
 
 
+def _exchanged(
+    group: dist.ProcessGroup, sends: Rows, receives: Rows, tensors: Sequence[Tensor], *, small: bool = False
+) -> tuple[Tensor, ...]:
+    sent = [each.contiguous() for each in tensors]
+    count = len(sent[0]) if receives is None else sum(receives)
+    arrived = tuple(each.new_empty(count, *each.shape[1:]) for each in sent)
+    under_way = [start_exchange(*both, group, sends, receives) for both in zip(arrived, sent, strict=True)]
+    if not small:
+        hand_over()
+    for each in under_way:
+        each.wait()
+    return arrived
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, sends: Rows, receives: Rows) -> Tensor:
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        return exchange(rows, group, sends, receives)
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, sends: Rows, receives: Rows, small: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sends, ctx.receives, ctx.small = group, sends, receives, small
+        return _exchanged(group, sends, receives, tensors, small=small)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(gradients[0], ctx.group, ctx.receives, ctx.sends), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        back = _exchanged(ctx.group, ctx.receives, ctx.sends, gradients, small=ctx.small)
+        return None, None, None, None, *back

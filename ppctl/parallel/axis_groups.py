@@ -5,7 +5,7 @@ Knows which axes divide a step's tokens, a layer's weights and the world. Must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from torch.distributed import ProcessGroup
@@ -16,7 +16,7 @@ from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.records.rank_records import EXCHANGING_AXES
 from ppctl.topology import ParallelSizes, RankGrid, axes_with_groups, levels
 
-_LEVELS = ("cp-inner", "cp-outer")
+_LEVELS = ("inner", "outer")
 
 
 class AxisGroups(dict[str, ProcessGroup]):
@@ -29,24 +29,27 @@ class AxisGroups(dict[str, ProcessGroup]):
 
     @classmethod
     def make(
-        cls, sizes: ParallelSizes, rank: int, *, experts: bool, sequence_parallel: bool, inner_cp: int | None
+        cls, sizes: ParallelSizes, rank: int, *, experts: bool, sequence_parallel: bool, inner: Mapping[str, int]
     ) -> AxisGroups:
         """Make the groups. A collective: all ranks of the world make them in one order.
 
-        `inner_cp` is the size of the inner level, where context parallelism has two.
+        `inner` says of axes with two levels, in an order that is everywhere the same, how many ranks the inner level
+        has; a level of one rank has no group.
         """
         grid = RankGrid(sizes)
         named = axes_with_groups(sizes, experts=experts)
         groups = cls({axes: make_group(grid.groups(*axes.split("-"))) for axes in named})
-        if inner_cp is not None:
-            both = levels(grid.group_of("cp", rank), inner_cp)
-            groups |= {name: make_group(level) for name, level in zip(_LEVELS, both, strict=True)}
+        for axis, size in inner.items():
+            both = levels(grid.group_of(axis, rank), size)
+            made = {f"{axis}-{name}": level for name, level in zip(_LEVELS, both, strict=True) if len(level[0]) > 1}
+            groups |= {name: make_group(level) for name, level in made.items()}
         groups.sequence_parallel = sequence_parallel
         return groups
 
     def count_exchanges(self, count: Callable[[str], None]) -> None:
         """From now on call `count(axis)` whenever an exchange along one of EXCHANGING_AXES starts."""
-        counted = [name for name in (*EXCHANGING_AXES, *_LEVELS) if name in self]
+        divided = [f"{axis}-{level}" for axis in EXCHANGING_AXES for level in _LEVELS]
+        counted = [name for name in (*EXCHANGING_AXES, *divided) if name in self]
         watch({self[name]: partial(count, name.partition("-")[0]) for name in counted})
 
     @property
@@ -76,6 +79,8 @@ class AxisGroups(dict[str, ProcessGroup]):
         ways = {cp_comm_type} if isinstance(cp_comm_type, str) else set(cp_comm_type)
         exchanges: dict[str, list[str]] = {
             "ep": ["all to all"],
+            "ep-inner": ["all to all"],
+            "ep-outer": ["all to all"],
             "etp": ["all to all"],
             "cp": ["round"] * ("p2p" in ways) + ["all to all"] * ("a2a" in ways),
             "cp-inner": ["all to all"],

@@ -1,82 +1,138 @@
 """Expert parallelism: rows travel to the ranks that hold their experts, and their results travel back.
 
-Knows a process group and rows sorted by expert. Must not know routers, experts or the pipeline. Deadlock-free because
-all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange after the same actions.
-A group of its own keeps exchanges apart from reductions that run beside the pipeline. Counts are under way while the
-rows are sorted.
+Knows process groups, which experts each row has, and how many rows each expert gets. Must not know routers, experts or
+the pipeline. Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its
+k-th exchange after the same actions. Groups of their own keep exchanges apart from reductions that run beside the
+pipeline. Counts are under way while rows are sorted, where these go straight to their experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppctl.parallel.all_to_all import all_to_all, exchange, start_exchange
+from ppctl.config.schema import ModelConfig
+from ppctl.geometry.expert_reach import expert_runs
+from ppctl.parallel.all_to_all import all_to_all, all_to_all_together, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
+from ppctl.parallel.node_copies import across_nodes, runs_on_nodes
 from ppctl.parallel.shard import all_gather
+from ppctl.tensors.row_copies import LocalCopies, copied, summed
 from ppctl.tensors.row_order import inverse_of, reorder
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
+_Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertExchange:
-    """Experts in equal runs of neighbours over the ranks of `group`; each rank gets as many rows as there are for it.
+    """Experts in equal runs of neighbours over the ranks of the ep group; each gets as many rows as there are for it.
 
-    Two exchanges a forward (and two a backward), and one of the counts before them, which are needed on the host. The
-    ranks of `etp_group` divide every expert: between the exchanges each gets the rows of all of them, and the results
-    of its own are summed. Either group may be missing.
+    Rows go straight to the ranks with their experts or, where `groups` has the axis `ep-outer`, to this rank's place on
+    every node with some of a row's experts, and from there on within `ep-inner`. Results come back the same way, and
+    are summed in the model's own order (`ExpertRuns`), so that both give the bits of one process. Counts of all that is
+    exchanged travel ahead, once. The ranks of the etp group divide every expert: between the exchanges each gets the
+    rows of all of them, and the results of its own are summed. Each group may be missing.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.etp_group = etp_group
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], model: ModelConfig) -> None:
+        self.group, self.etp_group = groups.get("ep"), groups.get("etp")
+        self.inner, self.outer = groups.get("ep-inner"), groups.get("ep-outer")
+        self.model, self.runs = model, expert_runs(model)
 
-    def __call__(
-        self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Apply `experts(rows, counts of its own experts)` where they are; rows [n, h] and `counts` [E] by expert.
+    def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
+        """The sums [t, h] over each row's experts, `chosen` [t, K] in ascending order with `weights` [t, K].
 
-        The result is in the order of the rows. At the experts, rows of one are in order of their sender, then as sent.
+        `counts` [E] (int64) says how many rows each has; `experts` takes rows by expert, their weights, and the counts.
         """
-        size = 1 if self.group is None else self.group.size()
-        sent = counts.view(size, -1)
-        received = torch.empty_like(sent)  # [sender, expert here]
+        way = self._straight if self.outer is None else self._by_node
+        return way(rows, chosen, weights, counts, experts)
+
+    def _straight(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
+        sent = counts.view(1 if self.group is None else self.group.size(), -1)
+        received = sent if self.group is None else torch.empty_like(sent)  # [sender, expert here]
         under_way = None if self.group is None else start_exchange(received, sent, self.group)
-        rows = make_rows()
-        if under_way is None:
-            received = sent
-        else:
+        copies = LocalCopies.of(chosen, self.runs.size, self.runs.most)
+        going = [copied(rows, copies), reorder(weights.reshape(-1, 1), copies.order, copies.back)]
+        if under_way is not None:
             under_way.wait()
-        # [etp rank, sender, expert here]: what this rank's experts get, with those that have other parts of them.
-        all_received = received[None] if self.etp_group is None else _gathered(received, self.etp_group)
-        sends, receives, shared = self.sizes(sent, received, all_received)
-        arrived = rows if self.group is None else all_to_all(rows, self.group, sends, receives)
-        del rows  # no gradient needs what was sent, nor what came before it is sorted
+        arriving = self._of_all(received[:, :, None])
+        sends, receives, shared = self.sizes(sent.sum(1), received.sum(1), arriving.sum((1, 2, 3)))
+        return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
+
+    def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
+        assert self.group is not None and self.outer is not None  # one is divided by the other
+        nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
+        own = len(counts) // nodes
+        runs = runs_on_nodes(chosen, own, self.runs.size, nodes)
+        # Rows of each expert of a node, rows that go there, and sums that come back.
+        sent = torch.cat((counts.view(nodes, -1), runs.any(-1).sum(1)[:, None], runs.sum((1, 2))[:, None]), 1)
+        every = sent.repeat_interleave(self.group.size() // nodes, 0)
+        received = torch.empty_like(every)
+        start_exchange(received, every, self.group).wait()
+        received = received.view(nodes, -1, own + 2)  # [node, place of the sender, numbers]
+        here = received[:, place]  # what goes through this rank
+        onward = here[:, :own].sum(0).view(received.shape[1], -1)  # [place, expert there]
+        ours = received[:, :, place * onward.shape[1] : (place + 1) * onward.shape[1]]
+        arriving = self._of_all(ours.permute(1, 2, 0))
+        hops = sent[:, -2], here[:, -2], here[:, -1], sent[:, -1], onward.sum(1), ours.sum((0, 2))
+        *hop, sends, receives, shared = self.sizes(*hops, arriving.sum((1, 2, 3)))
+        copies, weighed = across_nodes(chosen, weights, runs, self.runs.size, sum(sends), self.outer, hop)
+        going = [copied(rows, copies), weighed]
+        return summed(self._at_experts(going, experts, self.inner, arriving, sends, receives, shared), copies)
+
+    def _at_experts(
+        self,
+        rows: list[Tensor],
+        experts: _Experts,
+        group: dist.ProcessGroup | None,
+        arriving: Tensor,
+        *sizes: list[int],
+    ) -> Tensor:
+        """The results of rows (by expert) and their weights, in order of the rows, over the ranks of `group`.
+
+        `arriving` [etp rank, sender, expert here, node] says how many come, in this order; `sizes` how many are sent to
+        each rank, come from each, and are at each etp rank. At the experts, rows of one are in order of their etp rank,
+        then of their node and sender, then as sent.
+        """
+        sends, receives, shared = sizes
+        going, weighed = rows
+        rows.clear()  # no gradient needs what was sent, nor what came before it is sorted
+        if group is not None:
+            going, weighed = all_to_all_together(group, sends, receives, going, weighed)
         if self.etp_group is not None:
-            arrived = _gathered_rows(arrived, shared, self.etp_group)
-        here = torch.arange(received.shape[1], device=arrived.device).repeat(len(all_received) * size)
-        expert = here.repeat_interleave(all_received.flatten(), output_size=sum(shared))
-        order = expert.argsort(stable=True)
+            going, weighed = (_gathered_rows(each, shared, self.etp_group) for each in (going, weighed))
+        etp, places, own, nodes = arriving.shape
+        blocks = torch.arange(arriving.numel(), device=going.device).view(own, etp, nodes, places)
+        order = (
+            blocks.permute(1, 3, 0, 2)
+            .flatten()
+            .repeat_interleave(arriving.flatten(), output_size=sum(shared))
+            .argsort(stable=True)
+        )
         back = inverse_of(order)
-        by_expert = reorder(arrived, order, back)
-        del arrived
-        done = reorder(experts(by_expert, all_received.sum((0, 1))), back, order)
+        by_expert, weights = reorder(going, order, back), reorder(weighed, order, back)
+        del going, weighed
+        done = reorder(experts(by_expert, weights, arriving.sum((0, 1, 3))), back, order)
         if self.etp_group is not None:
             done = _summed_rows(done, shared, self.etp_group)
-        return done if self.group is None else all_to_all(done, self.group, receives, sends)
+        return done if group is None else all_to_all(done, group, receives, sends)
 
-    def sizes(self, sent: Tensor, received: Tensor, all_received: Tensor) -> tuple[list[int], list[int], list[int]]:
-        """How many rows go to each rank and come from it, of counts [rank, expert], and arrive at each etp rank.
+    def sizes(self, *numbers: Tensor) -> list[list[int]]:
+        """Numbers of rows, on the host.
 
         The one place of a layer where the host waits for the device: buffers and messages need sizes.
         """
-        numbers = torch.cat((sent.sum(1), received.sum(1), all_received.sum((1, 2)))).tolist()
-        ranks = len(sent)
-        return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
+        every = iter(torch.cat(numbers).tolist())
+        return [list(islice(every, len(each))) for each in numbers]
+
+    def _of_all(self, arriving: Tensor) -> Tensor:
+        """What arrives at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
+        return arriving[None] if self.etp_group is None else _gathered(arriving, self.etp_group)
 
 
 def _gathered_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -2,6 +2,7 @@
 
     plan, types        the values that launcher and ranks read
     build              makes them from a derivation, in this order:
+    dispatch_nodes     by how many nodes tokens go to experts; expert_dispatch: what the plan says of it
     sizes              the world and the batch; rampup: a batch that grows
     layout_choice      the layout, with split_options and auto_layout
     schedule_choice    the schedule, with schedule_search, schedule_file and extra_warmup

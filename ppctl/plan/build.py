@@ -15,7 +15,8 @@ from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
-from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered
+from ppctl.plan.expert_dispatch import exchanged_again
+from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.notes import forwards_only, offloaded, transport, whose_code
 from ppctl.plan.plan import Plan
@@ -107,6 +108,9 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *gathered(config, sizes, ranks),
             *matrix_owners(config, stages, sizes),
             *offloaded(config, stages, costs, ranks),
+            *exchanged_again(
+                config, sizes, lambda other: rank_pricer(other, stages, sizes, batch.micro_batch_size)(run)
+            ),
             *checkpoint_copies(config, stages, sizes),
             *forwards_only(derivation.frozen_stages),
             *transport(config, sizes.pp, len(plain.pairs)),

@@ -33,6 +33,7 @@ from ppctl.cost.state import (
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.host.accelerators import Device, preset
+from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.stages import precision_of
@@ -67,6 +68,7 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
         config.data.reset_attention_mask,
         None if levels is None else (levels[0], levels[1]),
         parallel,
+        dispatch_nodes(config, sizes),
     )
 
 

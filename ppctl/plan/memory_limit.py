@@ -14,8 +14,10 @@ from typing import NamedTuple
 from ppctl.config.parallel_rules import is_plain
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
+from ppctl.geometry.layers import DEFAULT_MODULES
 from ppctl.host.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
+from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.types import DeviceLimit, RankCost
 from ppctl.plan.violations import Violation
 from ppctl.schedule.policies import POLICIES, schedule_policy
@@ -24,6 +26,7 @@ from ppctl.topology import ParallelSizes, axes_with_groups
 LIMIT = "launch.device_memory"
 SHARING = "launch.share_gpu"
 PUT_OFF = "pipeline.put_off_limit"
+GRANULARITY, MODULES = "train.recompute_granularity", "train.recompute_modules"
 SHARDING = "parallel.data_parallel_sharding"
 _SHARDINGS = ("none", "optimizer_gradients", "full")
 """Each holds less between steps than the one before."""
@@ -169,7 +172,8 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
         yield {"mbs": mbs // 2}
         yield {"mbs": 1}
     yield from ({PUT_OFF: limit} for limit in _put_off_limits(values))
-    recompute = {"train.recompute_granularity": "full"} if values["train.recompute_granularity"] is None else {}
+    yield from _experts_again(values)
+    recompute = {GRANULARITY: "full"} if values[GRANULARITY] is None else {}
     weaker = _SHARDINGS[_SHARDINGS.index(values[SHARDING]) + 1 :]
     if recompute:
         yield recompute
@@ -182,6 +186,13 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
         yield {**recompute, SHARDING: sharding}
     yield {"pp": 2 * pp, "layout": None}
     yield {"pp": 4 * pp, "layout": None}
+
+
+def _experts_again(values: ConfigValues) -> Iterator[Overrides]:
+    """Experts that are computed again from the rows that they got, where neither they nor whole blocks are yet."""
+    now = [] if values[GRANULARITY] is None else list(values[MODULES] or DEFAULT_MODULES)
+    if values["model.num_moe_experts"] and values[GRANULARITY] != "full" and not {"moe", "experts"} & {*now}:
+        yield {GRANULARITY: "selective", MODULES: [*(name for name in now if name != "moe_act"), "experts"]}
 
 
 def _put_off_limits(values: ConfigValues) -> list[int]:
@@ -215,6 +226,8 @@ def _group_sizes(config: RunConfig, sizes: ParallelSizes) -> Iterator[int]:
     for axes in axes_with_groups(sizes, experts=bool(model.num_moe_experts)):
         yield prod(getattr(sizes, axis) for axis in axes.split("-"))
     yield from config.parallel.hierarchical_context_parallel_sizes or ()
+    if (nodes := dispatch_nodes(config, sizes)) > 1:
+        yield from (nodes, sizes.ep // nodes)
     # Of the token embedding: the input, a tied output, and the copies of all MTP modules.
     yield min(sizes.pp, 1 + model.share_embeddings_and_output_weights + bool(model.mtp_num_layers))
 

@@ -61,6 +61,7 @@ def in_one_process(plan: Plan) -> list[str]:
         f"layout={plan.layout}",
         "parallel.hierarchical_context_parallel_sizes=null",
         "parallel.data_parallel_sharding=none",
+        "parallel.expert_dispatch=auto",
         "parallel.microbatch_group_size_per_vp_stage=null",
         "pipeline.pp_schedule_csv=null",
         "pipeline.schedule_memory=null",

@@ -67,7 +67,8 @@ def pricer(
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
-    machine = machine_of(device_of(config), products, sizes, model)
+    nodes = None if setting.allocator.transformer_engine else setting.nodes
+    machine = machine_of(device_of(config), products, sizes, model, nodes)
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:

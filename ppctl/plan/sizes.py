@@ -13,6 +13,7 @@ from ppctl.config.checks import beyond_limits
 from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.host.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
+from ppctl.plan.expert_dispatch import derive_dispatch
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.topology import ORDER, ParallelSizes, axes_of
@@ -104,6 +105,7 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
         return None
     if nodes is not None and gpus is not None and nodes > 1:
         derived.append(_across_nodes(values, sizes, gpus))
+    derived += derive_dispatch(values, sizes, violations)
     return World(world, dp, ep, etp, edp, tuple(derived))
 
 

@@ -22,6 +22,7 @@ from ppctl.comm.connections import other_end
 from ppctl.comm.modes import Modes
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import StepBatch
+from ppctl.geometry.expert_reach import reached
 from ppctl.model.kernels import Capability
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
@@ -149,23 +150,25 @@ class CountedTransport:
 class EvenExchange(ExpertExchange):
     """Every rank's experts get as many rows as the others': what a router aims at."""
 
-    def sizes(self, sent: Tensor, received: Tensor, all_received: Tensor) -> tuple[list[int], list[int], list[int]]:
-        """The rows of this rank, spread evenly, and as many back; the host waits for them as it would in a run."""
-        super().sizes(sent, received, all_received)
-        even = [len(part) for part in torch.arange(self.rows).chunk(len(sent))]
-        return even, list(even), [self.rows] * len(all_received)
+    def sizes(self, *numbers: Tensor) -> list[list[int]]:
+        """The rows of this rank, spread evenly, and as many back; the host waits for them as it would in a run.
 
-    def __call__(
-        self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+        By node, a row goes to as many nodes, and as many sums come back, as are expected (`reached`).
+        """
+        super().sizes(*numbers)
+        copies = self.rows * self.model.moe_router_topk
+        totals = [copies] * len(numbers)
+        if self.outer is not None:
+            there, back = (round(self.rows * reached(self.model, n)) for n in (self.outer.size(), self.runs.count))
+            totals[:4] = there, there, back, back
+        totals[-1] *= len(numbers[-1])
+        shares = [range(len(each)) for each in numbers]
+        return [[(n + part) // len(own) for part in own] for n, own in zip(totals, shares, strict=True)]
+
+    def __call__(self, rows: Tensor, *more: Any) -> Tensor:
         """Exchange as in a run, and remember how many rows there are."""
-
-        def counted() -> Tensor:
-            rows = make_rows()
-            self.rows = len(rows)
-            return rows
-
-        return super().__call__(counted, counts, experts)
+        self.rows = len(rows)
+        return super().__call__(rows, *more)
 
 
 class Samples:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ppctl.config.schema import ModelConfig
 from ppctl.errors import Problem, TrainingError
 from ppctl.model.outside_kernels import Kernel, KernelUse
 from ppctl.parallel.dispatch import ExpertExchange
@@ -104,16 +105,18 @@ def _norm(use: KernelUse) -> Case:
 
 
 def _dispatch(use: KernelUse) -> Case:
-    """Rows of one expert a rank, each multiplied where its expert is with 2 to that rank's number."""
+    """Rows of two experts each, multiplied where these are with their weights and 2 to that rank's number."""
     ranks, own = dist.get_world_size(), dist.get_rank()
-    counts = torch.tensor([ranks, *((number + own) % ranks for number in range(1, ranks))], device=use.device)
+    model = ModelConfig(num_moe_experts=2 * ranks, moe_router_topk=2)
+    pairs = torch.combinations(torch.arange(2 * ranks), 2)[own:]  # another number of rows on each rank
+    chosen, counts = pairs.to(use.device), pairs.flatten().bincount(minlength=2 * ranks).to(use.device)
 
-    def compute(function: Reference | None, rows: Tensor) -> Tensor:
+    def compute(function: Reference | None, rows: Tensor, weights: Tensor) -> Tensor:
         make: Callable[..., Callable[..., Tensor]] = function or ExpertExchange  # type: ignore[assignment]
-        exchanged = make(dist.group.WORLD, None)(lambda: rows, counts, lambda come, _: come * 2.0**own)
-        return exchanged
+        exchange = make({"ep": dist.group.WORLD}, model)
+        return exchange(rows, chosen, weights, counts, lambda come, weighed, _: come * weighed * 2.0**own)
 
-    return [(int(counts.sum()), use.hidden)], compute
+    return [(len(pairs), use.hidden), (len(pairs), 2)], compute
 
 
 _CASES: dict[str, Callable[[KernelUse], Case]] = {

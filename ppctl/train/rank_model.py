@@ -39,8 +39,8 @@ from ppctl.plan import StageSpec
 class ModelParts:
     """Makers of the parts of a model that its config does not give; a rehearsal (`ppctl/rehearsal`) brings its own."""
 
-    exchange: Callable[[ProcessGroup | None, ProcessGroup | None], ExchangeRows] = ExpertExchange
-    """(ep group, etp group), at least one of them: makes the way of rows to experts on other ranks."""
+    exchange: Callable[[Mapping[str, ProcessGroup], ModelConfig], ExchangeRows] = ExpertExchange
+    """(groups, of ep or etp at least, the model): makes the way of rows to experts on other ranks."""
     initialize: Initialize = initialize
     """Fills a stage's weights."""
     capability: Callable[..., Capability] = Capability.of
@@ -121,7 +121,7 @@ def _build_stages(
         if "ep" in groups or "etp" in groups:
             outside = kernels.outside.get("dispatch")
             exchange = parts.exchange if outside is None else outside.function
-            stage.spread_experts(exchange(groups.get("ep"), groups.get("etp")))
+            stage.spread_experts(exchange(groups, config.model))
         if "norm" in kernels.outside and isinstance(stage, torch.nn.Module):
             use_norm(stage, kernels.outside["norm"])
         if config.train.compile:

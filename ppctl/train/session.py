@@ -29,9 +29,10 @@ from ppctl.geometry.parts import Parts
 from ppctl.parallel.axis_groups import AxisGroups
 from ppctl.parallel.exchange_counts import watch
 from ppctl.plan import Plan, RankPlan, StageSpec
+from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.schedule.action import Schedule
-from ppctl.topology import RankGrid
+from ppctl.topology import ParallelSizes, RankGrid
 from ppctl.train.rank_model import ModelParts, RankModel, build_model
 from ppctl.train.replica import Replica, make_replica
 
@@ -178,7 +179,7 @@ def build_session(
         rank,
         experts=bool(config.model.num_moe_experts),
         sequence_parallel=config.parallel.sequence_parallel,
-        inner_cp=next(iter(config.parallel.hierarchical_context_parallel_sizes or ()), None),
+        inner=_inner_levels(config, plan.sizes),
     )
     if heartbeat is not None:
         groups.count_exchanges(heartbeat.exchange)
@@ -201,3 +202,9 @@ def build_session(
         pipeline=RankPipeline(communicator, recorder, heartbeat, deallocates),
         data=RankData(config, data, own.dp_rank, plan.sizes.dp),
     )
+
+
+def _inner_levels(config: RunConfig, sizes: ParallelSizes) -> dict[str, int]:
+    """How many neighbours make the inner level of each axis along which ranks exchange on two levels."""
+    context, nodes = config.parallel.hierarchical_context_parallel_sizes, dispatch_nodes(config, sizes)
+    return ({"cp": context[0]} if context else {}) | ({"ep": sizes.ep // nodes} if nodes > 1 else {})

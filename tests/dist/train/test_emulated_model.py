@@ -83,6 +83,7 @@ class Rank:
     """One rank's stages, with their programs as training makes them, and its batch."""
 
     def __init__(self, made: RunConfig, plan: Plan, rank: int) -> None:
+        self.model = made.model
         self.plan, self.own, grid = plan, plan.for_rank(rank), RankGrid(plan.sizes)
         parts = Parts(ep=Place(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep))
         self.stages = {
@@ -132,7 +133,7 @@ def on_gloo(kind: str, order: str, recomputed: bool) -> Bits:
     ep_group = make_group(grid.groups("ep")) if plan.sizes.ep > 1 else None
     communicator = Communicator(pp_group, channels=plan.schedule.capacities, device=CPU)
     own = Rank(made, plan, dist.get_rank())
-    return own.step(communicator, None if ep_group is None else ExpertExchange(ep_group))
+    return own.step(communicator, None if ep_group is None else ExpertExchange({"ep": ep_group}, made.model))
 
 
 class Pipelines(EmulatedConnections):
@@ -151,13 +152,16 @@ class Pipelines(EmulatedConnections):
 
 def on_devices(ranks: Sequence[Rank], plan: Plan, world: World) -> list[Bits]:
     """A step of all ranks on the devices of a world."""
-    grid = RankGrid(plan.sizes)
+    grid, model = RankGrid(plan.sizes), ranks[0].model
 
     def host(rank: int) -> Bits:
         connections = Pipelines(world, grid.group_of("pp", rank), rank)
         communicator = EmulatedCommunicator(connections, plan.schedule, Modes())
         experts = grid.group_of("ep", rank) if plan.sizes.ep > 1 else ()
-        exchange = ExpertExchange(Backend(world, rank, f"experts of {experts}", experts)) if experts else None
+        exchange = None
+        if experts:
+            groups = {"ep": Backend(world, rank, f"experts of {experts}", experts)}
+            exchange = ExpertExchange(groups, model)  # type: ignore[arg-type]  # a backend as a group
         return ranks[rank].step(communicator, exchange)
 
     with emulation(world):

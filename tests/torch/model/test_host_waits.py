@@ -100,7 +100,7 @@ def waits_of(kind, recomputed):
     if world > 1:
         for name, stack in list(moe.experts.named_parameters()):
             setattr(moe.experts, name, torch.nn.Parameter(stack.detach().chunk(world)[dist.get_rank()].clone()))
-        moe.exchange = ExpertExchange(dist.group.WORLD)
+        moe.exchange = ExpertExchange({"ep": dist.group.WORLD}, model)
     x = torch.randn(2, 7, model.hidden_size, requires_grad=True)
     with HostWaits() as counted:
         if recomputed:

@@ -165,8 +165,9 @@ def test_grouped_products_are_those_of_the_loop():
     counts = torch.tensor([3, 0, 5, 1, 0, 2])
     rows = torch.randn(11, 16, dtype=torch.bfloat16)
     in_one_kernel = partial(grouped_product, ends=counts.cumsum(0, dtype=torch.int32))
-    grouped = experts.transform(in_one_kernel, rows, experts.w1, experts.w2, experts.w3)
-    assert torch.allclose(grouped, experts(rows, counts), atol=1e-2)
+    weights = torch.rand(11, 1).bfloat16()
+    grouped = experts.transform(in_one_kernel, rows, weights, experts.w1, experts.w2, experts.w3)
+    assert torch.allclose(grouped, experts(rows, weights, counts), atol=1e-2)
 
 
 def test_experts_start_as_their_own_names_say_whoever_holds_them():

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppctl.records.rehearsal_record import BACKWARD, FORWARD, MESSAGE, STEP, HostWait, MeasuredTraffic, Operations
 from ppctl.rehearsal.ledger import BLOCK, DeviceLedger
-from ppctl.tensors import row_order
+from ppctl.tensors import row_copies
 
 
 def on_device(*shape, dtype=torch.float32):
@@ -176,12 +176,13 @@ def test_a_wait_is_named_by_the_line_of_ppctl_that_asked(ledger):
             return self.as_subclass(torch.Tensor).div(other).long().clamp(max=int(self.as_subclass(torch.Tensor)[0]))
 
     order = on_device(4, dtype=torch.int64)
+    copies = row_copies.LocalCopies(order.as_subclass(Asks), order, None, 2)
     ledger.during = FORWARD
     for _ in range(3):
-        row_order.repeat_in_order(on_device(2, 8), 2, order.as_subclass(Asks), order)
-    lines, first = inspect.getsourcelines(row_order._RepeatInOrder.forward)
-    (place,) = [first + n for n, line in enumerate(lines) if "order // times" in line]
-    assert ledger.host_waits == (HostWait("ppctl/tensors/row_order.py", place, FORWARD, 3),)
+        copies.down(on_device(2, 8))
+    lines, first = inspect.getsourcelines(row_copies.LocalCopies.down)
+    (place,) = [first + n for n, line in enumerate(lines) if "order // self.times" in line]
+    assert ledger.host_waits == (HostWait("ppctl/tensors/row_copies.py", place, FORWARD, 3),)
 
 
 SIZES = {

@@ -17,8 +17,9 @@ CLOSE, LITTLE = 0.01, 2**20 // 10
 KEPT_CLOSE = 0.002
 MODES = (
     "none", "full 1", "full 2", "block 1",
-    "core_attn", "mlp", "layernorm", "moe", "moe_act", "mla_up_proj",
-    "mlp layernorm", "core_attn mlp", "moe layernorm", "moe_act layernorm", "mla_up_proj layernorm",
+    "core_attn", "mlp", "layernorm", "moe", "experts", "moe_act", "mla_up_proj",
+    "mlp layernorm", "core_attn mlp", "moe layernorm", "experts layernorm", "moe_act layernorm",
+    "mla_up_proj layernorm",
 )  # fmt: skip
 PP = 3
 MICROBATCHES = 2 * PP
@@ -51,7 +52,10 @@ def config_of(recipe):
 
 def possible(model, mode):
     """Whether the model has what the mode computes again."""
-    has = {"mla_up_proj": model.multi_latent_attention, "moe": model.num_moe_experts, "moe_act": model.num_moe_experts}
+    has = {
+        "mla_up_proj": model.multi_latent_attention,
+        **dict.fromkeys(("moe", "experts", "moe_act"), model.num_moe_experts),
+    }
     return all(has.get(word, True) for word in mode.split())
 
 
@@ -141,6 +145,11 @@ def test_the_plan_is_what_is_measured(recipe, mode):
             "llama3_8b", ["cp=2", "model.cp_comm_type=a2a"], {("cp", "alltoall_base")}, marks=pytest.mark.whole
         ),
         ("mixtral_8x7b", ["tp=2", "sp=true", "etp=2"], {("etp", "alltoall_base"), ("tp", "reduce_scatter_base")}),
+        (
+            "qwen3_30b_a3b",
+            ["launch.nodes=6", "launch.gpus_per_node=4"],
+            {("ep-outer", "alltoall_base"), ("ep-inner", "alltoall_base")},
+        ),
     ],
 )
 def test_other_axes_are_rehearsed(recipe, typed, sent):
@@ -151,3 +160,27 @@ def test_other_axes_are_rehearsed(recipe, typed, sent):
         layers = plan.stages[memory.stage].layers
         kept = held_bytes(config, memory.stage, layers, plan.sizes, config.train.micro_batch_size)[1]
         assert close(kept, memory.kept, KEPT_CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("typed", "axis", "outside", "megabytes"),
+    [
+        pytest.param(["parallel.expert_dispatch=flat"], "ep", 56 / 64, 411, marks=pytest.mark.whole),
+        ([], "ep-outer", 7 / 8, 206),
+    ],
+)
+def test_each_exchange_of_deepseek_v3_sends_so_much_over_the_network(typed, axis, outside, megabytes):
+    """With 64 ranks on 8 nodes and a router limited to 4 of them, in the rehearsal as in the plan; `experts` are made
+    again without an exchange. Beside 4 exchanges of rows for each layer their weights travel twice."""
+    on_nodes = ["launch.nodes=24", "launch.gpus_per_node=8", "gbs=64", *typed]
+    config, plan = cut("deepseek_v3", "experts", *on_nodes)
+    measured = rehearse(config, plan, 64)
+    layers = sum(layer.kind == "decoder" for layer in plan.stages[1].layers)
+    found = [each for each in measured.traffic if each.group == axis and each.kind == "alltoall_base"]
+    assert sum(each.count for each in found) == layers * (4 + 2 + 1)  # and the counts, or the experts of each row
+    (backward,) = (each for each in found if each.during == "backward")
+    weights = 4096 * 8 * (1 if axis == "ep" else 4) * 2
+    assert (backward.bytes / layers - weights) / 2 * outside / 1e6 == pytest.approx(megabytes, abs=1)
+    (planned_bytes,) = (each.bytes for each in plan.traffic[1] if (each.axis, each.kind) == (axis, "all_to_all"))
+    others = (63 / 64 if axis == "ep" else 7 / 8) * sum(each.bytes for each in found)
+    assert planned_bytes == pytest.approx(others, rel=1e-3)

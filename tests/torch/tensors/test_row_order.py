@@ -1,12 +1,12 @@
-"""Rows in another order and their weighted sums: values and gradients of autograd's own forms in half the memory."""
+"""Rows in another order: values and gradients of autograd's own form, without sums into zeros."""
 
 import pytest
 import torch
 from live_memory import LiveBytes
 
-from ppctl.tensors.row_order import inverse_of, reorder, repeat_in_order, weighted_sum
+from ppctl.tensors.row_order import inverse_of, reorder
 
-ROWS, WIDTH, TIMES = 24, 512, 4
+ROWS, WIDTH = 24, 512
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -19,14 +19,6 @@ def gathered(rows, order, inverse):
     return rows[order]
 
 
-def gathered_repeatedly(rows, times, order, inverse):
-    return rows.repeat_interleave(times, 0)[order]
-
-
-def summed(rows, weights, order, inverse):
-    return (rows[inverse].view(*weights.shape, -1) * weights[..., None]).sum(-2)
-
-
 def random(*shape, dtype, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
@@ -34,15 +26,8 @@ def random(*shape, dtype, seed=1):
 def cases(dtype):
     """Name -> (ours, autograd's own, their inputs)."""
     order, inverse = orders(ROWS)
-    repeated, back = orders(ROWS * TIMES)
     rows = random(ROWS, WIDTH, dtype=dtype)
-    results = random(ROWS * TIMES, WIDTH, dtype=dtype)
-    weights = random(ROWS // 4, 4, TIMES, dtype=dtype, seed=2)
-    return {
-        "reorder": (reorder, gathered, (rows, order, inverse)),
-        "repeat_in_order": (repeat_in_order, gathered_repeatedly, (rows, TIMES, repeated, back)),
-        "weighted_sum": (weighted_sum, summed, (results, weights, repeated, back)),
-    }
+    return {"reorder": (reorder, gathered, (rows, order, inverse))}
 
 
 NAMES = list(cases(torch.float32))
@@ -55,7 +40,7 @@ def of(function, inputs):
         leaf.requires_grad_() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
     ]
     out = function(*leaves)
-    gradient = torch.randn(*out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+    gradient = torch.randn(*out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
     return out, torch.autograd.grad(out, wanted, gradient)
 
 
@@ -66,29 +51,10 @@ def test_values_and_gradients_have_the_bits_of_autograds_own(name, dtype):
     (out, gradients), (expected, expected_gradients) = of(ours, inputs), of(plain, inputs)
     assert out.dtype == dtype
     assert torch.equal(out, expected)
-    assert len(gradients) == len(expected_gradients) == (2 if name == "weighted_sum" else 1)
+    assert len(gradients) == len(expected_gradients) == 1
     for ours_, theirs in zip(gradients, expected_gradients, strict=True):
         assert ours_.dtype == dtype
         assert torch.equal(ours_, theirs)
-
-
-@pytest.mark.parametrize("n", [0, 1, 97])
-def test_an_order_is_inverted_without_sorting(n):
-    order, inverse = orders(n)
-    assert torch.equal(inverse_of(order), inverse)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_a_device_the_shapes_and_dtypes_are_those_of_the_cpu(name):
-    """There sums of rows are one kernel, which the CPU does not have with these bits."""
-    ours, _, inputs = cases(torch.bfloat16)[name]
-    (out, gradients), (expected, expected_gradients) = (
-        of(ours, [each.to(device) if isinstance(each, torch.Tensor) else each for each in inputs])
-        for device in ("meta", "cpu")
-    )
-    assert [(each.shape, each.dtype) for each in (out, *gradients)] == [
-        (each.shape, each.dtype) for each in (expected, *expected_gradients)
-    ]
 
 
 def bytes_in_backward(function, inputs):
@@ -102,18 +68,10 @@ def bytes_in_backward(function, inputs):
     return live.peak / size
 
 
-@pytest.mark.parametrize(("name", "most"), [("reorder", 1.0), ("repeat_in_order", 1.26), ("weighted_sum", 1.02)])
-def test_a_backward_holds_one_tensor_of_the_rows_size(name, most):
-    """Beside it: each token's sum of its repetitions, a gradient for each weight."""
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_holds_one_tensor_of_the_rows_size(name):
     ours, _, inputs = cases(torch.float32)[name]
-    assert bytes_in_backward(ours, inputs) <= most
-
-
-def test_autograds_own_forms_hold_two():
-    """What these functions are for; should torch come to do as well, they can go."""
-    for name in ("repeat_in_order", "weighted_sum"):
-        _, plain, inputs = cases(torch.float32)[name]
-        assert bytes_in_backward(plain, inputs) >= 2 if name == "weighted_sum" else 1.5, name
+    assert bytes_in_backward(ours, inputs) <= 1.0
 
 
 def operators(function, inputs):
@@ -136,7 +94,7 @@ ADDITIONS = {"index_put", "index_put_", "_index_put_impl_", "index_add", "index_
 """Into zeros: on a GPU atomic, where several rows may go to one."""
 
 
-@pytest.mark.parametrize("name", ["reorder", "repeat_in_order"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_backward_gathers(name):
     ours, plain, inputs = cases(torch.float32)[name]
     assert not operators(ours, inputs) & ADDITIONS
@@ -148,5 +106,9 @@ def test_what_is_kept_for_the_backward_is_an_order_and_not_rows():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         reorder(random(ROWS, WIDTH, dtype=torch.float32), order, inverse)
-        repeat_in_order(random(ROWS // 4, WIDTH, dtype=torch.float32), 4, order, inverse)
-    assert [tensor.dtype for tensor in kept] == [torch.int64] * 2
+    assert [tensor.dtype for tensor in kept] == [torch.int64]
+
+
+def test_the_inverse_is_a_sort_of_the_order():
+    order, inverse = orders(ROWS)
+    assert torch.equal(inverse_of(order), inverse)

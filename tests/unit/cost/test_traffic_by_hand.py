@@ -90,15 +90,42 @@ def test_keys_and_values_or_heads_go_along_cp(way: str, forward: dict, backward:
 
 
 def test_rows_go_to_experts_and_back() -> None:
-    """4 tokens of each rank under sp, each to 2 experts: 8 rows of 64 bytes, of which half stay; beside them counts
-    of 4 experts, and of the auxiliary loss twice 4 numbers."""
+    """4 tokens of each rank under sp, each to 2 experts: 8 rows of 64 bytes with a weight of 4, of which half stay;
+    beside them counts of 4 experts, and of the auxiliary loss twice 4 numbers."""
     forward, inputs, _ = layer(EXPERTS, Kind("decoder", True), tp=2, sp=True, ep=2)
-    assert forward["ep", "all_to_all"] == (3, 8 * 4 / 2 + 2 * 8 * 64 / 2)
-    assert inputs["ep", "all_to_all"] == (2, 2 * 8 * 64 / 2)
+    assert forward["ep", "all_to_all"] == (4, 8 * 4 / 2 + 8 * (2 * 64 + 4) / 2)
+    assert inputs["ep", "all_to_all"] == (3, 8 * (2 * 64 + 4) / 2)
     assert forward["tp", "all_reduce"] == (1, 2 * 4 * 4 / 2)
     divided, back, _ = layer(EXPERTS, Kind("decoder", True), tp=2, sp=True, etp=2)
     assert divided["etp", "all_gather"] == (1, 8 * 4)
-    assert divided["etp", "all_to_all"] == back["etp", "all_to_all"] == (2, 2 * 8 * 64)
+    assert divided["etp", "all_to_all"] == back["etp", "all_to_all"] == (3, 8 * (2 * 64 + 4))
+
+
+def test_by_node_a_row_crosses_the_network_once_for_each_node() -> None:
+    """4 experts in runs of one on 2 nodes of one rank each: of 2 different experts 5 / 3 nodes and 2 runs have some."""
+    by_node = setting(sp=True, tp=2, ep=2)._replace(nodes=2)
+    forward, inputs, _ = layer_passes(EXPERTS, Kind("decoder", True), by_node)
+    there, back = 4 * 5 / 3, 4 * 2
+    assert forward["ep", "all_to_all"] == (1, 8 * (4 / 2 + 2))
+    rows = (there + back) * 64 / 2 + there * 2 * 4 / 2
+    assert inputs["ep-outer", "all_to_all"] == (3, pytest.approx(rows))
+    assert forward["ep-outer", "all_to_all"] == (4, pytest.approx(rows + there * 2 * 4 / 2))
+    assert ("ep-inner", "all_to_all") not in forward
+
+
+def test_deepseeks_exchange_is_206_mb_in_place_of_411() -> None:
+    """ep 64 on 8 nodes, a router that is limited to 4 of 8 groups; without the counts and the rows' experts."""
+    deepseek = ModelConfig(
+        hidden_size=7168, num_attention_heads=128, num_moe_experts=256, moe_router_topk=8, moe_ffn_hidden_size=2048,
+        moe_router_num_groups=8, moe_router_group_topk=4, moe_layer_freq=1, num_layers=1, moe_aux_loss_coeff=0.0,
+    )  # fmt: skip
+    flat = Setting(1, 4096, 2, ParallelSizes(64, dp=64, ep=64))
+    _, of_copies = layer_passes(deepseek, Kind("decoder", True), flat).inputs["ep", "all_to_all"]
+    _, by_node = layer_passes(deepseek, Kind("decoder", True), flat._replace(nodes=8)).inputs["ep-outer", "all_to_all"]
+    weights = 4096 * 8 * 2
+    outside = (of_copies - weights * 63 / 64) * (56 / 64) / (63 / 64)
+    assert outside / 2 == pytest.approx(411e6, rel=0.002)
+    assert (by_node - 4 * weights * 7 / 8) / 2 == pytest.approx(206e6, rel=0.003)
 
 
 def test_a_divided_vocabulary_sums_three_numbers_a_token() -> None:

@@ -1,0 +1,46 @@
+"""How far a token's experts lie apart: runs of experts whose results are summed first, and how many parts hold some.
+
+Knows how many experts a token has, and how a router limits them. Must not know ranks, tensors or seconds.
+"""
+
+from __future__ import annotations
+
+from math import comb, gcd
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+
+_RUNS = 8
+"""Runs that experts make, if they can, where the router has no groups."""
+
+
+class ExpertRuns(NamedTuple):
+    """Neighbouring experts in equal runs. Results of one run are summed first, and then these sums in order of the
+    runs: a model's own order, which does not depend on the ranks that hold its experts."""
+
+    count: int
+    size: int
+    """Experts of a run."""
+    most: int
+    """Runs that hold experts of one token, at most."""
+
+
+def expert_runs(model: ModelConfig) -> ExpertRuns:
+    """The runs of a model with experts: the router's groups, else as many as divide 8 and the number of experts."""
+    experts = model.num_moe_experts or 1
+    count = model.moe_router_num_groups or gcd(experts, _RUNS)
+    limit = (model.moe_router_group_topk if model.moe_router_num_groups else None) or count
+    return ExpertRuns(count, experts // count, min(model.moe_router_topk, limit))
+
+
+def reached(model: ModelConfig, parts: int) -> float:
+    """How many of so many equal parts of the experts hold some of a token's, expected where all choices are as likely.
+
+    A part with s of E experts holds none of K different ones with the probability C(E - s, K) / C(E, K) of the
+    hypergeometric distribution (Feller, An Introduction to Probability Theory and Its Applications I, II.6), and
+    expectations add up. Where the router is limited to groups it is at most their number: a ceiling.
+    """
+    experts, topk = model.num_moe_experts or 1, model.moe_router_topk
+    expected = parts * (1 - comb(experts - experts // parts, topk) / comb(experts, topk))
+    limit = model.moe_router_group_topk if model.moe_router_num_groups else None
+    return min(expected, limit or expected)

@@ -1,0 +1,45 @@
+"""On how many nodes the experts of a token are looked for, of a config and its sizes.
+
+Knows `parallel.expert_dispatch` and how ranks lie on machines. Must not know groups, prices or how rows travel.
+"""
+
+from __future__ import annotations
+
+from ppctl.config.schema import RunConfig
+from ppctl.geometry.expert_reach import expert_runs
+from ppctl.host.devices import machines
+from ppctl.topology import ParallelSizes
+
+FLAT, BY_NODE = "flat", "by_node"
+
+
+def ranks_per_node(config: RunConfig, world: int) -> int:
+    """How many ranks share a machine: `launch.gpus_per_node`, else what `launch.nodes` leaves, else all."""
+    return machines(config.launch.nodes, config.launch.gpus_per_node, world)[1]
+
+
+def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
+    """Why tokens cannot go to the experts by nodes; None where they can."""
+    per_node, runs = ranks_per_node(config, sizes.world), expert_runs(config.model)
+    if sizes.ep == 1 or not config.model.num_moe_experts:
+        return "no token leaves its rank for an expert: ep is 1"
+    nodes = sizes.nodes_along("ep", per_node)
+    if nodes is None:
+        return f"groups of ep {sizes.ep} ranks, {sizes.stride('ep')} apart, do not cover whole nodes of {per_node}"
+    if nodes == 1:
+        return f"all ep {sizes.ep} ranks of a group are on one node of {per_node}"
+    if runs.count % nodes:
+        return (
+            f"a node sums whole runs of experts, or groups of the router, and {runs.count} do not spread over {nodes}"
+        )
+    return None
+
+
+def dispatch_nodes(config: RunConfig, sizes: ParallelSizes) -> int:
+    """The number of nodes that a dispatch to experts goes by; 1 where every copy of a token goes straight to its rank.
+
+    `auto` goes by nodes wherever that is possible.
+    """
+    if config.parallel.expert_dispatch == FLAT or dispatch_obstacle(config, sizes) is not None:
+        return 1
+    return sizes.nodes_along("ep", ranks_per_node(config, sizes.world)) or 1

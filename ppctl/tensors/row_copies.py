@@ -1,0 +1,99 @@
+"""Several copies of each row, and sums of the copies: each is the other's gradient.
+
+Every copy of a row has a number, and no two have the same. Sums are made in order of the numbers, and first within
+equal runs of numbers, so that whoever has all copies of a run can add these up for everybody. Knows rows and numbers.
+Must not know what they mean, nor that copies may be elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ppctl.tensors.row_order import inverse_of
+
+
+def copied(rows: Tensor, copies: Any) -> Tensor:
+    """The copies of rows, whose gradients are summed; `copies` is a named tuple with the methods of `LocalCopies`."""
+    out: Tensor = _Moved.apply(rows, copies, False)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+def summed(rows: Tensor, copies: Any) -> Tensor:
+    """The sums of copies, whose gradients are copied. Nothing of the rows is kept."""
+    out: Tensor = _Moved.apply(rows, copies, True)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+def sums(rows: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+    """Sums [n, h] of `rows[places]`: the i-th goes from `starts[i]` to the next start, one row after the other.
+
+    16-bit rows are added up in float32; a sum of none is zero. `places` and `starts` are int64.
+    """
+    if not len(places):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    return F.embedding_bag(places, rows.detach(), starts, mode="sum")
+
+
+def set_places(mask: Tensor, count: int) -> Tensor:
+    """The places, in order, of the `count` true elements of a flattened mask; the host knows how many there are."""
+    return torch.searchsorted(mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device))
+
+
+class LocalCopies(NamedTuple):
+    """All copies at hand, those with the lowest number first; of one number in order of the rows."""
+
+    order: Tensor
+    """[n] the place of each copy, if all copies of one row stood together."""
+    back: Tensor
+    """Its inverse."""
+    starts: Tensor | None
+    """Where the sum of each run of each row starts; None where sums of runs are the whole sums, or single copies."""
+    times: int
+    """Copies of each row."""
+
+    @classmethod
+    def of(cls, numbers: Tensor, run: int, most: int) -> LocalCopies:
+        """From `numbers` [t, K], each row ascending: runs have `run` numbers, and a row's copies are in `most` runs."""
+        rows, times = numbers.shape
+        order = numbers.flatten().argsort(stable=True)
+        starts = None
+        if run > 1 and most > 1:
+            runs = numbers // run
+            which = F.pad((runs.diff(dim=1) != 0).cumsum(1), (1, 0))  # of a row's runs
+            which += most * torch.arange(rows, device=numbers.device)[:, None]
+            starts = torch.searchsorted(which.flatten(), torch.arange(rows * most, device=numbers.device))
+        return cls(order, inverse_of(order), starts, times)
+
+    def down(self, rows: Tensor) -> Tensor:
+        """The copies of rows, by number."""
+        return rows.index_select(0, self.order // self.times)
+
+    def up(self, copies: Tensor) -> Tensor:
+        """The sums of copies that are in order of their numbers."""
+        places = self.back
+        if self.starts is not None:
+            copies = sums(copies, places, self.starts)
+            places = torch.arange(len(copies), device=copies.device)
+        rows = len(self.back) // self.times
+        starts = torch.arange(0, len(places), len(places) // max(1, rows), device=copies.device)
+        return sums(copies, places, starts)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Any, up: bool) -> Tensor:
+        # Tensors are kept where hooks on what autograd saves see them.
+        ctx.names = [name for name, value in copies._asdict().items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(getattr(copies, name) for name in ctx.names))
+        ctx.rest, ctx.up = copies._replace(**dict.fromkeys(ctx.names)), up
+        moved: Tensor = copies.up(rows) if up else copies.down(rows)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        copies = ctx.rest._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
+        return copies.down(gradients[0]) if ctx.up else copies.up(gradients[0].contiguous()), None, None
