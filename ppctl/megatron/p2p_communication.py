@@ -6,8 +6,8 @@ In the default mode every directed edge has a channel of its own for activations
 the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
 neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
 own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited for
-together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeline's own process group. So they are where
-CUDA_DEVICE_MAX_CONNECTIONS is 1: a receive that was posted ahead would block the device's one queue.
+together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeline's own process group. With
+CUDA_DEVICE_MAX_CONNECTIONS=1 they always are: a receive that was posted ahead would block the device's one queue.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Wish:
 
 
 def wish_of(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> Wish:
-    """The wish that the arguments of `adopt` mean. Raises ScheduleError (ConfigError for a file) for what means none."""
+    """The wish that the arguments of `adopt` mean. Raises ScheduleError or ConfigError if they mean none."""
     policy = schedule_policy(schedule) if isinstance(schedule, str) else None
     for name, value in (("memory", memory), ("costs", costs)):
         if value is not None and policy != AUTO:

@@ -7,14 +7,18 @@
   `default_stream`: work on a CPU is in order by itself;
 * `device="cuda"` of any function of torch, `Tensor.cuda`, `Module.cuda`: the CPU. `Tensor.type()` names a CPU's tensor
   as a GPU's, which Megatron's optimizers ask for;
+* `torch.compile`: the function itself, as nothing here is worth compiling;
 * `torch.empty`: filled with NaN, so that nobody uses what nobody has written;
 * `fused_weight_gradient_mlp_cuda`: APEX's product that adds a weight's gradient to `main_grad`, in plain torch;
-* `_get_cuda_rng_state` and `_set_cuda_rng_state` of Megatron's random numbers: the CPU's generator.
+* `_get_cuda_rng_state` and `_set_cuda_rng_state` of Megatron's random numbers: the CPU's generator;
+* `te_general_gemm` of `moe_utils`: None. 0.16.1 leaves it undefined without Transformer Engine;
+* `WrappedTorchNorm`: takes sequence parallelism, for which Megatron wants APEX's norms.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 import sys
@@ -71,6 +75,16 @@ def _accumulate(x: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor
     main_grad.add_(gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
 
 
+def _norm_of(make: Any, kind: type, config: Any, *more: Any, **named: Any) -> Any:
+    """A norm of torch's, marked as APEX's is: its gradient is summed over the ranks that share a sequence."""
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = make(kind, plain, *more, **named)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
 def on_cpus() -> None:
     """Put the stand-ins in their places. Once per process; a second call does nothing."""
     if isinstance(torch.cuda.Stream, type) and issubclass(torch.cuda.Stream, _Stream):
@@ -78,6 +92,7 @@ def on_cpus() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     _OnCpu().__enter__()
+    torch.compile = lambda function=None, **_: function or (lambda given: given)
     cuda: Any = torch.cuda
     nothing = lambda *_, **__: None  # noqa: E731
     cuda.current_device, cuda.device_count = lambda: CPU, lambda: 1
@@ -92,7 +107,7 @@ def on_cpus() -> None:
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     kind = torch.Tensor.type
     torch.Tensor.type = lambda self, *given, **named: (
-        kind(self, *given, **named) if given or named else kind(self).replace("torch.", "torch.cuda.")
+        kind(self, *given, **named) if given or named else "torch.cuda." + kind(self).rpartition(".")[2]
     )
     fused: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
     fused.wgrad_gemm_accum_fp32 = fused.wgrad_gemm_accum_fp16 = _accumulate
@@ -101,6 +116,13 @@ def on_cpus() -> None:
 
     draws._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     draws._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    import megatron.core.transformer.moe.moe_utils as experts
+
+    experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+    WrappedTorchNorm.__new__ = lambda cls, config, *more, **named: _norm_of(make, cls, config, *more, **named)
 
 
 @dataclass(frozen=True)
@@ -144,7 +166,8 @@ def config_of(case: Case) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = torch.bfloat16 if case.says("bf16") else torch.float32
-    overlap = case.vpp is not None and case.says("p2p")
+    # Two ranks that interleave in batches mix up activations and gradients over gloo; Megatron's arguments forbid it.
+    overlap = case.vpp is not None and not case.says("batched")
     more: dict[str, Any] = {}
     if case.says("moe"):
         more = {
@@ -176,7 +199,7 @@ def config_of(case: Case) -> Any:
         virtual_pipeline_model_parallel_size=case.vpp,
         add_bias_linear=case.says("bias"),
         gradient_accumulation_fusion=case.says("fusion"),
-        deallocate_pipeline_outputs=True,
+        deallocate_pipeline_outputs=not overlap,  # gloo would send what is freed
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,

@@ -40,7 +40,7 @@ SIZES = (
 MODELS = ("", "tied", "moe", "mtp", "moe mtp", "bias", "partial", "variable")
 PARALLEL = ("", "ddp", "ddp overlap", "ddp overlap align", "dist", "dist overlap gather", "dist overlap gather align")
 LOSSES = ("", "tokens", "triple")
-OTHERS = ("", "fusion", "bf16", "p2p", "sgd", "sp")
+OTHERS = ("", "fusion", "bf16", "batched", "sgd", "sp")
 
 
 def is_valid(row):
@@ -50,7 +50,7 @@ def is_valid(row):
         (ddp or model != "tied")
         and (ddp or other not in ("fusion", "bf16"))
         and (ddp or loss != "tokens")  # Megatron's finalize_model_grads divides by them
-        and (vpp is not None or other != "p2p")
+        and ((vpp is not None and pp > 2) or other != "batched")
         and (other == "sp") == (tp > 1)
         and ("gather align" not in parallel or vpp is not None)
         and (pp > 1 or model not in ("variable",))
