@@ -51,3 +51,10 @@ def groups_or_own(groups: Any, communicator: Any) -> Any:
         pos_embd=state.get_position_embedding_group(check_initialized=False),
         dp_cp=state.get_data_parallel_group(with_context_parallel=True),
     )
+
+
+def first_layer(config: Any, vp_stage: int, pp_rank: int) -> int | None:
+    """The number of the first layer (from 1) that Megatron gives a stage of its loop; None where it is not loaded."""
+    layers = sys.modules.get(f"{CORE}.transformer.transformer_layer")
+    offset = getattr(layers, "get_transformer_layer_offset", None)
+    return None if offset is None else offset(config, vp_stage, pp_rank) + 1

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.connections import moves_on_device
+from ppctl.megatron.loaded import first_layer
 from ppctl.megatron.models import config_of, holder_of, misuse, setting
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import Action, Channel, Op, Placement
@@ -140,12 +141,13 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
 
     Megatron numbers layers, and places embedding and output layer, for a loop: rank 0 has the first stage and the last
     rank the last one. On a V rank 0 has both. What a chunk says of itself is compared: `pre_process`, `post_process`,
-    and whether it shares the embedding's weight, for which Megatron's group of embeddings would have to be another.
+    its first layer's number, and whether it shares the embedding's weight, for which Megatron's group of embeddings
+    would have to be another.
     """
     if placement.kind != "v":
         return None
     last = placement.num_stages - 1
-    for chunk, stage in zip(chunks, placement.stages_of(pp_rank), strict=True):
+    for number, (chunk, stage) in enumerate(zip(chunks, placement.stages_of(pp_rank), strict=True)):
         for name, due in (("pre_process", stage == 0), ("post_process", stage == last)):
             holder = holder_of(chunk, name)
             if holder is not None and bool(getattr(holder, name)) != due:
@@ -153,12 +155,27 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
                     f"a V has stage {stage} of {last + 1} on pp_rank {pp_rank}, and the chunk there has "
                     f"{name}={not due}: the model was built for a loop"
                 )
+        config = config_of(chunk)
         shares = holder_of(chunk, "share_embeddings_and_output_weights")
         if shares is not None and shares.share_embeddings_and_output_weights:
             return "on a V one rank has embedding and output layer, and Megatron shares their weight between two ranks"
-        if setting(config_of(chunk), "mtp_num_layers"):
+        if setting(config, "mtp_num_layers"):
             return "on a V Megatron's multi-token prediction would share the embedding between the wrong ranks"
+        if setting(config, "pipeline_model_parallel_layout") is not None:
+            return "pipeline_model_parallel_layout numbers the layers of a loop, and the schedule is a V"
+        first, due_first = _first_layer(chunk), first_layer(config, number, stage % placement.pp)
+        if None not in (first, due_first) and first != due_first:
+            return (
+                f"stage {stage} of a V begins with layer {due_first}, and the chunk's first is {first}: build it with "
+                f"pg_collection=ppctl.on_v(groups, {number})"
+            )
     return None
+
+
+def _first_layer(chunk: nn.Module) -> int | None:
+    """The number of a chunk's first layer, as Megatron counts (from 1)."""
+    layers = getattr(getattr(holder_of(chunk, "decoder"), "decoder", None), "layers", ())
+    return getattr(layers[0], "layer_number", None) if len(layers) else None
 
 
 def on_v(groups: Any, chunk: int) -> Any:

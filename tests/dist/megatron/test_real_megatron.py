@@ -4,7 +4,9 @@ Losses, every gradient and every weight are compared bit by bit. Ours run first,
 """
 
 import itertools
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,3 +285,29 @@ def test_megatrons_timers_show_a_step():
         "forward-send-backward-recv",
     ]
     assert "forward-send-backward-recv" in log
+
+
+def by_the_page(code):
+    """The page's script, then a step through the name that Megatron's trainer asks for."""
+    on_cpus()
+    exec(code, {})
+    case = Case(2)
+    initialise(case)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import ppctl
+
+    assert get_forward_backward_func is ppctl.get_forward_backward_func
+    adopted_losses = train(case, get_forward_backward_func)
+    ppctl.release()
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return differences(adopted_losses, train(case, get_forward_backward_func))
+
+
+@pytest.mark.whole
+def test_the_pages_script_is_all_that_a_trainer_adds():
+    page = (Path(__file__).parents[3] / "docs" / "inside-megatron.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    assert run_ranks(by_the_page, 2, code, timeout=110.0) == [[], []]
