@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: train docs test test-all soak test-slurm check bench bench-plan bench-ckpt golden fix test-gpu clean
+.PHONY: train docs test test-all soak test-peers test-slurm check bench bench-plan bench-ckpt golden fix test-gpu clean
 
 # Paths in a log are those of the checkout, not of the machine.
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
@@ -30,6 +30,11 @@ test-all: .venv/ready-test   ## every pair of a grid's values, and SLURM: more t
 soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at most an hour a call; again until it is finished
 	@test -n "$(SHARD)" || { echo "say which part: make soak SHARD=1/4"; exit 2; }
 	log=benchmarks/soak-$$(date +%F)-$(subst /,-of-,$(SHARD)); $(call logged,-m "soak" --shard $(SHARD) -vv)
+
+test-peers: .venv/ready-test ## Megatron's own unit tests from a checkout, with ppctl in place of its functions: make test-peers MEGATRON=DIR
+	@test -d "$(MEGATRON)/tests/unit_tests" || { echo "say where Megatron-LM is checked out: make test-peers MEGATRON=DIR"; exit 2; }
+	@$(PIP) --quiet pytest-mock
+	log=benchmarks/megatron-unit-tests-$$(date +%F).log; $(PY) tests/peers/run_megatron.py $(MEGATRON) >$$log; code=$$?; cat $$log; exit $$code
 
 # Without network: make test-gpu WHEELS=DIR PYTHON=python3, with packages from `tests/gpu/first_run.sh wheels DIR` and PYTHON's own torch.
 test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device: kernels, ranks that share it, the tests. WHEELS=DIR: no network
@@ -88,7 +93,7 @@ clean:
 	@touch $@
 
 .venv/ready-test: .venv/ready-core
-	@echo "Fetching what the tests need (pytest, hypothesis, transformers, tensorboard, wandb): about 90 MB."
+	@echo "Fetching what the tests need (pytest, hypothesis, transformers, megatron-core, tensorboard, wandb): about 95 MB."
 	@$(PIP) --quiet --no-build-isolation -e ".[test]"
 	@touch $@
 
