@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from os import PathLike
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,31 +28,13 @@ from ppctl.comm.connections import moves_on_device
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.engine.stage import AroundBackward, StageProgram
-from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.modules.pipeline_parts import schedule_from_file
+from ppctl.errors import ConfigError, Problem
 from ppctl.modules.rank_agreement import CODE, agreed
-from ppctl.schedule.action import BACKWARDS, COMPUTE, Placement, Schedule
+from ppctl.modules.torch_schedule_choice import Asked, found_schedule, misuse, name_of, schedule_of
+from ppctl.schedule.action import BACKWARDS, COMPUTE, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, forwards_alone, make_schedule, schedule_policy
-from ppctl.schedule.search import find_schedule
-from ppctl.schedule.search_task import Task, unit_of_memory
-from ppctl.schedule.simulate import Costs
-from ppctl.schedule.verify import verify
-
-LOOPED_BFS = "loopedbfs"
-"""Torch's name for `gpipe` with several chunks, whose backwards begin with the last microbatch: sums in that order."""
-
-
-class _Asked(NamedTuple):
-    """What one rank asks for. All ranks must ask for the same, but for `stages`, which are its own."""
-
-    schedule: str
-    memory: float
-    num_microbatches: int
-    num_stages: int
-    stages: list[int]
-    replicated: bool
-    """Whether one of them is in DistributedDataParallel."""
+from ppctl.schedule.policies import AUTO, forwards_alone
+from ppctl.weight_gradients.left_whole import telling_what_stays
 
 
 class _Prepared(NamedTuple):
@@ -98,13 +80,13 @@ class TorchSchedule(PipelineScheduleMulti):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
-        schedule: str | Path | None = None,
+        schedule: str | PathLike[str] | None = None,
         memory: float = 1.0,
     ) -> None:
         stages = list(stages) if isinstance(stages, list | tuple) else [stages]
         if not stages or not all(hasattr(stage, "submod") and hasattr(stage, "stage_index") for stage in stages):
             message = "stages are this rank's stages of torch.distributed.pipelining, as a list"
-            raise _misuse(message, "ppctl.TorchSchedule([PipelineStage(module, index, num_stages, device)], ...)")
+            raise misuse(message, "ppctl.TorchSchedule([PipelineStage(module, index, num_stages, device)], ...)")
         _refuse_others(stages)
         super().__init__(
             stages,
@@ -116,9 +98,9 @@ class TorchSchedule(PipelineScheduleMulti):
             scale_grads=scale_grads,
         )
         indices = [stage.stage_index for stage in stages]
-        wanted = _name_of(schedule, len(indices))
+        wanted = name_of(schedule, len(indices))
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
-        self._asked = _Asked(wanted, memory, n_microbatches, self._num_stages, indices, replicated)
+        self._asked = Asked(wanted, memory, n_microbatches, self._num_stages, indices, replicated)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._ranks = AgreeingRanks(stages[0].group)
         self._schedule: Schedule | None = None
@@ -186,7 +168,9 @@ class TorchSchedule(PipelineScheduleMulti):
             return (loss,)
 
         around = self._around_backward(stage, prepared.schedule) if trains else None
-        return StageProgram(index, forward, prepared.receives[index], prepared.sends[index], around_backward=around)
+        tell = telling_what_stays(index, stage.submod) if trains and prepared.schedule.split else None
+        edges = prepared.receives[index], prepared.sends[index]
+        return StageProgram(index, forward, *edges, around_backward=around, on_deferred=tell)
 
     def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
         """Tells what has sharded or replicated a stage which of its backwards is the last: as torch's runtime does."""
@@ -217,7 +201,7 @@ class TorchSchedule(PipelineScheduleMulti):
         """Agree on the schedule, let torch look at the stages' tensors, and check these. A collective."""
         if self._schedule is None:
             self._schedule = agreed(
-                self._ranks, "make the schedule", lambda: self._asked, of=_Asked, to=Schedule, joined=_schedule_of
+                self._ranks, "make the schedule", lambda: self._asked, of=Asked, to=Schedule, joined=schedule_of
             )
         place = self._schedule.placement
         self.stage_index_to_group_rank = {number: place.rank_of(number) for number in range(place.num_stages)}
@@ -243,7 +227,7 @@ class TorchSchedule(PipelineScheduleMulti):
 
     def _check_target(self, target: Any) -> None:
         if target is None and self._has_backward and self._num_stages - 1 in self._by_index:
-            raise _misuse("the last stage computes a loss, and step() was given no target", "schedule.step(target=...)")
+            raise misuse("the last stage computes a loss, and step() was given no target", "schedule.step(target=...)")
 
     def _check_stages(self, trains: bool) -> None:
         """Raise ConfigError (PP-E130) for tensors between stages that the engine's messages do not carry."""
@@ -272,7 +256,7 @@ class TorchSchedule(PipelineScheduleMulti):
             times.setdefault((str(op), stage), []).append(end - start)
         measured = [(op, stage, median(each)) for (op, stage), each in times.items()]
         assert self._schedule is not None  # it has run
-        found = partial(_found, self._schedule, self._asked.memory)
+        found = partial(found_schedule, self._schedule, self._asked.memory)
         kind = list[tuple[str, int, float]]
         self._schedule = agreed(
             self._ranks, "search for a schedule", lambda: measured, of=kind, to=Schedule, joined=found
@@ -281,96 +265,15 @@ class TorchSchedule(PipelineScheduleMulti):
         self._measures = False
 
 
-def _name_of(schedule: str | Path | None, chunks: int) -> str:
-    """The policy, AUTO, or the path of a file. Raises ConfigError (PP-E130) for a name that nobody knows."""
-    if schedule is None:
-        return fitting_policy(chunks)
-    if isinstance(schedule, Path) or str(schedule).endswith(".csv"):
-        return str(schedule)
-    policy = schedule_policy(schedule)
-    if schedule.lower().removeprefix("schedule") == LOOPED_BFS:
-        return LOOPED_BFS
-    if policy is None:
-        known = ", ".join(name for name, each in POLICIES.items() if each.trains)
-        raise _misuse(f"schedule={schedule!r} is no schedule and no file *.csv", f"one of {known}, {AUTO}")
-    return policy
-
-
 def _refuse_others(stages: Sequence[Any]) -> None:
     """Raise ConfigError (PP-E130) for stages that only torch's runtime runs."""
     for stage in stages:
         if stage.dw_builder is not None:
             message = f"stage {stage.stage_index} has a dw_builder, and ppctl finds products with weights by itself"
-            raise _misuse(message, "PipelineStage(..., dw_builder=None)")
+            raise misuse(message, "PipelineStage(..., dw_builder=None)")
         if getattr(stage.submod, "find_unused_parameters", False):
             message = f"stage {stage.stage_index} looks for unused parameters, from outputs that are not kept"
-            raise _misuse(message, "DistributedDataParallel(..., find_unused_parameters=False)")
-
-
-def _schedule_of(asked: list[_Asked]) -> Schedule:
-    """The schedule of a training step. Raises ConfigError (PP-E130) where ranks or stages do not fit it."""
-    first, pp = asked[0], len(asked)
-    for rank, other in enumerate(asked):
-        if other[:4] != first[:4]:
-            message = f"ranks ask for different schedules: rank 0 {first[:4]}, rank {rank} {other[:4]}"
-            raise _misuse(message, "the same schedule, memory, microbatches and stages on every rank")
-    policy = POLICIES.get("gpipe" if first.schedule == LOOPED_BFS else first.schedule)
-    given = None if policy is not None or first.schedule == AUTO else schedule_from_file(first.schedule)
-    kinds = ("loop", "v") if given is None else (given.placement.kind,)
-    places = [Placement(kind, pp, first.num_stages) for kind in (kinds if policy is None else (policy.placement,))]
-    fits = (p for p in places if all(list(p.stages_of(r)) == sorted(each.stages) for r, each in enumerate(asked)))
-    place = next(fits, None)
-    if place is None:
-        there = "; ".join(f"rank {rank} {each.stages}" for rank, each in enumerate(asked))
-        wanted = "; ".join(f"rank {rank} {list(places[0].stages_of(rank))}" for rank in range(pp))
-        raise _misuse(f"the stages are {there}, and {first.schedule} runs {wanted}", f"stages: {wanted}")
-    if given is None:
-        made = _named(policy.name if policy is not None else _to_measure(place), place, first.num_microbatches)
-        made = _last_first(made) if first.schedule == LOOPED_BFS else made
-    else:
-        made = given
-    if (made.placement, made.num_microbatches) != (place, first.num_microbatches):
-        message = f"{first.schedule} runs {made.placement.num_stages} stages and {made.num_microbatches} microbatches"
-        remedy = f"n_microbatches={made.num_microbatches}"
-        raise _misuse(f"{message}, and there are {place.num_stages} and {first.num_microbatches}", remedy)
-    if (made.split or first.schedule == AUTO) and any(each.replicated for each in asked):
-        message = f"{first.schedule} splits backwards, and DistributedDataParallel takes a whole one for its last"
-        raise _misuse(message, f"schedule={fitting_policy(len(first.stages))!r}, or fully_shard")
-    if problems := verify(made):
-        raise ScheduleError(problems)
-    return lower(made)
-
-
-def _named(name: str, place: Placement, num_microbatches: int) -> Schedule:
-    policy, vpp = POLICIES[name], place.num_stages // place.pp
-    if not policy.runs(vpp):
-        other = policy.for_more_chunks or next(each.name for each in POLICIES.values() if each.runs(vpp))
-        raise _misuse(f"{name} runs {policy.chunks_in_words}, and there are {vpp}", f"schedule={other!r}")
-    return make_schedule(name, pp=place.pp, vpp=vpp, num_microbatches=num_microbatches)
-
-
-def _last_first(schedule: Schedule) -> Schedule:
-    """The schedule with the backwards of the last microbatch in the place of the first one's, and so on."""
-    last = schedule.num_microbatches - 1
-    turned = (tuple(a._replace(mb=last - a.mb) if a.op in BACKWARDS else a for a in row) for row in schedule.actions)
-    return replace(schedule, actions=tuple(turned))
-
-
-def _to_measure(place: Placement) -> str:
-    """The policy under which stages are measured: it splits backwards, on this placement."""
-    vpp = place.num_stages // place.pp
-    return next(p.name for p in POLICIES.values() if p.splits and p.placement == place.kind and p.runs(vpp))
-
-
-def _found(schedule: Schedule, memory: float, measured: Sequence[Sequence[tuple[str, int, float]]]) -> Schedule:
-    """The order that a search finds for measured seconds; a microbatch counts alike on all stages."""
-    place, times = schedule.placement, {(op, stage): each for rank in measured for op, stage, each in rank}
-    forward, inputs, weights = ([times.get((op, s), 0.0) for s in range(place.num_stages)] for op in "FIW")
-    whole = [i + w for i, w in zip(inputs, weights, strict=True)]
-    sizes = [1.0] * place.num_stages
-    limits = [memory * unit_of_memory(sizes, place.pp, schedule.num_microbatches)] * place.pp
-    costs = Costs(forward, whole, inputs, weights)
-    return lower(find_schedule(Task(place, schedule.num_microbatches, costs, sizes, limits)).schedule)
+            raise misuse(message, "DistributedDataParallel(..., find_unused_parameters=False)")
 
 
 def _own(received: Sequence[Tensor], tensor: Tensor) -> Tensor:
@@ -393,7 +296,3 @@ def _summing_after(module: Any, last: int, mb: int, run: Callable[[], None]) -> 
         return
     with module.no_sync():
         run()
-
-
-def _misuse(message: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(CODE, message, remedy))

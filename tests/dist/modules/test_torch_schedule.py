@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ppctl
+from ppctl.errors import PpctlError
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.policies import POLICIES, schedule_policy
 from ppctl.schedule.search import find_schedule
@@ -136,24 +137,26 @@ def against_torch(names: tuple[str, ...], n: int, more: dict[str, Any]) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("pp", "n", "more"),
+    ("names", "pp", "n", "more"),
     [
-        (2, 4, {}),
-        pytest.param(2, 4, {"scale_grads": False}, marks=pytest.mark.whole),
-        pytest.param(3, 6, {}, marks=pytest.mark.whole),
-        pytest.param(4, 8, {}, marks=pytest.mark.whole),
+        (("LoopedBFS", "ZBVZeroBubble"), 2, 4, {}),
+        *(
+            pytest.param(TORCHS, pp, n, more, marks=pytest.mark.whole)
+            for pp, n, more in ((2, 4, {}), (2, 4, {"scale_grads": False}), (3, 6, {}), (4, 8, {}))
+        ),
     ],
 )
-def test_every_schedule_of_torch_gives_the_bits_of_torchs_runtime(pp: int, n: int, more: dict[str, Any]) -> None:
-    for found in run_ranks(against_torch, pp, TORCHS, n, more, timeout=120):
-        assert found == {name: [] for name in TORCHS}
+def test_every_schedule_of_torch_gives_the_bits_of_torchs_runtime(
+    names: tuple[str, ...], pp: int, n: int, more: dict[str, Any]
+) -> None:
+    for found in run_ranks(against_torch, pp, names, n, more, timeout=120):
+        assert found == {name: [] for name in names}
 
 
-def ours_against_torchs(n: int, csv: str) -> dict[str, list[str]]:
+def ours_against_torchs(names: list[str], n: int) -> dict[str, list[str]]:
     """Every policy, a file and `auto` against torch's 1F1B, interleaved 1F1B or ZBV on the same placement."""
     found = {}
-    names = [name for name, policy in POLICIES.items() if policy.trains]
-    for name in [*names, "auto", csv]:
+    for name in names:
         policy = POLICIES.get(name)
         kind, chunks = ("v", 2) if policy is None else (policy.placement, policy.chunks)
         like = {"v": "ZBVZeroBubble", "loop": "1F1B" if chunks == 1 else "Interleaved1F1B"}[kind]
@@ -167,11 +170,15 @@ def ours_against_torchs(n: int, csv: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_policy_a_file_and_auto_give_the_bits_of_torchs_runtime(tmp_path: Path) -> None:
+TRAINS = [name for name, policy in POLICIES.items() if policy.trains]
+
+
+@pytest.mark.parametrize("names", [["zb_h2"], pytest.param(TRAINS, marks=pytest.mark.whole)], ids=["some", "all"])
+def test_every_policy_a_file_and_auto_give_the_bits_of_torchs_runtime(names: list[str], tmp_path: Path) -> None:
     csv = tmp_path / "found.csv"
     csv.write_text(searched("v", 2, 4).to_csv())
-    for found in run_ranks(ours_against_torchs, 2, 4, str(csv), timeout=120):
-        assert len(found) == 12 and not any(found.values()), found
+    for found in run_ranks(ours_against_torchs, 2, [*names, "auto", str(csv)], 4, timeout=120):
+        assert len(found) == len(names) + 2 and not any(found.values()), found
 
 
 def searched(kind: str, pp: int, n: int) -> Schedule:
@@ -203,3 +210,114 @@ def test_torchs_runtime_loads_a_found_schedule_and_gives_the_same_bits(kind: str
     assert found.name == "auto" and found.split
     csv.write_text(found.to_csv())
     assert run_ranks(loaded_by_torch, pp, kind, 2 * pp, str(csv), timeout=120) == [[]] * pp
+
+
+def replicated(kind: str, name: str) -> list[str]:
+    """Two replicas of a pipeline of two ranks: stages in fully_shard or DistributedDataParallel."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    group, of_replicas = mesh.get_group("pp"), mesh.get_group("dp")
+    n, chunks = 4, 2 if kind == "fully_shard" else 1
+
+    def made() -> list[Any]:
+        stages = []
+        for index in Placement(placement_kind(name), 2, 2 * chunks).stages_of(dist.get_rank(group)):
+            module: Any = Block(index)
+            if kind == "fully_shard":
+                fully_shard(module, mesh=mesh["dp"])
+            else:
+                module = nn.parallel.DistributedDataParallel(module, process_group=of_replicas)
+            stages.append(PipelineStage(module, index, 2 * chunks, torch.device("cpu"), group=group))
+        return stages
+
+    def gradients(schedule: Any, stages: list[Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for step in range(2):
+            x, target, _ = data(n, 10 * step + dist.get_rank(of_replicas))
+            losses: list[Tensor] = []
+            given = {"target": target, "losses": losses} if any(stage.is_last for stage in stages) else {}
+            schedule.step(*((x,) if stages[0].is_first else ()), **given)
+            found[f"losses {step}"] = [loss.detach().clone() for loss in losses]
+        for stage in stages:
+            for key, parameter in stage.submod.named_parameters():
+                gradient = parameter.grad
+                found[f"{stage.stage_index}.{key}"] = getattr(gradient, "_local_tensor", gradient).clone()
+        return found
+
+    theirs, ours = made(), made()
+    expected = gradients(torchs_schedule(name, theirs, n), theirs)
+    return unlike(expected, gradients(ppctl.TorchSchedule(ours, n, loss_of, schedule=name), ours))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("fully_shard", "Interleaved1F1B"),
+        ("fully_shard", "InterleavedZeroBubble"),
+        ("fully_shard", "ZBVZeroBubble"),
+        ("replicas", "1F1B"),
+    ],
+)
+def test_sharded_and_replicated_stages_have_the_bits_of_torchs_runtime(kind: str, name: str) -> None:
+    assert run_ranks(replicated, 4, kind, name, timeout=120) == [[]] * 4
+
+
+class Marks(Block):
+    """Hands on whole numbers beside its result."""
+
+    def forward(self, x: Tensor, marks: Tensor | None = None) -> Any:
+        y = super().forward(x)
+        return y if marks is not None else (y, torch.arange(len(x)))
+
+
+def refused(what: str) -> list[str]:
+    """The code and message of every refusal, in order."""
+    found, n = [], 4
+    last = dist.get_rank() == 1
+
+    def note(run: Any) -> None:
+        try:
+            run()
+            found.append("nothing")
+        except PpctlError as error:
+            found.append(f"{error.problems[0].code}: {error.problems[0].message}")
+
+    def step_of(stages: list[Any], batch: int = MICROBATCH * n, **more: Any) -> None:
+        schedule = ppctl.TorchSchedule(stages, n, loss_of, **more)
+        x = torch.randn(batch, WIDTH)
+        schedule.step(*((x,) if stages[0].is_first else ()), **({"target": x} if last else {}))
+
+    if what == "places":
+        note(lambda: step_of(stages_of("loop", 2), schedule="zbv_zero_bubble"))
+        note(lambda: step_of(stages_of("v", 2), schedule="interleaved_1f1b"))
+        note(lambda: step_of(stages_of("loop", 1), schedule="1f1b" if last else "zb_h1"))
+        note(lambda: step_of(stages_of("loop", 2), schedule="1f1b"))
+        note(lambda: ppctl.TorchSchedule(stages_of("loop", 1), n, loss_of, schedule="one_f"))
+        note(lambda: ppctl.TorchSchedule([nn.Linear(1, 1)], n, loss_of))
+    if what == "tensors":
+        note(lambda: step_of(stages_of("loop", 1, Marks)))
+    if what == "shapes":
+        note(lambda: step_of(stages_of("loop", 1), batch=MICROBATCH * n + 1))
+    return found
+
+
+def test_what_torchs_stages_cannot_do_is_refused_by_name_on_all_ranks() -> None:
+    one, other = run_ranks(refused, 2, "places")
+    assert one == other and len(one) == 6
+    assert all(each.startswith("PP-E130") for each in one), one
+    assert "rank 0 [0, 2]; rank 1 [1, 3], and zbv_zero_bubble runs rank 0 [0, 3]; rank 1 [1, 2]" in one[0]
+    assert "rank 0 [0, 3]; rank 1 [1, 2], and interleaved_1f1b runs rank 0 [0, 2]; rank 1 [1, 3]" in one[1]
+    assert "ask for different schedules: rank 0 ('zb_h1'" in one[2] and "1f1b runs one chunk per rank" in one[3]
+    assert "schedule='one_f' is no schedule" in one[4] and "stages are this rank's stages" in one[5]
+    for found in run_ranks(refused, 2, "tensors"):
+        assert found[0].startswith("PP-E130") and "sends tensor 1, torch.int64 [2], without a gradient" in found[0]
+
+
+@pytest.mark.whole
+def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
+    found, _ = run_ranks(refused, 2, "shapes")
+    assert found[0].startswith("PP-E712: stage 0 put float32[2, 6] on its edge to stage 1, in microbatch 1"), found
