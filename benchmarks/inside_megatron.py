@@ -233,8 +233,8 @@ def main() -> None:
         "",
         f"`python benchmarks/inside_megatron.py --steps {args.steps}` with megatron-core {megatron}, torch",
         f"{torch.__version__}, gloo, {os.cpu_count()} cores ({platform.machine()}), {MICROBATCHES} microbatches.",
-        f"Load of the machine at the start: {load:.1f}. Contenders of a cell alternate step by step in the same processes;",
-        "all losses are equal. Peak: growth of the resident memory of each rank within a step, median.",
+        f"Load of the machine at the start: {load:.1f}. Contenders of a cell alternate step by step in the same",
+        "processes; all losses are equal. Peak: growth of the resident memory of each rank within a step, median.",
         "",
     ]
     for cell in CELLS:

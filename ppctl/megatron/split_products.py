@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ _NARROWED = (("grouped_gemm.ops", "GroupedGemm", 1),)
 """Functions whose backward computes only what is needed: module, name, position of the weight."""
 
 _known: set[str] = set()
+_seen: WeakSet[nn.Module] = WeakSet()
 
 
 def split_products(chunks: Iterable[nn.Module]) -> None:
@@ -48,13 +50,16 @@ def split_products(chunks: Iterable[nn.Module]) -> None:
             _known.add(name)
             split_backward(function, weights=(place,))
     for chunk in chunks:
-        split_backward(chunk)
+        if chunk not in _seen:
+            _seen.add(chunk)
+            split_backward(chunk)
 
 
 def _waits_for_nobody(*args: Any) -> bool:
-    """Whether a call's weight gradient is not deferred by Megatron itself (`defer_embedding_wgrad_compute`)."""
+    """Whether a call's weight gradient is not deferred by Megatron itself (`defer_embedding_wgrad_compute`), nor its
+    operands cast by autocast."""
     given = dict(zip(_LINEAR_ARGUMENTS, args, strict=True))
-    return given["grad_output_buffer"] is None
+    return given["grad_output_buffer"] is None and not torch._C._is_any_autocast_enabled()
 
 
 def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

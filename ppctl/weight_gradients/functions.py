@@ -40,14 +40,15 @@ def split_backward(
     runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone: right for a backward
     that computes what is needed. Calls for which `applies(*arguments)` is false are left whole.
 
-    Or `target` is a module: in it and in its submodules whatever has `backward_dw()` (Transformer Engine's modules with
-    `delay_wgrad_compute=True`, and Megatron's over them) gets that called in W; where a backward is whole, at its end.
+    Or `target` is a module: in it and in its submodules whatever keeps the operands of weight gradients in a
+    `wgrad_store` until `backward_dw()` is called (Transformer Engine's modules with `delay_wgrad_compute=True`) gets
+    that called in W; where a backward is whole, at its end.
 
     Another registration of a function replaces the first. Raises ConfigError (PP-E130) for anything else.
     """
     if isinstance(target, nn.Module):
         for module in target.modules():
-            if callable(getattr(module, "backward_dw", None)) and module not in _HOOKED:
+            if delays(module) and module not in _HOOKED:
                 _HOOKED.add(module)
                 module.register_forward_hook(_call_later)
         return
@@ -196,6 +197,15 @@ def _takes_context(function: Any) -> bool:
 
 
 _HOOKED: WeakSet[nn.Module] = WeakSet()
+
+
+def delays(module: Any) -> bool:
+    """Whether a module itself defers weight gradients: those around it have `backward_dw`, too."""
+    store = getattr(module, "wgrad_store", None)
+    if store is None or not callable(getattr(module, "backward_dw", None)):
+        return False
+    asked = getattr(store, "delay_wgrad_compute", None)
+    return bool(asked()) if callable(asked) else True
 
 
 def _call_later(module: nn.Module, _: Any, outputs: Any) -> None:

@@ -11,6 +11,8 @@ from weakref import WeakSet
 
 from torch import nn
 
+from ppctl.weight_gradients.functions import delays
+
 _LOG = logging.getLogger("ppctl")
 _SHOWN = 8
 
@@ -22,7 +24,7 @@ def telling_what_stays(stage: int, module: nn.Module) -> Callable[[Sequence[nn.P
     """An `on_deferred` of a stage's program, which logs before the first W which matrices' gradients are made in I.
 
     None where that is told. The share is that of their elements among those of all trained matrices: of the FLOPs of
-    weight gradients, where every matrix meets the same tokens. A module with `backward_dw()` defers its own.
+    weight gradients, where every matrix meets the same tokens. What defers its own counts as deferred.
     """
     if module in _told:
         return None
@@ -39,8 +41,8 @@ def what_stays(stage: int, module: nn.Module, deferred: Sequence[nn.Parameter]) 
     """Such as `stage 1 defers 17 of 18 matrices to W; 3.1 % of weight gradients' FLOPs stay in I: router.weight`."""
     later = {id(each) for each in deferred}
     for each in module.modules():
-        if callable(getattr(each, "backward_dw", None)):
-            later |= {id(parameter) for parameter in each.parameters()}
+        if delays(each):
+            later |= {id(parameter) for parameter in each.parameters(recurse=False)}
     matrices = {name: p for name, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
     stay = {name: p.numel() for name, p in matrices.items() if id(p) not in later}
     text = f"stage {stage} defers {len(matrices) - len(stay)} of {len(matrices)} matrices to W"
