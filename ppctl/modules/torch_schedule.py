@@ -52,7 +52,8 @@ class _Batch(NamedTuple):
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     loss_kwargs: dict[str, Any]
-    outputs: dict[int, Any]
+    outputs: dict[int, Any] | None
+    """None where nobody asks for them."""
     losses: dict[int, Tensor]
 
 
@@ -102,7 +103,7 @@ class TorchSchedule(PipelineScheduleMulti):
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
         self._asked = Asked(wanted, memory, n_microbatches, self._num_stages, indices, replicated)
         self._by_index = {stage.stage_index: stage for stage in stages}
-        self._ranks = AgreeingRanks(stages[0].group)
+        self._ranks, self._device = AgreeingRanks(stages[0].group), torch.device(stages[0].device)
         self._schedule: Schedule | None = None
         self._prepared: dict[bool, _Prepared] = {}
         self._communicator: Communicator | None = None
@@ -128,23 +129,26 @@ class TorchSchedule(PipelineScheduleMulti):
         """Run one step, or without a loss function or in `eval` the forwards alone."""
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         trains = self._has_backward
-        batch = _Batch(args, kwargs, target_mbs, loss_kwargs or {}, {}, {})
+        batch = _Batch(args, kwargs, target_mbs, loss_kwargs or {}, {} if return_outputs else None, {})
         if trains not in self._prepared:
             self._prepare(batch, trains)
         schedule = self._prepared[trains].schedule
-        recorder = make_recorder(self.rank, schedule.actions[self.rank], self._stages[0].device)
+        schedule = schedule if trains in self._ran else self._first(schedule)
+        measures = trains and self._measures
+        # Making one for a GPU waits for it.
+        recorder = make_recorder(self.rank, schedule.actions[self.rank], self._device) if measures else None
         run_schedule(
-            schedule if trains in self._ran else self._first(schedule),
+            schedule,
             [self._program(stage, batch, trains) for stage in self._stages],
             self._communicator,
             reduce_grad=self._reduce,
             recorder=recorder,
         )
         self._ran.add(trains)
-        if trains and self._measures:
+        if recorder is not None:
             self._search(recorder)
         if self._num_stages - 1 in self._by_index:
-            if return_outputs:
+            if batch.outputs is not None:
                 self._by_index[self._num_stages - 1].output_chunks[:] = [batch.outputs[mb] for mb in range(len(args))]
             self._internal_losses[:] = [loss for _, loss in sorted(batch.losses.items())]
         self._update_losses(self._stages, losses if batch.losses else None)
@@ -160,7 +164,8 @@ class TorchSchedule(PipelineScheduleMulti):
             kept = tree_map_only(Tensor, partial(_own, received), output)
             if not stage.is_last:
                 return tuple(kept) if isinstance(kept, list | tuple) else (kept,)
-            batch.outputs[mb] = tree_map_only(Tensor, Tensor.detach, kept)
+            if batch.outputs is not None:
+                batch.outputs[mb] = tree_map_only(Tensor, Tensor.detach, kept)
             if self._loss_fn is None or batch.targets is None:
                 return ()
             loss = self._compute_loss(output, batch.targets[mb], batch.loss_kwargs)
@@ -222,8 +227,7 @@ class TorchSchedule(PipelineScheduleMulti):
         if self._communicator is None and self._ranks.size > 1:
             group = self._ranks.group or dist.group.WORLD
             assert group is not None  # there are several ranks
-            device = torch.device(self._stages[0].device)
-            self._communicator = Communicator(group, channels=self._schedule.capacities, device=device)
+            self._communicator = Communicator(group, channels=self._schedule.capacities, device=self._device)
 
     def _check_target(self, target: Any) -> None:
         if target is None and self._has_backward and self._num_stages - 1 in self._by_index:

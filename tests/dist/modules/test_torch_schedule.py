@@ -320,4 +320,4 @@ def test_what_torchs_stages_cannot_do_is_refused_by_name_on_all_ranks() -> None:
 @pytest.mark.whole
 def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
     found, _ = run_ranks(refused, 2, "shapes")
-    assert found[0].startswith("PP-E712: stage 0 put float32[2, 6] on its edge to stage 1, in microbatch 1"), found
+    assert found[0].startswith("PP-E712") and "stage 0 put float32[2, 6] on its edge to stage 1" in found[0], found
