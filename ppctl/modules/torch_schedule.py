@@ -151,7 +151,7 @@ class TorchSchedule(PipelineScheduleMulti):
             if batch.outputs is not None:
                 self._by_index[self._num_stages - 1].output_chunks[:] = [batch.outputs[mb] for mb in range(len(args))]
             self._internal_losses[:] = [loss for _, loss in sorted(batch.losses.items())]
-        self._update_losses(self._stages, losses if batch.losses else None)
+        self._update_losses(self._stages, losses if batch.losses else None)  # type: ignore[no-untyped-call]  # torch's
 
     # --- how it runs -------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class TorchSchedule(PipelineScheduleMulti):
                 batch.outputs[mb] = tree_map_only(Tensor, Tensor.detach, kept)
             if self._loss_fn is None or batch.targets is None:
                 return ()
-            loss = self._compute_loss(output, batch.targets[mb], batch.loss_kwargs)
+            loss = self._compute_loss(output, batch.targets[mb], batch.loss_kwargs)  # type: ignore[no-untyped-call]  # torch's
             batch.losses[mb] = loss.detach()
             return (loss,)
 

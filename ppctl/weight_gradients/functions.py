@@ -66,7 +66,7 @@ def split_backward(
     whole = getattr(target.apply, "whole", target.apply)
     apply = partial(_apply, rule, whole)
     apply.whole = whole  # type: ignore[attr-defined]  # a partial takes attributes
-    target.apply = apply  # type: ignore[method-assign, assignment]  # in a class it is no method: nothing is bound
+    target.apply = apply  # type: ignore[method-assign]  # in a class it is no method: nothing is bound
 
 
 class _Rule(NamedTuple):
@@ -184,7 +184,7 @@ class _Later:
                 if rule.of_weights is not None:
                     made = rule.of_weights(context, *tensors[self._saved :])
                 else:
-                    whole: Any = rule.function.backward(context, *tensors[self._saved :])  # type: ignore[arg-type]
+                    whole: Any = rule.function.backward(context, *tensors[self._saved :])
                     made = [whole[place] for place in rule.weights]
             self._made = dict(enumerate(made))
             context.saved_tensors = ()
@@ -220,4 +220,4 @@ def _delay(module: Any, _: Any) -> None:
     if WeightGradStore.enabled:
         WeightGradStore.put(module.backward_dw)
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(module.backward_dw)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(module.backward_dw)
