@@ -148,7 +148,7 @@ def _places(model: ModelConfig, setting: Setting) -> float:
     chosen, runs = model.moe_router_topk, expert_runs(model)
     starts: float = runs.most if runs.size > 1 and runs.most > 1 else 0
     if setting.nodes > 1:
-        starts = reached(model, setting.nodes) * (1 + chosen) + 2 * reached(model, runs.count) + 1
+        starts = reached(model, setting.nodes) * (1 + chosen) + 2 * reached(model, runs.number) + 1
     return 8 * ((6 if setting.sizes.ep * setting.sizes.etp > 1 else 4) * chosen + starts)
 
 

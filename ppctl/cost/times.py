@@ -224,7 +224,7 @@ def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: i
         return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True)
     if nodes == 1:
         return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
-    between = (reached(model, nodes) + reached(model, expert_runs(model).count)) / 2 * (nodes - 1) / nodes  # both ways
+    between = (reached(model, nodes) + reached(model, expert_runs(model).number)) / 2 * (nodes - 1) / nodes  # both ways
     inside, fast = topk * (1 - nodes / sizes.ep), group <= device.domain
     return Dispatch(0.0 if fast else between, inside + between if fast else inside, at_once=False)
 

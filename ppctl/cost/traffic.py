@@ -203,7 +203,7 @@ def _rows_to_experts(found: Passes, model: ModelConfig, setting: Setting) -> Non
     tokens = setting.tokens / setting.sp
     row, weight = model.hidden_size * setting.element, setting.element
     if nodes > 1:
-        there, back = tokens * reached(model, nodes), tokens * reached(model, expert_runs(model).count)
+        there, back = tokens * reached(model, nodes), tokens * reached(model, expert_runs(model).number)
         weights, over_network = there * topk * weight, (nodes - 1) / nodes
         # A row's experts travel with their weights, and each way rows there and sums of runs back.
         found.forward.note("ep-outer", "all_to_all", there * topk * EXPERT * over_network)

@@ -18,7 +18,7 @@ class ExpertRuns(NamedTuple):
     """Neighbouring experts in equal runs. Results of one run are summed first, and then these sums in order of the
     runs: a model's own order, which does not depend on the ranks that hold its experts."""
 
-    count: int
+    number: int
     size: int
     """Experts of a run."""
     most: int

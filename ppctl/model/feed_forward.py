@@ -104,9 +104,13 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
-        silu, weights = (F.silu(x),) if up else (), weights.to(x.dtype)  # of which autocast may make two
-        ctx.save_for_backward(weights, x, *up, *silu)
-        return (silu[0] * up[0] if up else activation(x)).mul_(weights)
+        weights = weights.to(x.dtype)  # of which autocast may make two
+        if not up:
+            ctx.save_for_backward(weights, x)
+            return activation(x).mul_(weights)
+        silu = F.silu(x)
+        ctx.save_for_backward(weights, x, *up, silu)
+        return (silu * up[0]).mul_(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:

@@ -101,9 +101,9 @@ class TorchSchedule(PipelineScheduleMulti):
         indices = [stage.stage_index for stage in stages]
         wanted = name_of(schedule, len(indices))
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
-        self._group = stages[0].group or dist.group.WORLD
-        assert self._group is not None  # torch's stages want one
-        batched = goes_by_group(self._group, "auto")
+        group = stages[0].group or dist.group.WORLD
+        assert group is not None  # torch's stages want one
+        self._group, batched = group, goes_by_group(group, "auto")
         self._asked = Asked(wanted, memory, n_microbatches, self._num_stages, indices, replicated, batched)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._ranks, self._device = AgreeingRanks(stages[0].group), torch.device(stages[0].device)

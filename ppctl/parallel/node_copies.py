@@ -24,7 +24,8 @@ Hop = Sequence[list[int]]
 
 def runs_on_nodes(numbers: Tensor, experts: int, run: int, nodes: int) -> Tensor:
     """[nodes, t, runs of a node] which runs hold some of each row's experts, `numbers` [t, K]; a node has `experts`."""
-    runs = (numbers[..., None] // run == torch.arange(nodes * experts // run, device=numbers.device)).any(1)
+    every = torch.arange(nodes * experts // run, device=numbers.device)
+    runs: Tensor = (numbers[..., None] // run == every).any(1)
     return runs.unflatten(1, (nodes, -1)).transpose(0, 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.schema import RunConfig
@@ -19,7 +19,7 @@ from ppctl.plan.build import build_plan
 from ppctl.plan.memory import setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.types import StageSpec
-from ppctl.records.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 from ppctl.schedule.action import LIFE_ENDS, Action, F, Op, stages_with_backwards
 from ppctl.topology import RankGrid
 
@@ -117,6 +117,10 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
     def times(during: str, count: int) -> int:
         return count if during == STEP else round(count * of_all / microbatches)
 
+    def scaled(each: LayerKernels) -> LayerKernels:
+        counted: dict[str, Any] = {name: times(each.during, getattr(each, name)) for name in each.COUNTED}
+        return replace(each, passes=times(each.during, each.passes), **counted)
+
     return replace(
         measured,
         host_waits=tuple(replace(w, count=times(w.during, w.count)) for w in measured.host_waits),
@@ -124,14 +128,7 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
             replace(o, count=times(o.during, o.count), launches=times(o.during, o.launches))
             for o in measured.operations
         ),
-        layers=tuple(
-            replace(
-                each,
-                passes=times(each.during, each.passes),
-                **{name: times(each.during, getattr(each, name)) for name in each.COUNTED},
-            )
-            for each in measured.layers
-        ),
+        layers=tuple(map(scaled, measured.layers)),
         traffic=tuple(
             replace(t, count=times(t.during, t.count), bytes=times(t.during, t.bytes)) for t in measured.traffic
         ),

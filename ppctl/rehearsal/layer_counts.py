@@ -114,7 +114,8 @@ class LayerMarks:
     def kind(self) -> str | None:
         """The kind of layer of the present operation; None outside of layers."""
         node = torch._C._current_autograd_node()
-        return getattr(self._here, "kind", None) if node is None else node.metadata.get(_MARK)
+        kind: str | None = getattr(self._here, "kind", None) if node is None else _metadata(node).get(_MARK)
+        return kind
 
 
 def _mark(output: Any, inputs: Sequence[Any], kind: str) -> None:
@@ -123,7 +124,13 @@ def _mark(output: Any, inputs: Sequence[Any], kind: str) -> None:
     waiting = [tensor.grad_fn for tensor in tensors_in(output)]
     while waiting:
         node = waiting.pop()
-        if node is None or node in outside or _MARK in node.metadata:
+        if node is None or node in outside or _MARK in _metadata(node):
             continue
-        node.metadata[_MARK] = kind
+        _metadata(node)[_MARK] = kind
         waiting.extend(each for each, _ in node.next_functions)
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """A node's dictionary, which torch's stubs call a method."""
+    found: dict[str, Any] = node.metadata
+    return found

@@ -98,6 +98,7 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        out: Tensor
         out, _, scales = _aten.native_layer_norm(x, x.shape[-1:], weight, None, 1e-5)
         ctx.save_for_backward(x, weight, scales)
         return out

@@ -155,7 +155,7 @@ def test_some_rank_gets_no_row():
 
 def test_by_node_has_fewer_sums_than_copies():
     runs = expert_runs(model_of("in groups"))
-    assert (runs.count, runs.size, runs.most) == (4, 4, 3)
+    assert (runs.number, runs.size, runs.most) == (4, 4, 3)
 
 
 EXCHANGES = {
