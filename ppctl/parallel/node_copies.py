@@ -26,7 +26,8 @@ def runs_on_nodes(numbers: Tensor, experts: int, run: int, nodes: int) -> Tensor
     """[nodes, t, runs of a node] which runs hold some of each row's experts, `numbers` [t, K]; a node has `experts`."""
     every = torch.arange(nodes * experts // run, device=numbers.device)
     runs: Tensor = (numbers[..., None] // run == every).any(1)
-    return runs.unflatten(1, (nodes, -1)).transpose(0, 1)
+    by_node: Tensor = runs.unflatten(1, (nodes, -1))
+    return by_node.transpose(0, 1)
 
 
 class NodeCopies(NamedTuple):

@@ -28,7 +28,7 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
         return f"groups of ep {sizes.ep} ranks, {sizes.stride('ep')} apart, do not cover whole nodes of {per_node}"
     if nodes == 1:
         return f"all ep {sizes.ep} ranks of a group are on one node of {per_node}"
-    if runs.count % nodes:
+    if runs.number % nodes:
         return (
             f"a node sums whole runs of experts, or groups of the router, and {runs.count} do not spread over {nodes}"
         )
