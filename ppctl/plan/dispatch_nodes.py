@@ -30,7 +30,7 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
         return f"all ep {sizes.ep} ranks of a group are on one node of {per_node}"
     if runs.number % nodes:
         return (
-            f"a node sums whole runs of experts, or groups of the router, and {runs.count} do not spread over {nodes}"
+            f"a node sums whole runs of experts, or groups of the router, and {runs.number} do not spread over {nodes}"
         )
     return None
 

@@ -160,7 +160,7 @@ class EvenExchange(ExpertExchange):
         copies = self.rows * self.model.moe_router_topk
         totals = [copies] * len(numbers)
         if self.outer is not None:
-            there, back = (round(self.rows * reached(self.model, n)) for n in (self.outer.size(), self.runs.count))
+            there, back = (round(self.rows * reached(self.model, n)) for n in (self.outer.size(), self.runs.number))
             totals[:4] = there, there, back, back
         totals[-1] *= len(numbers[-1])
         shares = [range(len(each)) for each in numbers]
