@@ -101,9 +101,9 @@ class TimeLedger:
     drain: float = 0.0
     """Behind its last action, until the last one of its pipeline was over."""
     agreement: float = 0.0
-    """From there until the reports of all ranks had come: other pipelines."""
+    """From there until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0
-    """Norm, clipping, update."""
+    """Clipping and update; of a GPU, which may have been given them before, what is left to its host."""
     others: float = 0.0
     """After its own end, until the last rank had ended."""
 
