@@ -115,11 +115,6 @@ class _Context:
         """Keep tensors, which autograd's own context saves when the forward is over."""
         self.saved_tensors = tensors
 
-    @property
-    def saved_variables(self) -> tuple[Tensor | None, ...]:
-        """Their old name."""
-        return self.saved_tensors
-
     def release(self) -> None:
         """Forget autograd's own context, which holds the graph."""
         del self.mark_non_differentiable, self.mark_dirty, self.set_materialize_grads
