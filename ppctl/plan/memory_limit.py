@@ -14,9 +14,8 @@ from typing import NamedTuple
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.host.devices import machines
-from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import DeviceLimit, RankCost
-from ppctl.plan.violations import Violation
+from ppctl.plan.violations import ConfigValues, Overrides, Violation
 from ppctl.schedule.policies import POLICIES, schedule_policy
 from ppctl.topology import ParallelSizes, axes_with_groups
 
@@ -77,6 +76,11 @@ def amount(size: int) -> str:
     """One number with its unit."""
     unit = unit_for(size)
     return f"{unit.of(size)} {unit.name}"
+
+
+def size_text(size: int) -> str:
+    """`amount`; below a MiB the number of bytes."""
+    return amount(size) if size >= MIB else f"{size:,} bytes"
 
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
