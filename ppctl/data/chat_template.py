@@ -24,7 +24,7 @@ Spans = Sequence[tuple[int, int]]
 """(start, end) character positions of pieces of a text."""
 
 SECONDS, MEMORY = 10.0, 2**30
-"""Limits for one conversation: time of a processor, and bytes. 200 turns take a hundredth of the time."""
+"""Limits for one conversation: time of a processor, and bytes. 200 turns take a fraction of the time."""
 _SETTINGS = "tokenizer_config.json"
 
 

@@ -112,8 +112,6 @@ def rendered(
         text = template.render(messages=turns, tools=tools, documents=None, add_generation_prompt=prompt, **marks)
         if len(text) > LONGEST:
             raise TemplateError(f"it makes a text of more than {LONGEST:,} characters")
-        if (place := _PLACE.search(text)) and place[0] not in held:
-            raise TemplateError("it puts out a value whose text names a place in memory")
         return text
 
     pieces, spans, length = re.split(f"[{_BEGIN}{_END}]", render(messages)), list[tuple[int, int]](), 0
@@ -122,6 +120,8 @@ def rendered(
         if number % 2:
             spans.append((length - len(piece), length))
     whole = "".join(pieces)
+    if any(place not in held for place in _PLACE.findall(whole)):
+        raise TemplateError("it puts out a value whose text names a place in memory")
     for number, message in enumerate(messages if not says else ()):
         if message["role"] == "assistant":
             before, after = render(messages[:number], prompt=True), render(messages[: number + 1])

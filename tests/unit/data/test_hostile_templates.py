@@ -150,7 +150,7 @@ def test_sets_have_one_order_in_all_processes():
 @pytest.mark.parametrize("words", [30, 1000])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_template_renders_200_turns_with_tools_in_a_fraction_of_the_time(name, words, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", chat_template.SECONDS / 10)
+    monkeypatch.setattr(chat_template, "SECONDS", chat_template.SECONDS / 5)
     template = ChatTemplate(PUBLISHED[name], {"bos_token": "<s>", "eos_token": "</s>"}, "the template")
     messages, tools = conversation(200, words)
     text, _ = template.render(messages, tools)
