@@ -38,7 +38,7 @@ from ppctl.engine.recorder import make_recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.host.private_files import own_directory, shared_memory
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.plan.extra_warmup import least_warmup, simulated_steps
+from ppctl.plan.schedule_choice import least_warmup, simulated_steps
 from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower

@@ -118,12 +118,9 @@ def _folder(text: str | None, root: Path) -> Path | None:
     path = Path(text).absolute()
     if checkpoint_folder.at(path) is not None:
         return None
-    try:
-        for each in (path, path / "checkpoints"):
-            if checkpoint_folder.kept(each):
-                return each
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    for each in (path, path / "checkpoints"):
+        if checkpoint_folder.kept(each):
+            return each
     if path.exists():
         return path if path.name == "checkpoints" else None
     return find_run(text, root).checkpoints

@@ -5,9 +5,9 @@ Knows manifests, states and columns. Must not know where a checkpoint is found, 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from ppctl.checkpoint.run_state import lineage, run_state
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order, ranges, text_of
 from ppctl.cli.console import aligned
 from ppctl.errors import CheckpointError
-from ppctl.plan.memory_limit import MIB, amount
+from ppctl.plan.memory_limit import size_text
+from ppctl.records.json_reader import finite
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.checkpoint_folder import STATE
 from ppctl.runs.rundir import RunDir
@@ -29,18 +30,7 @@ _AXES = ("pp", "vpp", "tp", "cp", "ep", "etp", "dp")
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_moe_experts", "mtp_num_layers")
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    return amount(count) if count >= MIB else f"{count:,} bytes"
-
-
 # One checkpoint
-
-
-def _sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes to show; of a model whose code is transformers' those that its plan knows."""
-    known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
-    return {key: model.get(key) if key in known else None for key in _MODEL}
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -56,7 +46,9 @@ def contents(path: Path) -> dict[str, Any]:
         entry["bytes"] += prod(record.shape) * DTYPES[record.dtype][1]
         entry["dtypes"] = sorted({*entry["dtypes"], record.dtype})
     run = RunDir(path.parent.parent)
-    sizes = state.get("parallel", {})
+    sizes, model = state.get("parallel", {}), state.get("model", {})
+    # Of a model whose code is transformers' those that its plan knows.
+    known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {
         "path": str(path),
@@ -67,7 +59,7 @@ def contents(path: Path) -> dict[str, Any]:
         **{group: groups.get(group) for group in ("weights", "optimizer")},
         "layout": state.get("layout"),
         "parallel": {axis: sizes[axis] for axis in _AXES if axis in sizes} or None,
-        "model": _sizes(state.get("model", {})),
+        "model": {key: model.get(key) if key in known else None for key in _MODEL},
         **{key: state.get(key) for key in position},
         "lineage": {
             "run": run.id if (run.path / "config.yaml").is_file() else None,
@@ -83,7 +75,10 @@ def contents(path: Path) -> dict[str, Any]:
 
 def described(checkpoint: Mapping[str, Any], *, tensors: bool) -> str:
     """One checkpoint in lines, then its tensors."""
-    rows = [("step", f"{checkpoint['step']}"), ("size", f"{size(checkpoint['bytes'])} in {checkpoint['files']} files")]
+    rows = [
+        ("step", f"{checkpoint['step']}"),
+        ("size", f"{size_text(checkpoint['bytes'])} in {checkpoint['files']} files"),
+    ]
     rows += [(group, _group(checkpoint[group])) for group in ("weights", "optimizer")]
     rows.append(("cut", _cut(checkpoint)))
     rows.append(
@@ -105,7 +100,7 @@ def _group(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "none"
     dtypes = ", ".join(entry["dtypes"])
-    return f"{entry['tensors']} tensors, {entry['elements']:,} elements, {dtypes}, {size(entry['bytes'])}"
+    return f"{entry['tensors']} tensors, {entry['elements']:,} elements, {dtypes}, {size_text(entry['bytes'])}"
 
 
 def _cut(checkpoint: Mapping[str, Any]) -> str:
@@ -166,7 +161,7 @@ def listed(listing: Mapping[str, Any]) -> str:
     rows = [("checkpoint", "size", "written", "")]
     for entry in listing["checkpoints"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["written"])) if entry["written"] else ""
-        much = "" if entry["bytes"] is None else size(entry["bytes"])
+        much = "" if entry["bytes"] is None else size_text(entry["bytes"])
         note = entry["fault"] or ("the next start goes on here" if entry["name"] == listing["next_start"] else "")
         rows.append((entry["name"], much, when, note))
     return f"{listing['path']}\n{aligned(rows, 2)}" + (f"\nwarning: {listing['warning']}" if listing["warning"] else "")
@@ -177,7 +172,7 @@ def listed(listing: Mapping[str, Any]) -> str:
 
 def verified(report: Mapping[str, Any]) -> str:
     """The text of `verify`: which files were read, and the verdict."""
-    looked = "sizes, headers and seal" if report["quick"] else f"{size(report['bytes_read'])} of values read"
+    looked = "sizes, headers and seal" if report["quick"] else f"{size_text(report['bytes_read'])} of values read"
     count = len(report["problems"])
     end = "good" if not count else f"{count} problem{'s' if count > 1 else ''}, on stderr"
     lines = [f"{report['path']}: {end}", f"  {report['tensors']} tensors in {report['files']} files; {looked}"]
@@ -196,25 +191,8 @@ def comparison(paths: Sequence[Path], compared: CheckpointDifferences) -> dict[s
         "equal": compared.equal,
         "only_in_a": compared.missing,
         "only_in_b": compared.new,
-        "different": [
-            {
-                "name": each.name,
-                "kinds": each.kinds,
-                "different": each.different,
-                "elements": each.elements,
-                "at": each.at,
-                "values": [_finite(value) for value in each.values],
-                "norm": _finite(each.norm),
-                "relative": _finite(each.relative),
-                "largest": _finite(each.largest),
-            }
-            for each in compared.different
-        ],
+        "different": [finite(asdict(each)) for each in compared.different],
     }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def differences(report: Mapping[str, Any], limit: int) -> list[str]:
@@ -258,4 +236,4 @@ def pruned(report: Mapping[str, Any]) -> str:
     verb = "would delete" if report["dry_run"] else "deleted"
     lines = [f"{verb} {name}" for name in report["deleted"]] or ["nothing to delete"]
     kept = ", ".join(report["kept"])
-    return "\n".join([*lines, f"{size(report['bytes'])} of {report['path']}", f"what stays: {kept}"])
+    return "\n".join([*lines, f"{size_text(report['bytes'])} of {report['path']}", f"what stays: {kept}"])

@@ -71,10 +71,10 @@ def tokenize(args: argparse.Namespace) -> int:
             dtype = token_dtype(tokenizer.vocab_size)
             with (
                 IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer,
-                byte_progress("tokenizing", _sizes(files)) as progress,
+                byte_progress("tokenizing", sum(file.stat().st_size for file in files if file.exists())) as progress,
             ):
-                for encoded in encode_files(files, tokenizer, progress, args.text_key):
-                    writer.add_document(encoded.tokens, end if len(encoded.tokens) else [], encoded.place)
+                for tokens, place in encode_files(files, tokenizer, progress, args.text_key):
+                    writer.add_document(tokens, end if len(tokens) else [], place)
                 if not writer.tokens:
                     raise DataError(
                         Problem("PP-E404", "there is no text to tokenize", place="\n".join(map(str, files)))
@@ -186,7 +186,3 @@ def show_conversation(args: argparse.Namespace) -> int:
             ):  # one blank between, not two
                 print("+" if learned else " ", part)
     return 0
-
-
-def _sizes(files: list[Path]) -> int:
-    return sum(file.stat().st_size for file in files if file.exists())

@@ -28,7 +28,7 @@ from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.host.private_files import NODE_DIRECTORY, own_directory, shared_memory
 from ppctl.host.processes import python
-from ppctl.launch.described import Description, describe
+from ppctl.launch.described import describe
 from ppctl.launch.environment import Started, detect, rank_environment
 from ppctl.launch.machine import gpu_devices
 from ppctl.launch.weights import unread_weights
@@ -264,16 +264,16 @@ def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
     try:
         overrides = dict[str, str]()
         try:
-            description = describe(directory, overrides, anew=anew)
+            text, kept = describe(directory, overrides, anew=anew)
         except PpctlError as error:
             overrides = _without_dropout(error)
-            description = describe(directory, overrides, anew=anew)
+            text, kept = describe(directory, overrides, anew=anew)
     except PpctlError as error:
         print_problems(error.problems)
         if as_json:
             print(json.dumps({"wrong": [problem.message for problem in error.problems]}))
         return error.exit_code
-    proof = _proof(description, directory, overrides)
+    proof = _proof(text, kept, directory, overrides)
     print(json.dumps(proof, indent=1) if as_json else "\n".join(_proof_lines(proof)))
     return 0
 
@@ -286,8 +286,8 @@ def _without_dropout(error: PpctlError) -> dict[str, str]:
     return {word.partition("=")[0].rpartition(".")[2]: "0" for word in problem.remedy.split()}
 
 
-def _proof(description: Description, directory: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
-    model = ForeignModel.from_text(description.text)
+def _proof(text: str, kept: Path | None, directory: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
+    model = ForeignModel.from_text(text)
     anatomy = model.anatomy
     return {
         "model_type": json.loads(model.config)["model_type"],
@@ -300,7 +300,7 @@ def _proof(description: Description, directory: Path, overrides: Mapping[str, st
         "gradients": model.gradients,
         "dropout": {name: read_config_file(directory).get(name) for name in overrides},
         "notes": [*model.notes, *unread_weights(directory)],
-        "kept": None if description.kept is None else str(description.kept),
+        "kept": None if kept is None else str(kept),
         "wrong": [],
     }
 

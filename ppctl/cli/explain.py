@@ -71,7 +71,10 @@ def as_data(topic: str | None) -> dict[str, Any]:
         return contents()
     if isinstance(meant, list):
         return key_facts(meant[0]) if len(meant) == 1 else {"keys": [key_facts(key) for key in meant]}
-    return section_facts(meant) if meant in sections() else code_facts(meant)
+    if meant in sections():
+        return {"section": meant, "text": summary(meant), "keys": [key_facts(key) for key in keys_of(meant)]}
+    title, text = pages()[meant]
+    return {"code": meant, "title": title, "text": text}
 
 
 def _found(topic: str | None) -> str | list[Key] | None:
@@ -212,12 +215,6 @@ def keys_called(topic: str) -> list[Key]:
     return [] if name in sections() else [key for key in keys().values() if key.field == name]
 
 
-def code_facts(code: str) -> dict[str, Any]:
-    """An error code with its title and page."""
-    title, text = pages()[code]
-    return {"code": code, "title": title, "text": text}
-
-
 def key_facts(key: Key) -> dict[str, Any]:
     """A key with its text and facts; `type`, `default` and `limit` are null where no text can set it."""
     support, names = key.facts.support, key.facts.names.split()
@@ -243,11 +240,6 @@ def key_facts(key: Key) -> dict[str, Any]:
 def summary(name: str) -> str:
     """The line about a section."""
     return (sections()[name].__doc__ or "").splitlines()[0]
-
-
-def section_facts(name: str) -> dict[str, Any]:
-    """A section with each of its keys that text can set."""
-    return {"section": name, "text": summary(name), "keys": [key_facts(key) for key in keys_of(name)]}
 
 
 def keys_of(section: str) -> list[Key]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import dataclass
 
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
@@ -21,24 +20,12 @@ from ppctl.runs.rundir import RunDir
 add_arguments = add_run_arguments
 
 
-@dataclass(frozen=True, slots=True)
-class RunJob:
-    """The job of a run that was submitted."""
-
-    run: RunDir
-    number: str
-    cluster: str
-    state: slurm.JobState | None
-    """None if SLURM does not know the job (any more)."""
-
-
-def job_of(run: RunDir) -> RunJob | None:
+def job_of(run: RunDir) -> slurm.JobState | None:
     """The job of a run; None if the run was not submitted, or its job.json names something else than a job."""
     record = run.job()
     if "job" not in record:
         return None
-    number, cluster = record["job"], record.get("cluster", "")
-    return RunJob(run, number, cluster, slurm.state(number, cluster))
+    return slurm.state(record["job"], record.get("cluster", ""))
 
 
 def combined_state(state: str, job: slurm.JobState) -> str:
@@ -50,7 +37,7 @@ def combined_state(state: str, job: slurm.JobState) -> str:
     return "running" if state == LOST and job.state == "RUNNING" else state
 
 
-def _job_to(doing: str, run: RunDir) -> RunJob:
+def _job_to(doing: str, run: RunDir) -> slurm.JobState:
     """The job of a run. Raises ConfigError (PP-E628) if the run was not submitted."""
     job = job_of(run)
     if job is None:
@@ -68,20 +55,20 @@ def hand_over(run: RunDir) -> None:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended."""
-    job = _job_to("cancel", named_run(args))
-    if job.state is None or job.state.ended:
-        state = job.run.status()["state"]
-        state = state if job.state is None else combined_state(state, job.state)
-        print(f"job {job.number} has ended: run {job.run.id} is {state}")
+    run = named_run(args)
+    job = _job_to("cancel", run)
+    if not job.state or job.ended:
+        state = run.status()["state"]
+        print(f"job {job.job} has ended: run {run.id} is {combined_state(state, job) if job.state else state}")
         return 0
-    if job.state.ending:
-        print(f"job {job.number} is ending already")
+    if job.ending:
+        print(f"job {job.job} is ending already")
         return 0
-    waiting = job.state.state == "PENDING"
-    slurm.cancel(job.number, job.cluster)
+    waiting = job.state == "PENDING"
+    slurm.cancel(job.job, job.cluster)
     if waiting:
-        job.run.write_status("interrupted", step=job.run.status().get("step"), message="cancelled before it ran")
-    print(f"job {job.number} is cancelled" + ("" if waiting else "; its ranks have until SLURM's KillWait to save"))
+        run.write_status("interrupted", step=run.status().get("step"), message="cancelled before it ran")
+    print(f"job {job.job} is cancelled" + ("" if waiting else "; its ranks have until SLURM's KillWait to save"))
     return 0
 
 
@@ -90,17 +77,17 @@ def requeue(args: argparse.Namespace) -> int:
 
     Raises ConfigError if the run has done its steps.
     """
-    job = _job_to("requeue", named_run(args))
-    run, state = job.run, job.state
-    if state is not None and not state.ended:
-        if state.state == "PENDING":
-            print(f"job {job.number} is waiting already")
+    run = named_run(args)
+    job = _job_to("requeue", run)
+    if job.state and not job.ended:
+        if job.state == "PENDING":
+            print(f"job {job.job} is waiting already")
             return 0
-        if state.ending:
-            message = f"job {job.number} is ending, and cannot be requeued before it has ended"
+        if job.ending:
+            message = f"job {job.job} is ending, and cannot be requeued before it has ended"
             raise ConfigError(Problem("PP-E613", message, f"ppctl status {pasted(run.path)}", str(run.path)))
-        slurm.signal(job.number, "USR1", job.cluster)
-        print(f"job {job.number} was asked to save; its script then requeues it")
+        slurm.signal(job.job, "USR1", job.cluster)
+        print(f"job {job.job} was asked to save; its script then requeues it")
         return 0
     if run.status()["state"] == "finished":
         config = run.read_config()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -36,27 +36,17 @@ _A_SECOND = 2
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class _Lines:
-    """A stream for rank 0's lines, which are printed above the block."""
-
-    def __init__(self, screen: Console) -> None:
-        self._screen = screen
-
-    def write(self, text: str) -> int:
-        """Print `text`, whose lines are whole, in lines that end between words."""
-        self._screen.out(prose(visible(text).removesuffix("\n").split("\n"), self._screen.width), highlight=False)
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-
 @contextmanager
-def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[TextIO]:
-    """Draw the block while entered; returns where rank 0's lines go. Nothing of the block stays on the screen."""
+def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[Callable[[str], None]]:
+    """Draw the block while entered; yields the function that prints rank 0's lines above it, wrapped between words.
+
+    Nothing of the block stays on the screen.
+    """
     block, screen = LiveBlock(run, directory, world_size, steps), console()
     with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
-        yield _Lines(screen)  # type: ignore[misc]  # of a stream, the launcher uses these two methods
+        yield lambda text: screen.out(
+            prose(visible(text).removesuffix("\n").split("\n"), screen.width), highlight=False
+        )
 
 
 class LiveBlock:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,7 @@ from ppctl.launch.environment import Started, detect
 from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
 from ppctl.launch.planning import planned, refuse
-from ppctl.launch.process import become_worker
+from ppctl.launch.process import become_worker, writer_to
 from ppctl.launch.run_directory import Launch, with_value
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
@@ -243,10 +243,10 @@ def first_screen(plan: Plan) -> str:
 
 
 @contextmanager
-def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[TextIO]:
-    """Prints rank 0's lines to `out`; on a terminal above a block that shows the run's progress."""
+def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[Callable[[str], None]]:
+    """Yields what prints rank 0's lines to `out`; on a terminal above a block that shows the run's progress."""
     if out is not sys.stdout or not is_live():
-        yield out
+        yield writer_to(out)
         return
     from ppctl.cli.live import live_block  # rich
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -32,9 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a log."""
     run_dir = named_run(args)
     if args.rank is None and not run_dir.job():
-        steps = _Steps(run_dir, args.lines)
-        _follow(run_dir, steps.read, args.lines, follow=args.follow)
-        message = run_dir.status().get("message") or ("" if steps.last else f"run {run_dir.id} has done no step")
+        shown = _follow(run_dir, _steps(run_dir, args.lines), args.lines, follow=args.follow)
+        message = run_dir.status().get("message") or ("" if shown else f"run {run_dir.id} has done no step")
         if message:
             note(message)
         return 0
@@ -45,61 +44,57 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(Problem("PP-E611", message, f"ppctl status {pasted(run_dir.path)}", str(run_dir.path)))
     if path.exists() and not path.stat().st_size and not args.follow:
         note(f"{path} is empty: the rank has printed nothing")
-    _follow(run_dir, _LogFile(path).read, args.lines, follow=args.follow)
+    _follow(run_dir, _log(path), args.lines, follow=args.follow)
     return 0
 
 
-class _LogFile:
-    """A log file of which each read returns what has been added."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def read(self) -> str:
-        """The text that has been added since the last read."""
+def _log(path: Path) -> Iterator[str]:
+    """The text that has been added to a log file since the last time, again and again."""
+    at = 0
+    while True:
+        text = ""
         try:
-            opened = open_regular(self._path, follow=False)
+            with TextIOWrapper(open_regular(path, follow=False), "utf-8", "replace") as file:
+                file.seek(at)
+                text, at = file.read(), file.tell()
         except FileNotFoundError:
-            return ""
+            pass
         except OSError as error:
-            raise ConfigError(odd(self._path, error.strerror)) from error
-        with TextIOWrapper(opened, "utf-8", "replace") as file:
-            file.seek(self._at)
-            text, self._at = file.read(), file.tell()
-        return text
+            raise ConfigError(odd(path, error.strerror)) from error
+        yield text
 
 
-class _Steps:
-    """The steps of a run that was not submitted, as it printed them on its terminal."""
+def _steps(run_dir: RunDir, lines: int | None) -> Iterator[str]:
+    """The steps that have been added since the last time, as the run printed them on its terminal.
 
-    def __init__(self, run_dir: RunDir, lines: int | None) -> None:
-        """At first with the last `lines` at least; None: with all."""
-        self._metrics = run_dir.metrics_file(last=lines)
-        self._lines = StepLines(run_dir.read_config().train.steps, width(WIDE))
-        self.last = 0
-        """The last step that was read; 0 before the first."""
-
-    def read(self) -> str:
-        """The lines of the steps that have been added since the last read."""
-        records = [record for record in self._metrics.read() if record["step"] > self.last]
-        self.last = records[-1]["step"] if records else self.last
-        return "".join(f"{line}\n" for record in records for line in self._lines.lines(record))
+    At first with the last `lines` at least; None: with all.
+    """
+    metrics, last = run_dir.metrics_file(last=lines), 0
+    shown = StepLines(run_dir.read_config().train.steps, width(WIDE))
+    while True:
+        records = [record for record in metrics.read() if record["step"] > last]
+        last = records[-1]["step"] if records else last
+        yield "".join(f"{line}\n" for record in records for line in shown.lines(record))
 
 
 def _is_going_on(run_dir: RunDir) -> bool:
     return run_dir.status()["state"] in ("queued", *STARTED)
 
 
-def _follow(run_dir: RunDir, read: Callable[[], str], lines: int | None, *, follow: bool) -> None:
-    """Print the last `lines` (None: all) of what there is, and with `follow` what is added until the run has ended."""
+def _follow(run_dir: RunDir, added: Iterator[str], lines: int | None, *, follow: bool) -> bool:
+    """Print the last `lines` (None: all) of what there is, and with `follow` what is added until the run has ended.
+
+    Returns whether there was anything.
+    """
+    anything = False
     while True:
         goes_on = follow and _is_going_on(run_dir)  # checked before reading, so that the last lines are printed
-        text = read()
+        text = next(added)
+        anything = anything or bool(text)
         if lines is not None:
             text, lines = "".join(text.splitlines(keepends=True)[-lines:] if lines else []), None
         sys.stdout.write(text)
         sys.stdout.flush()
         if not goes_on:
-            return
+            return anything
         time.sleep(0.5)

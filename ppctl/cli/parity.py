@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -39,6 +38,7 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.plan import Plan
 from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
+from ppctl.records.json_reader import finite
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.finding import find_run
 from ppctl.runs.run_starts import hold
@@ -67,10 +67,6 @@ class _Side(NamedTuple):
         return Side(kept, self.plan.sizes, self.config.parallel.sequence_parallel, len(self.plan.stages) - 1)
 
 
-class _Interrupted(Exception):
-    """A run was ended by a signal; the exit code."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     words = "RUN: repeat this run's config from its first step; A B: compare two existing runs"
@@ -90,12 +86,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(Problem("PP-E644", message, f"--steps {_STEPS}", "command line"))
     one, cut = _planned(args)
     with unwinding_on_term(), _directory(args.keep) as root:
-        try:
-            sides = [_trained(name, *each, root, args) for name, each in (("one-process", one), ("cut", cut))]
-        except _Interrupted as end:
-            return int(end.args[0])
-        report = _report((sides[0], sides[1]))
-        return _shown(report, args)
+        sides = [_trained(name, *each, root, args) for name, each in (("one-process", one), ("cut", cut))]
+        return _shown(_report((sides[0], sides[1])), args)
 
 
 def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
@@ -157,26 +149,14 @@ def _directory(kept: str | None) -> Iterator[Path]:
         yield path
 
 
-class _StepLines:
-    """A stream for the output of rank 0 that shows only the lines of steps."""
-
-    def __init__(self) -> None:
-        self._rest = ""
-
-    def write(self, text: str) -> int:
-        """Take lines."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            if line.startswith("step ") or line[:1].isdigit():
-                note(_BEFORE_A_STEP + line)
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing waits."""
+def _show_step(line: str) -> None:
+    """Print a line of rank 0's output that is about a step; leave out others."""
+    if line.startswith("step ") or line[:1].isdigit():
+        note(_BEFORE_A_STEP + line.removesuffix("\n"))
 
 
 def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argparse.Namespace) -> _Side:
-    """Run it to its end. Raises _Interrupted for a signal, ConfigError (PP-E646) where it keeps no step."""
+    """Run it to its end. Raises SystemExit for a signal, ConfigError (PP-E646) where it keeps no step."""
     config = with_value(config, "log", dir=str(root), name=name)
     note(f"{parity_text.NAMES[name]}: {parity_text.sizes_text(plan)}")
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
@@ -185,10 +165,10 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
         variables["COLUMNS"] = str(shutil.get_terminal_size().columns - len(_BEFORE_A_STEP))
     with hold(run), own_directory(shared_memory()) as directory:
         job = LocalJob(run, plan.sizes.world, directory, variables, limits=Limits.of(config.launch))
-        outcome = supervise(job, _StepLines())  # type: ignore[arg-type]  # of a stream, it uses write and flush
+        outcome = supervise(job, _show_step)
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")
-        raise _Interrupted(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
+        raise SystemExit(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
     # What is named below a directory that is removed could not be read.
     report = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")
     if outcome.exit_code != DONE and not kept_steps(run.gradients):
@@ -263,22 +243,11 @@ def _close(values: Sequence[float | None], allowed: float) -> bool:
 
 
 def _gradients(differences: StepDifferences) -> dict[str, Any]:
-    return {
-        "equal": differences.equal,
-        "largest": differences.largest,
-        "missing": differences.missing,
-        "unlike": differences.unlike,
-        "action": None if differences.action is None else _finite(differences.action._asdict()),
-        "different": [_finite(each._asdict()) for each in differences.parameters],
-    }
-
-
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """With null for numbers that JSON has not."""
-    shown = {**fields, "relative": fields["relative"] if math.isfinite(fields["relative"]) else None}
-    if "values" in fields:
-        shown["values"] = [value if math.isfinite(value) else None for value in fields["values"]]
-    return shown
+    """The gradients of a step as JSON. A relative difference of values that are not finite is null."""
+    action = None if differences.action is None else differences.action._asdict()
+    different = [each._asdict() for each in differences.parameters]
+    found = {"equal": differences.equal, "missing": differences.missing, "unlike": differences.unlike}
+    return {"largest": differences.largest, **finite({**found, "action": action, "different": different})}
 
 
 def _progress(step: int) -> Callable[[str], None]:

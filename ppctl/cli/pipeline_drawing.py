@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
 
     pp_rank: int
     letters: str
-    """Its layers, such as `Ettt`."""
+    """The letters of the chunk's layers, such as `Ettt`."""
     first: int
     """The id of its first decoder layer; any number if it has none."""
 

@@ -65,7 +65,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.timeline is not None:
         problems += _draw(composed, plan, Path(args.timeline), args.dump_schedule)
     if args.json:
-        print(_json(plan, problems))
+        report = EMPTY if plan is None else plan.report()
+        print(json.dumps(report | {"problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
         _show(composed, plan, problems)
     print_problems(problems)
@@ -111,11 +112,6 @@ def _draw(composed: Composed, plan: Plan | None, path: Path, dumped: str | None)
     except ConfigError as error:
         return list(error.problems)
     return []
-
-
-def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
-    report = EMPTY if plan is None else plan.report()
-    return json.dumps(report | {"problems": [problem.to_json() for problem in problems]}, indent=2)
 
 
 def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> None:

@@ -154,7 +154,7 @@ def batch_sizes(plan: Plan, config: RunConfig) -> str:
 
 
 def memory_line(plan: Plan) -> str:
-    """Where memory peaks."""
+    """The line on the rank whose memory peaks highest."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
     terms = peak_terms(worst)
     sign = " =" if "+" in terms else "; at most"

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
 from ppctl.cli.console import aligned, prose
-from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
-from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, size_text, unit_for
+from ppctl.plan.rehearsal import Rehearsal
 from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 
 LAUNCH_SECONDS = 5e-6
@@ -50,7 +50,7 @@ def _verdict(rehearsal: Rehearsal) -> _Part:
     state = max(abs(measured - planned) for _, _, planned, measured in _state_of(rehearsal))
     lines.append(
         f"against the plan: weights, gradients and optimizer "
-        f"{f'within {_bytes(state)}' if state else _EQUAL}, "
+        f"{f'within {size_text(state)}' if state else _EQUAL}, "
         f"kept activations {_within(kept)}, peaks {_within(peaks)}"
     )
     return [*lines, _rehearsed(rehearsal)], ""
@@ -90,10 +90,6 @@ def _difference(planned: int, measured: int) -> str:
     return "<0.01%" if share[1:] == "0.00%" else share
 
 
-def _bytes(size: int) -> str:
-    return amount(size) if size >= MIB else f"{size:,} bytes"
-
-
 def _peaks(rehearsal: Rehearsal) -> _Part:
     rows = [["pp_rank", "planned", "measured", "difference", "at", "from"]]
     unit = unit_for(max(peak.peak_bytes for peak in rehearsal.peaks))
@@ -119,7 +115,11 @@ def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
 def _state(rehearsal: Rehearsal) -> _Part:
     """Only where it is not as planned."""
     rows = [
-        [f"rank {rank} {what}", *map(_MIB.of, pair), f"{'-+'[pair[1] > pair[0]]}{_bytes(abs(pair[1] - pair[0]))}"]
+        [
+            f"rank {rank} {what}",
+            *map(_MIB.of, pair),
+            f"{'-+'[pair[1] > pair[0]]}{size_text(abs(pair[1] - pair[0]))}",
+        ]
         for rank, what, *pair in _state_of(rehearsal)
         if pair[0] != pair[1]
     ]

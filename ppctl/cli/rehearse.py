@@ -33,8 +33,7 @@ from ppctl.launch.described import absent_for
 from ppctl.launch.machine import with_overrides
 from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
-from ppctl.plan.rehearsal import kinds_of, shortened
-from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.plan.rehearsal import Rehearsal, kinds_of, shortened
 from ppctl.records.rehearsal_record import Rehearsed
 from ppctl.runs.rundir import RunDir
 

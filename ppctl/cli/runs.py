@@ -225,8 +225,10 @@ def _comparison_text(compared: dict[str, Any], columns: int) -> str:
         lines.append(aligned([heads, *(_row(steps[n]) for n in chosen)], 6))
     else:
         lines.append("no step was done by both")
-    speeds = [f"{name} {'-' if speed is None else f'{speed:,.0f}'}" for name, speed in _speeds(compared)]
-    return "\n".join([*lines, "", f"tokens/s, median: {', '.join(speeds)}{_faster(compared)}"])
+    first, second = compared["tokens_per_s"]
+    speeds = [f"{name} {'-' if speed is None else f'{speed:,.0f}'}" for name, speed in (("A", first), ("B", second))]
+    faster = f" ({second / first - 1:+.1%})" if first and second else ""
+    return "\n".join([*lines, "", f"tokens/s, median: {', '.join(speeds)}{faster}"])
 
 
 def _keys(keys: dict[str, Any], columns: int) -> str:
@@ -246,12 +248,3 @@ def _row(step: dict[str, Any]) -> tuple[str, ...]:
     losses = ["" if loss is None else f"{loss:.6f}" for loss in (first, second)]
     speeds = ["" if speed is None else f"{speed:,.0f}" for speed in step["tokens_per_s"]]
     return (str(step["step"]), *losses, apart, *speeds)
-
-
-def _speeds(compared: dict[str, Any]) -> list[tuple[str, float | None]]:
-    return list(zip("AB", compared["tokens_per_s"], strict=True))
-
-
-def _faster(compared: dict[str, Any]) -> str:
-    first, second = compared["tokens_per_s"]
-    return f" ({second / first - 1:+.1%})" if first and second else ""

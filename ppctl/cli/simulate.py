@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import aligned, folded, prose, width
-from ppctl.cli.simulate_checks import SCHEDULES, TIMES, in_file, memory, schedule_of_file, wrong
-from ppctl.cli.timeline import add_timeline_argument, write_timeline, write_timelines
+from ppctl.cli.simulate_checks import SCHEDULES, TIMES, memory, schedule_of_file, wrong
+from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Placement, Schedule
 from ppctl.schedule.compare import PolicyFigures, compare
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises ConfigError with all problems."""
-    given = schedule_of_file(args) if in_file(args.schedule) else None
+    given = schedule_of_file(args) if str(args.schedule).lower().endswith(".csv") else None
     if given is None:
         args.schedule = schedule_policy(args.schedule) or args.schedule
         problems = list(wrong(args))
@@ -209,7 +209,7 @@ def print_comparison(
     """Compare, draw into the file `timeline` where one is named, and print. Raises ScheduleError, ConfigError."""
     compared, left_out = compare(pp, num_microbatches, vpp, costs)
     if timeline is not None:
-        write_timelines([_compared_picture(each) for each in compared], Path(timeline))
+        write_timeline([_compared_picture(each) for each in compared], Path(timeline))
     if as_json:
         rows = [_fields(each) for each in compared]
         print(

@@ -39,11 +39,6 @@ _USUAL = {"--pp": 4, "--microbatches": 8}
 """Sizes to begin with."""
 
 
-def in_file(schedule: str | None) -> bool:
-    """Whether `--schedule` names a file."""
-    return schedule is not None and schedule.lower().endswith(".csv")
-
-
 def memory(args: argparse.Namespace) -> float:
     """Activations that a rank may hold, in units of what 1F1B holds on its first rank."""
     return 1.0 if args.memory is None else float(args.memory)

@@ -12,11 +12,12 @@ from contextlib import suppress
 from typing import Any
 
 from ppctl.cli.console import UNFOLDED, aligned, folded, prose, width
-from ppctl.cli.jobs import RunJob, combined_state, job_of
+from ppctl.cli.jobs import combined_state, job_of
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run, program, readable
 from ppctl.errors import PpctlError, pasted
 from ppctl.hang.verdict import published_states, root, waits
+from ppctl.launch.slurm import JobState
 from ppctl.records.step_lines import clock_text, mean_step_time
 from ppctl.runs.rundir import RunDir
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
+def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
     """The run's facts, its errors (the earliest first), each rank's last heartbeat, and its job's state."""
     report = facts(run) | _progress(run)
     report["start_up"] = run.result().get("start_up") or run.status().get("start_up")
@@ -52,11 +53,11 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
         _add_waits(run, report["ranks"])
     report["next"] = _next(run, report)
     if job is not None:
-        report["job"] = {"job": job.number, **dict.fromkeys(("state", "reason", "nodes", "starts", "never"))}
-        if job.state is not None:
-            report["job"] |= {"state": job.state.state, "reason": job.state.reason, "nodes": job.state.nodes}
-            report["job"] |= {"starts": job.state.start, "never": job.state.never}
-            report["state"] = combined_state(report["state"], job.state)
+        report["job"] = {"job": job.job, **dict.fromkeys(("state", "reason", "nodes", "starts", "never"))}
+        if job.state:
+            report["job"] |= {"state": job.state, "reason": job.reason, "nodes": job.nodes}
+            report["job"] |= {"starts": job.start, "never": job.never}
+            report["state"] = combined_state(report["state"], job)
             report["next"] = _next(run, report)
     return report
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         for problem in untrained:
             note(f"note: it would not be submitted: {problem.message}")
         return 0
-    if not slurm.is_here():
+    if shutil.which("sbatch") is None:
         message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
         raise ConfigError(Problem("PP-E620", message, f"{launch.command} --dry-run", "PATH"))
     run_dir = submit(launch, job)
@@ -131,11 +131,11 @@ def job_to_wait_for(config: RunConfig) -> str | None:
     if state == "finished":
         return None
     job = job_of(before)
-    if job is None or job.state is None or job.state.ended:
+    if job is None or not job.state or job.ended:
         message = f"launch.after: run {before.id} is {state}, and no SLURM job will finish it"
         remedy = f"ppctl requeue {pasted(before.path)}" if job else "launch.after=null"
         raise ConfigError(Problem("PP-E628", message, remedy, "launch.after"))
-    return job.number
+    return job.job
 
 
 def submit(launch: Launch, job: SlurmJob) -> RunDir:
@@ -155,14 +155,14 @@ def _check_start(run_dir: RunDir) -> int:
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:
         job = job_of(run_dir)
-        if job is None or job.state is None or job.state.state != "PENDING":
+        if job is None or job.state != "PENDING":
             return 0
-        if job.state.never is not None:
-            slurm.cancel(job.number, job.cluster)
-            message = f"job {job.number} would never start: {job.state.never} ({job.state.reason}); it was cancelled"
+        if job.never is not None:
+            slurm.cancel(job.job, job.cluster)
+            message = f"job {job.job} would never start: {job.never} ({job.reason}); it was cancelled"
             run_dir.write_status("failed", message=message, exit_code=ConfigError.exit_code)
             raise ConfigError(Problem("PP-E627", message, "sinfo -o '%P %D %l %f %G'", str(run_dir.submit_script)))
-        if job.state.reason in ("Priority", "Resources", "Dependency", "BeginTime"):
+        if job.reason in ("Priority", "Resources", "Dependency", "BeginTime"):
             return 0
         time.sleep(0.3)
     return 0

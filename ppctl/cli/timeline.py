@@ -65,17 +65,9 @@ def _unwritable(path: Path, reason: str) -> Problem:
     return Problem("PP-E129", message, pasted("--timeline", f"step{path.suffix}"), "command line")
 
 
-def write_timeline(picture: Picture, path: Path) -> None:
-    """Write the picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
-    _write(picture, path, FORMS)
-
-
-def write_timelines(pictures: Sequence[Picture], path: Path) -> None:
-    """Write several pictures into one file, as `write_timeline` does."""
-    _write(pictures, path, FORMS_OF_SEVERAL)
-
-
-def _write(drawn: Picture | Sequence[Picture], path: Path, forms: Mapping[str, tuple[str, str]]) -> None:
+def write_timeline(drawn: Picture | Sequence[Picture], path: Path) -> None:
+    """Write one picture or several, whole or not at all. Raises ConfigError (PP-E129) if they cannot be written."""
+    forms = FORMS if isinstance(drawn, Picture) else FORMS_OF_SEVERAL
     problems = unwritable(path, forms)
     if problems:
         raise ConfigError(problems)

@@ -23,14 +23,27 @@ from ppctl.config import (
     run_rules,
     scale,
 )
-from ppctl.config.keys import Finding, Key, as_typed, place_of, sections, text_keys, value_text
+from ppctl.config.keys import Finding, Key, as_typed, keys_with, place_of, sections, text_keys, value_text
 from ppctl.config.mapping import converted_value
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, Bounds, Form
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
 
+
+def details(config: RunConfig) -> Iterator[Finding]:
+    """Keys that are set although another one, without which they have no effect, has another value (`Facts.needs`)."""
+    for name, key in keys_with("needs").items():
+        owner, _, values = key.facts.needs.partition("=")
+        given = value_text(config[owner])
+        if config[name] != key.default and not (given in values.split(",") if values else config[owner]):
+            needed = [f"{owner}={value}" for value in values.split(",")] if values else [owner]
+            message = f"{name} has an effect only with {' or '.join(needed)}, and {owner} is {given}"
+            yield (name, owner), message, "\n".join([as_typed(name, key.default), *needed[: bool(values)]])
+
+
 RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
+    details,
     run_rules.environment,
     model_rules.decoder,
     batch_sizes.broken_rules,

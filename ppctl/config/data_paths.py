@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ppctl.config.keys import Finding
+from ppctl.config.keys import Finding, as_typed
 from ppctl.config.schema import DataConfig, RunConfig
-from ppctl.config.training_config import COMPLETION, REFUSE, TEXT
+from ppctl.config.training_config import TEXT
 
 LONGEST_CYCLE = 65536
 """Largest number of samples after which a blend's pattern repeats: each source has at least one sample in it."""
@@ -43,28 +43,15 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def _conversations(data: DataConfig) -> Iterator[Finding]:
-    """Keys that apply to text alone or to conversations alone, and those that packed rows need."""
+    """The files of each format, and the keys that packed rows need."""
     if data.format == TEXT:
-        for key, usual in (("pack", False), ("chat_template", None), ("too_long", REFUSE)):
-            if getattr(data, key) != usual:
-                message = f"data.{key} applies to conversations, not to data.format=text"
-                yield (f"data.{key}", "data.format"), message, "data.format=chat"
         if data.text_key != TEXT and data.path is None:
             message = "data.text_key applies to .jsonl files; without data.path ppctl reads plain text"
             yield ("data.text_key", "data.path"), message, f"data.text_key={TEXT}"
         return
-    if data.text_key != TEXT:
-        message = f"data.text_key applies to data.format=text; {data.format} has fixed field names"
-        yield ("data.text_key", "data.format"), message, f"data.text_key={TEXT}"
     if data.path is None:
         message = f"data.format={data.format} reads .jsonl files; without data.path ppctl reads plain text"
         yield ("data.path", "data.format"), message, "data.path='chats/*.jsonl'"
-    if data.format == COMPLETION and data.chat_template is not None:
-        message = "data.format=completion concatenates prompt and completion without a template"
-        yield ("data.chat_template", "data.format"), message, "data.chat_template=null"
-    if data.eod_mask_loss:
-        message = f"of data.format={data.format} only answers count, whatever ends them"
-        yield ("data.eod_mask_loss", "data.format"), message, "data.eod_mask_loss=false"
     apart = data.reset_attention_mask, data.reset_position_ids
     if apart != (data.pack, data.pack):
         keys = ("data.pack", "data.reset_attention_mask", "data.reset_position_ids")
@@ -89,18 +76,11 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
                 "an evaluation needs at least one batch",
                 "train.eval_steps=8",
             )
-    elif train.eval_steps > 0:
-        yield (
-            ("train.eval_steps", "train.eval_interval"),
-            "with train.eval_interval=0 there is no evaluation",
-            "train.eval_steps=0",
-        )
-    elif data.validation_path is not None:
-        yield (
-            ("data.validation_path", "train.eval_interval"),
-            "with train.eval_interval=0 there is no evaluation",
-            "data.validation_path=null",
-        )
+        return
+    for name, unset in (("train.eval_steps", 0), ("data.validation_path", None)):
+        if config[name] != unset:
+            message = "with train.eval_interval=0 there is no evaluation"
+            yield (name, "train.eval_interval"), message, as_typed(name, unset)
 
 
 class DataSource(NamedTuple):

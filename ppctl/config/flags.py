@@ -7,7 +7,7 @@ in `megatron_flags` those that mean no key.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, text_keys, value_text
@@ -148,28 +148,19 @@ def _validation_share(split: str) -> str:
         return split
 
 
-def _sharding(strategy: str) -> str:
-    """parallel.data_parallel_sharding by Megatron-FSDP's names."""
-    names = {"no_shard": "none", "optim": "optimizer_gradients", "optim_grads": "optimizer_gradients"}
-    return {**names, "optim_grads_params": "full"}.get(strategy, strategy)
-
-
-def _minutes(number: str) -> str:
-    """A time as keys take it."""
-    return f"{number}m"
-
-
-def _optimizer(name: str) -> str:
-    """optim.name by Megatron's names."""
-    return {"adam": "adamw", "dist_muon": "muon"}.get(name, name)
-
-
-_TRANSLATED = {
-    "--optimizer": _optimizer,
+_OPTIMIZERS = {"adam": "adamw", "dist_muon": "muon"}
+_SHARDINGS = {
+    "no_shard": "none",
+    "optim": "optimizer_gradients",
+    "optim_grads": "optimizer_gradients",
+    "optim_grads_params": "full",
+}
+_TRANSLATED: Mapping[str, Callable[[str], str]] = {
+    "--optimizer": lambda name: _OPTIMIZERS.get(name, name),
     "--split": _validation_share,
-    "--data-parallel-sharding-strategy": _sharding,
-    "--exit-duration-in-mins": _minutes,
-    "--distributed-timeout-minutes": _minutes,
+    "--data-parallel-sharding-strategy": lambda name: _SHARDINGS.get(name, name),
+    "--exit-duration-in-mins": "{}m".format,
+    "--distributed-timeout-minutes": "{}m".format,
 }
 """Flags whose values have other names here."""
 

@@ -10,13 +10,13 @@ import ast
 import difflib
 import inspect
 import textwrap
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppctl.config.metadata import Facts, Limit, OneOf, attribute_of, facts_of
+from ppctl.config.metadata import Facts, Limit, OneOf, attribute_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CONTROL, pasted, visible
 
@@ -52,18 +52,13 @@ class Key:
         """The field's name in Python, where `from` is a word of the language."""
         return attribute_of(self.field)
 
-    @property
-    def may_be_none(self) -> bool:
-        """Whether it takes null."""
-        return self.type is Any or type(None) in members(self.type)
-
     def allows(self, value: Any) -> bool:
         """Whether `value`, of the key's type, has no control characters and keeps the key's own limit."""
         if self._controls(value):
             return False
         if self.limit is None:
             return True
-        return self.may_be_none if value is None else self.limit.allows(value)
+        return self.type is Any or NoneType in members(self.type) if value is None else self.limit.allows(value)
 
     def misfit(self, value: Any) -> tuple[str, str | None]:
         """Why `allows` refuses a value, and the word that was probably meant."""
@@ -124,12 +119,12 @@ def _controls(value: Any, kept: str = "") -> str:
 
 def members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the type alone."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def type_text(annotation: Any) -> str:
     """A type in words: `int`, `text or null`, `list of int or null`."""
-    names = {int: "int", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
+    names = {int: "int", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
     parts = []
     for member in members(annotation):
         if get_origin(member) is Literal:
@@ -192,7 +187,7 @@ def _keys_of(cls: type, prefix: str, section: Facts) -> list[Key]:
         if default is MISSING:
             default = field.default_factory() if field.default_factory is not MISSING else None
         owner = next(c for c in reversed(cls.__mro__) if field.name in inspect.get_annotations(c))
-        name, facts = prefix + field.name.removesuffix("_"), facts_of(field.metadata)
+        name, facts = prefix + field.name.removesuffix("_"), field.metadata.get("key", Facts())
         facts = replace(facts, mathematics=facts.mathematics or section.mathematics)
         declared.append(Key(name, hints[field.name], default, owner, facts))
     return declared

@@ -26,6 +26,7 @@ from ppctl.config.metadata import (
 )
 
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
+_IMAGE = "launch.container_image"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class LaunchConfig:
     memory_reserve: str = key("auto", RESERVE)
     """The part of device_memory that CUDA's context and communicators take, as "2GiB"; a plan's peak must fit the rest.
     `auto` follows from the sizes of the groups; it is 0 on the CPU."""
-    share_gpu: bool = key(False)
+    share_gpu: bool = key(False, needs="launch.device=cuda,any")
     """Let ranks share GPUs: each takes the one of number local rank % GPUs. Messages go through host memory: slow, for
     tests. A rank may hold its share of device_memory, counted as if a machine had one GPU."""
     transport: str = key("auto", one_of("auto", "plain", "channels"))
@@ -87,9 +88,13 @@ class LaunchConfig:
         None, ONE_LINE, options="--container-image", verbatim=True, slurm=True, support=_PYXIS
     )
     """SLURM with pyxis: the image that the ranks run in."""
-    container_mounts: list[str] | None = key(None, options="--container-mounts", slurm=True, support=_PYXIS)
+    container_mounts: list[str] | None = key(
+        None, options="--container-mounts", slurm=True, support=_PYXIS, needs=_IMAGE
+    )
     """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
-    container_workdir: str | None = key(None, ONE_LINE, options="--container-workdir", slurm=True, support=_PYXIS)
+    container_workdir: str | None = key(
+        None, ONE_LINE, options="--container-workdir", slurm=True, support=_PYXIS, needs=_IMAGE
+    )
     """SLURM with pyxis: the directory to start in."""
     setup: list[str] | None = key(None, slurm=True, lines=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""

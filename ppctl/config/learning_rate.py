@@ -81,10 +81,9 @@ def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> lis
 
 def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[RatePiece]:
     pieces, lr = [], optim.lr
-    for row in optim.lr_pieces or ():
-        piece = read_piece(row)
-        lr = piece.lr if piece.lr is not None else lr if piece.style == "constant" else optim.min_lr
-        pieces.append(RatePiece(piece.style, _steps(piece.steps, piece.tokens, steps_for), lr))
+    for style, steps, tokens, rate in map(read_piece, optim.lr_pieces or ()):
+        lr = rate if rate is not None else lr if style == "constant" else optim.min_lr
+        pieces.append(RatePiece(style, _steps(steps, tokens, steps_for), lr))
     return pieces
 
 
@@ -108,23 +107,21 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
     if optim.lr_decay_tokens is not None and optim.lr_decay_steps is not None:
         message = "the end of the decay is given in steps and in tokens"
         yield ("optim.lr_decay_tokens", "optim.lr_decay_steps"), message, "optim.lr_decay_steps=null"
-    wsd, piecewise = optim.lr_decay_style == "WSD", optim.lr_decay_style == "piecewise"
-    if wsd and optim.lr_wsd_decay_steps is None:
+    piecewise = optim.lr_decay_style == "piecewise"
+    if optim.lr_decay_style == "WSD" and optim.lr_wsd_decay_steps is None:
         message = "lr_decay_style=WSD needs lr_wsd_decay_steps"
         remedy = f"optim.lr_wsd_decay_steps={max(config.train.steps // 10, 1)}"
         yield ("optim.lr_wsd_decay_steps", "optim.lr_decay_style"), message, remedy
-    if not wsd and optim.lr_wsd_decay_steps is not None:
-        message = f"lr_wsd_decay_steps has no meaning for lr_decay_style={optim.lr_decay_style}"
-        yield ("optim.lr_wsd_decay_steps", "optim.lr_decay_style"), message, "optim.lr_decay_style=WSD"
-    if piecewise != (optim.lr_pieces is not None):
-        message = "lr_decay_style=piecewise and lr_pieces need each other"
-        remedy = "optim.lr_decay_style=cosine" if piecewise else "optim.lr_decay_style=piecewise"
-        yield ("optim.lr_pieces", "optim.lr_decay_style"), message, remedy
+    if piecewise and optim.lr_pieces is None:
+        message = "lr_decay_style=piecewise needs lr_pieces"
+        yield ("optim.lr_pieces", "optim.lr_decay_style"), message, "optim.lr_decay_style=cosine"
     if piecewise and (optim.lr_decay_steps is not None or optim.lr_decay_tokens is not None):
         message = "lr_pieces already say where the learning rate ends"
         yield ("optim.lr_pieces",), message, "optim.lr_decay_steps=null optim.lr_decay_tokens=null"
-    if piecewise and optim.lr_pieces is not None:
-        yield from _order(config)
+    ends = [piece.until for piece in _given(optim, steps_for_tokens(config))] if piecewise else []
+    if shown := _out_of_order(ends):
+        message = f"the pieces of the learning rate end after {shown} steps: each must end later than the one before"
+        yield ("optim.lr_pieces",), message, "ppctl explain optim.lr_pieces"
 
 
 def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
@@ -137,14 +134,6 @@ def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _order(config: RunConfig) -> Iterator[Finding]:
-    """Pieces that end where another one ended already."""
-    ends = [piece.until for piece in _given(config.optim, steps_for_tokens(config))]
-    if shown := _out_of_order(ends):
-        message = f"the pieces of the learning rate end after {shown} steps: each must end later than the one before"
-        yield ("optim.lr_pieces",), message, "ppctl explain optim.lr_pieces"
-
-
 def _out_of_order(ends: list[int]) -> str:
     """The ends, to be shown, where one is not later than the one before; empty where all are."""
     wrong = any(after <= before for before, after in pairwise(ends))
@@ -153,9 +142,9 @@ def _out_of_order(ends: list[int]) -> str:
 
 def mtp_weight(step: int, model: ModelConfig, steps_for: StepsFor) -> float:
     """The weight of the MTP losses in the step that follows `step` completed ones."""
-    for piece in map(read_weight_piece, model.mtp_loss_scaling_pieces or ()):
-        if step < _steps(piece.steps, piece.tokens, steps_for):
-            return piece.weight
+    for steps, tokens, weight in map(read_weight_piece, model.mtp_loss_scaling_pieces or ()):
+        if step < _steps(steps, tokens, steps_for):
+            return weight
     return model.mtp_loss_scaling_factor
 
 
@@ -166,7 +155,7 @@ def broken_mtp_rules(config: RunConfig) -> Iterator[Finding]:
         config.model.mtp_loss_scaling_pieces,
         steps_for_tokens(config),
     )
-    ends = [_steps(piece.steps, piece.tokens, steps_for) for piece in map(read_weight_piece, rows or ())]
+    ends = [_steps(steps, tokens, steps_for) for steps, tokens, _ in map(read_weight_piece, rows or ())]
     if shown := _out_of_order(ends):
         message = f"the weights of the MTP losses end after {shown} steps: each must end later than the one before"
         yield (key,), message, f"{key}=null"

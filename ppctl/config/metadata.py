@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,6 +223,9 @@ class Facts:
     gets into scripts, names of files, environments and terminals."""
     mathematics: bool = False
     """Whether another value changes what is computed: `resume` refuses it without --allow."""
+    needs: str = ""
+    """`KEY=VALUE` (or `KEY=VALUE,VALUE`), or `KEY` for one that is set at all: without it the key has no effect, and is
+    refused unless it has its default."""
     training: bool = False
     """For a key of `model`: whether it changes only how the model is trained, not what its weights are."""
     layout: bool = False
@@ -244,12 +247,3 @@ def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
 def attribute_of(field: str) -> str:
     """The name in Python of a field, where `from` and `async` are words of the language."""
     return f"{field}_" if keyword.iskeyword(field) else field
-
-
-def facts_of(metadata: Mapping[str, Any]) -> Facts:
-    """The facts that `key` has written; nothing special for a plain field."""
-    facts: Facts = metadata.get("key", _PLAIN)
-    return facts
-
-
-_PLAIN = Facts()

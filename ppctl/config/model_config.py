@@ -75,7 +75,7 @@ class ModelConfig:
     """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
     rotary_base: float = key(10000.0, positive())
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = key(1.0, positive(1))
+    rotary_percent: float = key(1.0, positive(1), needs="model.multi_latent_attention=false")
     """Fraction of every head that is rotated, from its first dimension on (not for MLA)."""
     rotary_interleaved: bool = False
     """Rotate pairs of neighbouring elements (DeepSeek) instead of elements half a head apart (Llama)."""
@@ -93,7 +93,7 @@ class ModelConfig:
     """Frequencies with fewer rotations are divided by the factor, those between interpolated (low_freq_factor)."""
     mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
-    mscale_all_dim: float = key(0.0, not_negative())
+    mscale_all_dim: float = key(0.0, not_negative(), needs="model.multi_latent_attention=true")
     """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
     norm_epsilon: float = key(1e-5, positive(), known_as="--layernorm-epsilon")
     """Added inside norms to the mean square, or to the variance."""
@@ -101,7 +101,7 @@ class ModelConfig:
     """Standard deviation of initial weights."""
     share_embeddings_and_output_weights: bool = False
     """Tie the output projection to the token embedding."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = key(False, needs="model.multi_latent_attention=false")
     """Biases on the query, key and value projections."""
     qk_layernorm: bool = False
     """A norm on every query and key head."""
@@ -122,7 +122,9 @@ class ModelConfig:
     fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
     """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
     dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
-    fp8_recipe: str = key("rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True)
+    fp8_recipe: str = key(
+        "rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True, needs="model.fp8"
+    )
     """Which values share a scale: `rowwise`, a row; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
     attention_dropout: float = key(0.0, BELOW_ONE, training=True)
     """Fraction of attention probabilities that is dropped; uses ppctl's own attention instead of fused kernels."""

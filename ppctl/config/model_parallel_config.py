@@ -147,9 +147,11 @@ class ModelParallelConfig:
     """Choose deterministic kernels only."""
     enable_autocast: bool = False
     """Run the forward step inside torch.autocast."""
-    autocast_dtype: Any = key(None, mathematics=True)
+    autocast_dtype: Any = key(None, mathematics=True, needs="parallel.enable_autocast=true")
     """dtype of that autocast; none takes pipeline_dtype, else params_dtype."""
-    num_microbatches_with_partial_activation_checkpoints: int | None = key(None, not_negative(MOST_SAMPLES))
+    num_microbatches_with_partial_activation_checkpoints: int | None = key(
+        None, not_negative(MOST_SAMPLES), needs="train.recompute_granularity=full"
+    )
     """Microbatches of the warm-up window whose layers are recomputed only in part; none leaves it to the model."""
     gradient_accumulation_fusion: bool = key(
         False, support=Support(NEEDS, "APEX's fused_weight_gradient_mlp_cuda", _PLAIN)
@@ -231,7 +233,7 @@ class ModelParallelConfig:
     cpu_offloading: bool = False
     """Move activations of the first decoder layers of every stage to host memory, from their forward to their
     backward."""
-    cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES))
+    cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES), needs="parallel.cpu_offloading=true")
     """With cpu_offloading: how many decoder layers of every stage (with vpp a chunk); all, where it has fewer."""
     _cpu_offloading_context: AbstractContextManager[Any] | None = key(
         None, support=Support(IGNORED, "it is internal to cpu_offloading")

@@ -33,13 +33,16 @@ READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "m
 
 
 def decoder(config: RunConfig) -> Iterator[Finding]:
-    """Whose code runs, and the sizes of a model of ppctl's own blocks."""
+    """Problems of a model: which code builds it, and the sizes of one of ppctl's own blocks."""
     model = config.model
     yield from _implementation(model)
     if model.transformers is not None:
         return  # its sizes are in a config of another library
     yield from _heads(model)
-    yield from _learned(model)
+    if model.position_embedding_type == "learned_absolute" and model.mtp_num_layers:
+        keys = ("model.position_embedding_type", "model.mtp_num_layers")
+        message = "multi-token prediction needs rotary positions: it reads later tokens without their learned positions"
+        yield keys, message, "model.position_embedding_type=rope"
     yield from _experts(model)
     kinds = model.cp_comm_type
     if not isinstance(kinds, str) and len(kinds) not in (1, model.num_layers):
@@ -102,14 +105,6 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
         )
 
 
-def _learned(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on learned positions, which are added to the embedding; latent attention turns its heads beside them."""
-    if model.position_embedding_type == "learned_absolute" and model.mtp_num_layers:
-        keys = ("model.position_embedding_type", "model.mtp_num_layers")
-        message = "multi-token prediction needs rotary positions: it reads later tokens without their learned positions"
-        yield keys, message, "model.position_embedding_type=rope"
-
-
 def _rotary(model: ModelConfig) -> Iterator[Finding]:
     """Rules on rotary positions, of heads whose width is even."""
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -123,9 +118,6 @@ def _rotary(model: ModelConfig) -> Iterator[Finding]:
             f"rotary positions rotate pairs within a head: {share:g} of its width of {head} cannot be turned",
             f"model.rotary_percent={2 * min(max(round(turned / 2), 1), head // 2) / head:g}",
         )
-    elif model.mscale_all_dim:
-        keys = ("model.mscale_all_dim", "model.multi_latent_attention")
-        yield keys, "mscale_all_dim has an effect on latent attention only", "model.mscale_all_dim=0"
     if model.rotary_scaling_type == "llama3" and 0 < model.beta_fast <= model.beta_slow:
         message = "beta_fast, the fast frequencies, must be above beta_slow"
         yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
@@ -144,11 +136,6 @@ def _latent(model: ModelConfig) -> Iterator[Finding]:
     if width % 2:
         message = f"rotary positions rotate pairs: a width of {width} is odd"
         yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
-    for name in ("add_qkv_bias", "rotary_percent"):
-        default = getattr(ModelConfig(), name)
-        if getattr(model, name) != default:
-            keys = (f"model.{name}", "model.multi_latent_attention")
-            yield keys, f"{name} has no effect on latent attention", f"model.{name}={str(default).lower()}"
 
 
 def _experts(model: ModelConfig) -> Iterator[Finding]:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config.keys import Finding, as_typed, did_you_mean, nearest, text_keys
+from ppctl.config.keys import Finding, as_typed, did_you_mean, nearest
 from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
 from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, schedule_policy
 
 MODULES = ("core_attn", "mlp", "moe", "experts", "moe_act", "layernorm", "mla_up_proj")
 _KEY = "train.recompute_granularity"
-_BELONGS = {
-    "full": ("recompute_method", "recompute_num_layers"),
-    "selective": ("recompute_modules",),
-}
 
 SWITCH, LAYERS = "parallel.cpu_offloading", "parallel.cpu_offloading_num_layers"
 _ACTIVATIONS = "parallel.cpu_offloading_activations"
@@ -29,12 +25,8 @@ TRANSPORT = "launch.transport"
 
 
 def muon(config: RunConfig) -> Iterator[Finding]:
-    """Muon needs a weight, its gradient and its momentum whole on one rank; its keys need Muon."""
+    """Muon needs a weight, its gradient and its momentum whole on one rank."""
     if config.optim.name != "muon":
-        for name, typed in text_keys().items():
-            if name.startswith("optim.muon_") and config[name] != typed.default:
-                message = f"{name} is a key of Muon alone, and {_OPTIMIZER} is {config.optim.name}"
-                yield (name, _OPTIMIZER), message, f"{as_typed(name, typed.default)}\n{_OPTIMIZER}=muon"
         return
     parallel = config.parallel
     for axis in ("tensor_model", "expert_tensor"):
@@ -89,26 +81,11 @@ def messages(config: RunConfig) -> Iterator[Finding]:
 
 
 def recompute(config: RunConfig) -> Iterator[Finding]:
-    """Which keys of recomputation belong together, and which modules a model has to recompute."""
-    train = config.train
-    granularity = train.recompute_granularity
-    for owner, names in _BELONGS.items():
-        for name in names:
-            if getattr(train, name) is not None and granularity != owner:
-                message = f"train.{name} is a detail of {_KEY}={owner}, and that is {granularity or 'null'}"
-                yield (f"train.{name}", _KEY), message, f"train.{name}=null"
-    if train.recompute_stages is not None and granularity is None:
-        keys = ("train.recompute_stages", _KEY)
-        yield keys, "recompute_stages has no effect: recompute_granularity is null", "train.recompute_stages=null"
-    if train.compile and granularity == "selective":
+    """Problems of recomputing beside torch.compile, and of modules that the model does not have."""
+    if config.train.compile and config.train.recompute_granularity == "selective":
         message = "torch.compile decides what a layer keeps: single modules of it cannot be recomputed"
         yield ("train.compile", _KEY), message, "train.compile=false"
     yield from _modules(config)
-    partial = config.parallel.num_microbatches_with_partial_activation_checkpoints
-    if partial is not None and granularity != "full":
-        name = "parallel.num_microbatches_with_partial_activation_checkpoints"
-        message = f"it exempts microbatches from {_KEY}=full, and that is {granularity or 'null'}"
-        yield (name, _KEY), message, f"{name}=null"
 
 
 def _modules(config: RunConfig) -> Iterator[Finding]:
@@ -140,23 +117,16 @@ def _missing(model: ModelConfig) -> dict[str, str]:
 
 
 def offloading(config: RunConfig) -> Iterator[Finding]:
-    """Which keys of `cpu_offloading` belong together. Unlike in Megatron, several stages and recomputation are no
-    obstacle."""
+    """Something to move for `cpu_offloading`. Unlike in Megatron, several stages and recomputation are no obstacle."""
     parallel = config.parallel
+    if not parallel.cpu_offloading_activations:
+        message = f"without {_ACTIVATIONS} there is nothing that {SWITCH} could move"
+        yield (_ACTIVATIONS, SWITCH), message, f"{_ACTIVATIONS}=true"
     if not parallel.cpu_offloading:
-        if parallel.cpu_offloading_num_layers:
-            message = f"{LAYERS} is a detail of {SWITCH}, and that is false"
-            yield (LAYERS, SWITCH), message, f"{SWITCH}=true"
-        if not parallel.cpu_offloading_activations:
-            message = f"{_ACTIVATIONS} is a detail of {SWITCH}, and that is false"
-            yield (_ACTIVATIONS, SWITCH), message, f"{_ACTIVATIONS}=true"
         return
     if not parallel.cpu_offloading_num_layers:
         message = f"{SWITCH} moves the first layers of every stage, and their number is 0"
         yield (SWITCH, LAYERS), message, f"{LAYERS}=1"
-    if not parallel.cpu_offloading_activations:
-        message = f"{SWITCH} has nothing to move: activations are left out"
-        yield (_ACTIVATIONS, SWITCH), message, f"{_ACTIVATIONS}=true"
     if config.train.compile:
         message = "torch.compile decides what a layer keeps, which then cannot be moved to the host"
         yield ("train.compile", SWITCH), message, "train.compile=false"

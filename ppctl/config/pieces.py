@@ -40,25 +40,11 @@ def read_rampup(value: Any) -> Rampup:
     return Rampup(*value)
 
 
-class GivenPiece(NamedTuple):
-    """A row of `optim.lr_pieces`. It ends at `steps` updates, or after `tokens`."""
+def read_piece(row: Any) -> tuple[str, int, float | None, float | None]:
+    """Style, steps, tokens and rate of a row {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}.
 
-    style: str
-    steps: int
-    tokens: float | None
-    lr: float | None
-
-
-class WeightPiece(NamedTuple):
-    """A row of `model.mtp_loss_scaling_pieces`: a weight until so many steps are done, or tokens consumed."""
-
-    steps: int
-    tokens: float | None
-    weight: float
-
-
-def read_piece(row: Any) -> GivenPiece:
-    """A row as {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}. Raises ValueError."""
+    It ends at so many updates, or where tokens are not None after these. Raises ValueError.
+    """
     if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
         raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")
     style, lr = row["style"], row.get("lr")
@@ -66,15 +52,15 @@ def read_piece(row: Any) -> GivenPiece:
         raise ValueError(f"the style of a piece is constant, linear or cosine, not {style!r}")
     if lr is not None:
         _check_amount("rate", lr)
-    return GivenPiece(style, *_end(row["until"]), lr)
+    return style, *_end(row["until"]), lr
 
 
-def read_weight_piece(row: Any) -> WeightPiece:
-    """A row as {until: STEPS or "10T tokens", weight: W}. Raises ValueError."""
+def read_weight_piece(row: Any) -> tuple[int, float | None, float]:
+    """Steps, tokens and weight of a row {until: STEPS or "10T tokens", weight: W}, as above. Raises ValueError."""
     if not isinstance(row, Mapping) or set(row) != {"until", "weight"}:
         raise ValueError(f"{row!r} is not a piece: it has until and weight")
     _check_amount("weight", row["weight"])
-    return WeightPiece(*_end(row["until"]), float(row["weight"]))
+    return *_end(row["until"]), float(row["weight"])
 
 
 def _check_amount(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from ppctl.config.keys import Finding, as_typed, text_keys
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
 
-_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SWITCH = {"float32": None, "bfloat16": "parallel.bf16", "float16": "parallel.fp16"}
 
 
@@ -75,10 +75,8 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
     name = "parallel.autocast_dtype"
     cast = autocast_dtype(parallel)
     if cast is None:
-        if parallel.autocast_dtype is not None:
-            keys = (name, "parallel.enable_autocast")
-            yield keys, "autocast_dtype has an effect only with parallel.enable_autocast", f"{name}=null"
-    elif weight_dtype(parallel) == "float64":
+        return
+    if weight_dtype(parallel) == "float64":
         keys = ("parallel.enable_autocast", "parallel.params_dtype")
         yield (
             keys,
@@ -98,9 +96,6 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
     """Products in 8 bits: of bfloat16, of rows of whole 16 bytes."""
     model, parallel = config.model, config.parallel
     if model.fp8 is None:
-        if model.fp8_recipe != ModelConfig().fp8_recipe:
-            keys = ("model.fp8_recipe", "model.fp8")
-            yield keys, "model.fp8_recipe has an effect only with model.fp8", _default("model.fp8_recipe")
         return
     if weight_dtype(parallel) != "bfloat16" or parallel.enable_autocast:
         keys = ("model.fp8", "parallel.bf16")
@@ -133,19 +128,12 @@ def _widths(model: ModelConfig) -> dict[str, int]:
 
 
 def _loss_scale(config: RunConfig) -> Iterator[Finding]:
+    """A loss scale that is fixed does not move, and one that moves begins above its minimum."""
     optim = config.optim
-    for field in _LOSS_SCALE:
+    for field in _LOSS_SCALE if optim.loss_scale is not None else ():
         key = f"optim.{field}"
-        if config[key] == text_keys()[key].default:
-            continue
-        if not config.parallel.fp16:
-            yield (key, "parallel.fp16"), f"{key} scales the loss of parallel.fp16, and that is off", _default(key)
-        elif field != "loss_scale" and optim.loss_scale is not None:
-            yield (key, "optim.loss_scale"), f"{key} moves a scale, and optim.loss_scale fixes it", _default(key)
+        if config[key] != (usual := text_keys()[key].default):
+            yield (key, "optim.loss_scale"), f"{key} moves a scale, and optim.loss_scale fixes it", as_typed(key, usual)
     if optim.initial_loss_scale < optim.min_loss_scale:
         keys = ("optim.initial_loss_scale", "optim.min_loss_scale")
         yield keys, "the initial loss scale is below its minimum", f"optim.initial_loss_scale={optim.min_loss_scale}"
-
-
-def _default(key: str) -> str:
-    return as_typed(key, text_keys()[key].default)

@@ -52,16 +52,11 @@ def recipes_directory() -> Path:
     return _shipped("_recipes", "recipes")
 
 
-def own_recipe_directories() -> list[Path]:
-    """The directories named by PPCTL_RECIPES_PATH, in order."""
-    return [Path(part).expanduser() for part in os.environ.get(RECIPES_PATH, "").split(os.pathsep) if part]
-
-
 def recipes() -> dict[str, Recipe]:
     """Name -> recipe; the user's own come first and hide shipped ones of the same name."""
     by_name: dict[str, Recipe] = {}
-    for directory in own_recipe_directories():
-        for path in sorted(directory.glob("*.yaml")):
+    for directory in filter(None, os.environ.get(RECIPES_PATH, "").split(os.pathsep)):
+        for path in sorted(Path(directory).expanduser().glob("*.yaml")):
             by_name.setdefault(path.stem, Recipe(path.stem, path, str(path)))
     for path in sorted(recipes_directory().glob("*.yaml")):
         by_name.setdefault(path.stem, Recipe(path.stem, path, f"recipes/{path.name}"))

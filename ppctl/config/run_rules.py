@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ppctl.config.keys import Finding, keys_with, names_of_keys
 from ppctl.config.quantities import slurm_seconds, steps_of
-from ppctl.config.schema import LaunchConfig, RunConfig
+from ppctl.config.schema import RunConfig
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -67,44 +67,26 @@ def watched_steps(config: RunConfig) -> Iterator[Finding]:
 
 
 def local_copies(config: RunConfig) -> Iterator[Finding]:
-    """Copies of checkpoints in memory, which belong to background saves."""
+    """The directory of copies in memory, and how often they are made: both or neither."""
     checkpoint = config.checkpoint
     if (checkpoint.local is not None) != (checkpoint.local_every > 0):
         message = "set both the directory and the interval of copies in memory, or neither"
         remedy = "checkpoint.local_every=10" if checkpoint.local is not None else "checkpoint.local=/dev/shm/ppctl"
         yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
-    if checkpoint.local is not None and not checkpoint.async_:
-        message = "copies in memory are made by background saves"
-        yield ("checkpoint.local", "checkpoint.async"), message, "checkpoint.async=true"
-    if checkpoint.local_replicas and checkpoint.local is None:
-        message = "a neighbour's host can only hold copies in memory, and there are none"
-        yield ("checkpoint.local_replicas", "checkpoint.local"), message, "checkpoint.local_replicas=0"
 
 
 def submission(config: RunConfig) -> Iterator[Finding]:
-    """Devices, time limits, lines of the batch script, and options that ppctl sets itself."""
+    """Time limits, lines of the batch script, and options that ppctl sets itself."""
     launch = config.launch
-    if launch.share_gpu and launch.device == "cpu":
-        message = "launch.share_gpu has no effect for ranks on the CPU"
-        yield ("launch.share_gpu", "launch.device"), message, "launch.share_gpu=false"
-    yield from _time(launch)
-    for name, key in keys_with("slurm").items():
-        if key.is_list and any("\n" in line or "\0" in line for line in config[name] or ()):
-            yield (name,), f"each entry of {name} is one line", f"{name}=null"
-    if launch.container_image is None:
-        for name in ("container_mounts", "container_workdir"):
-            if getattr(launch, name):
-                message = f"launch.{name} needs launch.container_image"
-                yield (f"launch.{name}", "launch.container_image"), message, f"launch.{name}=null"
-    for name in ("sbatch_args", "srun_args"):
-        yield from _arguments(f"launch.{name}", getattr(launch, name) or ())
-
-
-def _time(launch: LaunchConfig) -> Iterator[Finding]:
     limit = None if launch.time is None else slurm_seconds(launch.time)
     if limit is not None and limit <= launch.signal_lead:
         message = f"the ranks would have to stop {launch.signal_lead} s before a limit of {limit} s: at the start"
         yield ("launch.time", "launch.signal_lead"), message, f"launch.signal_lead={max(limit // 2, 1)}"
+    for name, key in keys_with("slurm").items():
+        if key.is_list and any("\n" in line or "\0" in line for line in config[name] or ()):
+            yield (name,), f"each entry of {name} is one line", f"{name}=null"
+    for name in ("sbatch_args", "srun_args"):
+        yield from _arguments(f"launch.{name}", getattr(launch, name) or ())
 
 
 def _arguments(key: str, arguments: Sequence[str]) -> Iterator[Finding]:

@@ -28,13 +28,13 @@ SEQUENCE = 64
 VOCABULARY = 320
 """257 byte tokens and padding, as the smallest recipe has it."""
 STEPS = 20
-"""At most."""
+"""The most optimizer steps."""
 WORK = 10_000
 """The most layers x microbatches of all steps: about two minutes of a two-core machine."""
 LAYERS = 8
 """Decoder layers under `axes`: at most two for each of its 4 stages."""
 AXIS = 2
-"""Its ranks along each axis."""
+"""The number of ranks along each axis."""
 
 
 def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:

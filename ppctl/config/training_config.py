@@ -26,6 +26,7 @@ from ppctl.config.pieces import LR_PIECES, RAMPUP, STYLES, WSD_STYLES
 
 TEXT, CHAT, COMPLETION = "text", "chat", "completion"
 REFUSE, CUT, LEAVE_OUT = "refuse", "cut", "leave_out"
+_LAYERS = "train.recompute_granularity=full"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,21 +48,25 @@ class DataConfig:
     """The meaning of a line of a .jsonl file: `text`, of which every token is learned; `chat`, messages, of which the
     assistant's turns are; `completion`, an object of prompt and completion, of which this is. Rows are then whole
     conversations, filled up."""
-    text_key: str = key("text", NOT_EMPTY, verbatim=True)
+    text_key: str = key("text", NOT_EMPTY, verbatim=True, needs="data.format=text")
     """For format=text: the field of a .jsonl line that has the text."""
     chat_template: str | None = key(
-        None, NOT_EMPTY, known_as="--chat-template --sft-tokenizer-prompt-format", verbatim=True
+        None,
+        NOT_EMPTY,
+        known_as="--chat-template --sft-tokenizer-prompt-format",
+        verbatim=True,
+        needs="data.format=chat",
     )
     """A Jinja file that renders messages; none: the tokenizer's own template."""
-    pack: bool = False
+    pack: bool = key(False, needs="data.format=chat,completion")
     """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
-    too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT))
+    too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT), needs="data.format=chat,completion")
     """The treatment of a conversation longer than a row: `refuse`, `cut` (its end) or `leave_out`."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
     """Start positions at 0 in every document of a sample; data.tokenizer defines which token ends one."""
     reset_attention_mask: bool = key(False, names="--reset-attention-mask")
     """Prevent attention, and multi-token prediction, across the documents of a sample."""
-    eod_mask_loss: bool = key(False, names="--eod-mask-loss")
+    eod_mask_loss: bool = key(False, names="--eod-mask-loss", needs="data.format=text")
     """Leave out the loss of the token after a document's end."""
 
 
@@ -73,13 +78,13 @@ class OptimConfig:
     """`adamw`; or `muon`: Muon for matrices of hidden layers, each expert's by itself, AdamW for embeddings, the
     output, norms and biases. With sharding each matrix is owned whole by one rank. A checkpoint goes on with the
     optimizer that wrote it."""
-    muon_momentum: float = key(0.95, BELOW_ONE, known_as="--muon-momentum")
+    muon_momentum: float = key(0.95, BELOW_ONE, known_as="--muon-momentum", needs="optim.name=muon")
     """Muon: decay of the running mean of gradients."""
-    muon_nesterov: bool = key(True, known_as="--muon-use-nesterov")
+    muon_nesterov: bool = key(True, known_as="--muon-use-nesterov", needs="optim.name=muon")
     """Muon: look ahead by Nesterov's rule."""
-    muon_ns_steps: int = key(5, positive(99), known_as="--muon-num-ns-steps")
+    muon_ns_steps: int = key(5, positive(99), known_as="--muon-num-ns-steps", needs="optim.name=muon")
     """Muon: steps of the Newton-Schulz iteration, in bfloat16."""
-    muon_adjust_lr: str = key("match_rms_adamw", one_of("match_rms_adamw", "original"))
+    muon_adjust_lr: str = key("match_rms_adamw", one_of("match_rms_adamw", "original"), needs="optim.name=muon")
     """Muon: factor on lr for a matrix [A, B]: `match_rms_adamw`, 0.2 sqrt(max(A, B)), as large as AdamW's updates; or
     `original`, sqrt(max(1, A / B))."""
     lr: float = key(3e-4, positive(), names="lr", known_as="learning_rate")
@@ -100,9 +105,11 @@ class OptimConfig:
     """The end of the decay in tokens, in place of lr_decay_steps."""
     lr_wsd_decay_style: str = key("exponential", one_of(*WSD_STYLES), names="--lr-wsd-decay-style")
     """The shape of WSD's decay."""
-    lr_wsd_decay_steps: int | None = key(None, positive(), names="--lr-wsd-decay-iters")
+    lr_wsd_decay_steps: int | None = key(
+        None, positive(), names="--lr-wsd-decay-iters", needs="optim.lr_decay_style=WSD"
+    )
     """Updates of WSD's decay."""
-    lr_pieces: list[Any] | None = key(None, LR_PIECES)
+    lr_pieces: list[Any] | None = key(None, LR_PIECES, needs="optim.lr_decay_style=piecewise")
     """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
     before it a piece goes to `lr` (of constant: at once) until so many updates or tokens; lr by default min_lr, of
     constant what it was."""
@@ -116,15 +123,15 @@ class OptimConfig:
     """Added to the denominator of an update."""
     clip_grad: float = key(1.0, not_negative())
     """Largest global gradient norm; 0 does not clip."""
-    loss_scale: float | None = key(None, positive())
+    loss_scale: float | None = key(None, positive(), needs="parallel.fp16=true")
     """fp16: a fixed loss scale; none adjusts it by the rule below."""
-    initial_loss_scale: float = key(2.0**32, positive())
+    initial_loss_scale: float = key(2.0**32, positive(), needs="parallel.fp16=true")
     """fp16: the initial loss scale; the first steps overflow until it fits, and are skipped."""
-    min_loss_scale: float = key(1.0, positive())
+    min_loss_scale: float = key(1.0, positive(), needs="parallel.fp16=true")
     """fp16: the lowest loss scale."""
-    loss_scale_window: int = key(1000, positive())
+    loss_scale_window: int = key(1000, positive(), needs="parallel.fp16=true")
     """fp16: steps without overflow after which the scale doubles."""
-    hysteresis: int = key(2, positive())
+    hysteresis: int = key(2, positive(), needs="parallel.fp16=true")
     """fp16: overflows before the scale is halved."""
 
 
@@ -165,17 +172,21 @@ class TrainConfig:
     )
     """Recompute activations in the backward instead of keeping them: `full` (layers) or `selective` (modules)."""
     recompute_method: str | None = key(
-        None, one_of("uniform", "block"), names="--recompute-method model.recompute_method"
+        None, one_of("uniform", "block"), names="--recompute-method model.recompute_method", needs=_LAYERS
     )
     """full: `uniform` (the default) keeps every N-th layer's input; `block` recomputes a stage's first N layers."""
     recompute_num_layers: int | None = key(
-        None, positive(MOST_STAGES), names="--recompute-num-layers model.recompute_num_layers"
+        None, positive(MOST_STAGES), names="--recompute-num-layers model.recompute_num_layers", needs=_LAYERS
     )
     """full: that N; none means 1 for `uniform`, every layer for `block`."""
-    recompute_modules: list[str] | None = key(None, names="--recompute-modules model.recompute_modules")
+    recompute_modules: list[str] | None = key(
+        None,
+        names="--recompute-modules model.recompute_modules",
+        needs="train.recompute_granularity=selective",
+    )
     """selective: `core_attn`, `mlp`, `moe`, `experts`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn.
     `experts`, not in Megatron, starts from the rows that experts got, where `moe` repeats their exchange as well."""
-    recompute_stages: list[int] | None = None
+    recompute_stages: list[int] | None = key(None, needs="train.recompute_granularity")
     """The stages (counted through the model from 0) that recompute; none means all."""
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
@@ -197,12 +208,12 @@ class CheckpointConfig:
     async_: bool = key(True, names="--async-save")
     """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
     as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""
-    local: str | None = key(None, ABSOLUTE, verbatim=True)
+    local: str | None = key(None, ABSOLUTE, verbatim=True, needs="checkpoint.async=true")
     """A directory in the memory of every host, as /dev/shm/ppctl: the copies that `async` makes lie there and outlive
     the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
     local_every: int = key(0, not_negative())
     """Steps between copies in `local`; each takes the place of the one before. Saves to the disk leave one, too."""
-    local_replicas: int = key(0, not_negative(1))
+    local_replicas: int = key(0, not_negative(1), needs="checkpoint.local")
     """How many other hosts hold a rank's copy, 0 or 1: with 1 a run that lost a host still goes on from memory. Takes
     the memory of a second copy, and sends one at every `local_every` and save, beside training."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)

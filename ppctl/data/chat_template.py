@@ -1,41 +1,31 @@
-"""A tokenizer's chat template: messages become one text, of which the template may say what the assistant wrote.
+"""A tokenizer's chat template: messages become one text, and the template or the turns say what the assistant wrote.
 
-Knows Jinja as chat templates are written for it (transformers' `apply_chat_template`, whose environment this is). Must
-not know tokens, nor files of conversations. transformers itself is not called: importing it imports torch, and the
-launcher reads conversations too.
+Knows where templates are, and the process that renders (`rendering`). Must not know tokens, files of conversations, nor
+what is in a template: launcher and ranks run none themselves.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+import subprocess
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import TemplateError, UndefinedError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-
-from ppctl.data.template_limits import Limited
 from ppctl.errors import DataError, Problem
 from ppctl.host.files import read_text
+from ppctl.host.processes import python
 
-Message = Mapping[str, Any]
+Spans = Sequence[tuple[int, int]]
+"""(start, end) character positions of pieces of a text."""
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Around what a template generates, until it is rendered: two of Unicode's noncharacters, which no text may hold."""
+SECONDS, MEMORY = 10.0, 2**30
+"""Limits for one conversation: time of a processor, and bytes. 200 turns take a fraction of the time."""
 _SETTINGS = "tokenizer_config.json"
-_KEYWORD = re.compile(r"\{%-?\s*generation\b")
-
-
-class Rendered(NamedTuple):
-    """A conversation as text."""
-
-    text: str
-    generated: tuple[tuple[int, int], ...]
-    """Begin and end, in characters, of what stands between `{% generation %}` and `{% endgeneration %}`."""
 
 
 class RenderingFailed(ValueError):
@@ -49,51 +39,62 @@ class ChatTemplate:
     `lipsum`: data that depend on the day or on chance would be other data after a resume, and on every rank.
     """
 
+    says_what_is_generated: bool
+    """Whether the template has the keyword `generation`."""
+
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
-        environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = environment.bounded("tojson", _to_json(environment))
-        self._environment = environment
-        environment.globals["raise_exception"] = _refuse
-        del environment.globals["lipsum"], environment.filters["random"]
-        self.place, self.marks = place, dict(marks)
-        self.says_what_is_generated = _KEYWORD.search(source) is not None
-        """Whether the template has the keyword `generation`."""
+        self.place = place
+        self._given = {"source": source, "marks": dict(marks), "seconds": SECONDS, "memory": MEMORY}
         try:
-            self._template = environment.from_string(source)
-        except (
-            TemplateError,
-            SyntaxError,
-            RecursionError,
-            ValueError,
-        ) as error:  # Python's own: `break` outside a loop
+            self._process: subprocess.Popen[str] | None = self._start()
+        except RenderingFailed as error:
             message = f"Jinja cannot read the chat template: {error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = False
-    ) -> Rendered:
-        """The text of `messages`; with `prompt`, followed by what an answer of the assistant begins with.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans | None]:
+        """The text of a conversation, and what of it the assistant wrote; None where nobody can tell.
 
-        Raises RenderingFailed with the template's own words.
+        Raises RenderingFailed with the template's own words, or where it takes too much time or memory.
         """
-        if any(mark in json.dumps([*messages, tools], ensure_ascii=False) for mark in (_BEGIN, _END)):
-            raise RenderingFailed("the conversation holds U+FDD0 or U+FDD1, which are no characters")
-        self._environment.begin()
-        try:
-            text = self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self.marks,
-            )
-        except UndefinedError as error:
-            clock = "strftime_now" in str(error)
-            why = "; there is no clock, because data must not depend on the day" if clock else ""
-            raise RenderingFailed(f"{error}{why}") from None
-        except Exception as error:  # a template is a program: what it does with a conversation may fail in any way
-            raise RenderingFailed(str(error) or type(error).__name__) from None
-        return _without_marks(text)
+        self._process = self._process or self._start()
+        text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
+        return text, spans
+
+    def _start(self) -> subprocess.Popen[str]:
+        """The process that renders, once it has read the template."""
+        process = subprocess.Popen(
+            python("ppctl.data.rendering"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONHASHSEED": "0"},  # sets have one order in all processes
+        )
+        weakref.finalize(self, _end, process)
+        self.says_what_is_generated = self._answer(process, self._given)
+        return process
+
+    def _answer(self, process: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
+        """The answer to one line. Where the process has ended instead, the next conversation gets a new one."""
+        assert process.stdin is not None and process.stdout is not None  # they are pipes
+        with suppress(BrokenPipeError):
+            print(json.dumps(question), file=process.stdin, flush=True)
+        answer = json.loads(process.stdout.readline() or "null")
+        if answer is None:
+            self._process = None
+            if process.wait() == -signal.SIGPROF:
+                raise RenderingFailed(f"it takes more than {SECONDS:g} s: it does not seem to end")
+            raise RenderingFailed(f"it ends the process that renders it (exit code {process.returncode})")
+        if "failed" in answer:
+            raise RenderingFailed(answer["failed"])
+        return answer["made"]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process: its template is not used any more."""
+    process.kill()
+    with suppress(OSError, ValueError):  # a pipe may be broken
+        process.communicate()
 
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
@@ -148,48 +149,3 @@ def _marks(settings: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             marks[name] = text
     return marks
-
-
-def _without_marks(text: str) -> Rendered:
-    """Take out the marks around what was generated."""
-    pieces, generated, begin, length = re.split(f"([{_BEGIN}{_END}])", text), [], 0, 0
-    for piece in pieces:
-        if piece == _BEGIN:
-            begin = length
-        elif piece == _END:
-            generated.append((begin, length))
-        else:
-            length += len(piece)
-    return Rendered("".join(pieces[::2]), tuple(generated))
-
-
-class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, transformers' keyword for what the assistant writes."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _to_json(environment: Limited) -> Callable[..., str]:
-    """Jinja's own filter escapes for HTML."""
-
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        if indent is None and separators is None:
-            return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        return environment.concat(encoder.iterencode(value))  # which stops where it is too long
-
-    return to_json
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

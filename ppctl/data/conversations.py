@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.config.training_config import CHAT, COMPLETION
-from ppctl.data.chat_template import ChatTemplate, Message, RenderingFailed
+from ppctl.data.chat_template import ChatTemplate, RenderingFailed, Spans
 from ppctl.data.text import Line, encoded, lines
 from ppctl.data.tokenizer import Tokenizer, Tokens
 from ppctl.errors import Problem
@@ -29,9 +29,6 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles that are not those of templates."""
 _ASSISTANT = "assistant"
 _KINDS: dict[type, str] = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
-
-Spans = Sequence[tuple[int, int]]
-"""(start, end) character positions of pieces of a text."""
 
 
 class Learned(NamedTuple):
@@ -136,10 +133,8 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
     if not any(each["role"] == _ASSISTANT for each in messages):
         message = "a conversation without an assistant turn has no token to train on"
         return Problem("PP-E422", message, "leave the line out", line.place)
-    tools = line.value.get("tools")
     try:
-        rendered = template.render(messages, tools)
-        learned = rendered.generated if template.says_what_is_generated else _turns(template, messages, tools)
+        text, learned = template.render(messages, line.value.get("tools"))
     except RenderingFailed as error:
         message = f"the chat template at {template.place} refuses the conversation: {error}"
         return Problem("PP-E420", message, "data.chat_template=FILE.jinja", line.place)
@@ -150,23 +145,7 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
         )
         remedy = "data.chat_template=FILE.jinja, a copy with {% generation %} … {% endgeneration %} around the answers"
         return Problem("PP-E420", message, remedy, line.place)
-    return _Text(rendered.text, learned, line.place)
-
-
-def _turns(template: ChatTemplate, messages: list[Message], tools: Any) -> Spans | None:
-    """Where the assistant's turns stand, by what each adds to the conversation before it; None where that is no text
-    at the end of a beginning of the whole."""
-    whole = template.render(messages, tools).text
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != _ASSISTANT:
-            continue
-        prompt = template.render(messages[:number], tools, prompt=True).text
-        after = template.render(messages[: number + 1], tools).text
-        if not (after.startswith(prompt) and whole.startswith(after)):
-            return None
-        spans.append((len(prompt), len(after)))
-    return spans
+    return _Text(text, learned, line.place)
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:

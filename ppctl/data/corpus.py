@@ -137,14 +137,14 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
-    documents = [each for each in encode_files(files, tokenizer, text_key=text_key) if len(each.tokens)]
+    documents = [(own, place) for own, place in encode_files(files, tokenizer, text_key=text_key) if len(own)]
     if not documents:
         raise DataError(
             Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
         )
-    tokens = np.concatenate([piece for each in documents for piece in (each.tokens, end)]).astype(dtype, copy=False)
-    ends = np.cumsum([len(each.tokens) + 1 for each in documents])
-    places = [each.place for each in documents]
+    tokens = np.concatenate([piece for own, _ in documents for piece in (own, end)]).astype(dtype, copy=False)
+    ends = np.cumsum([len(own) + 1 for own, _ in documents])
+    places = [place for _, place in documents]
     return Corpus(
         tokens,
         hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem, listed, pasted
@@ -112,7 +112,7 @@ class Line(NamedTuple):
 
     @property
     def described(self) -> str:
-        """Its keys, for messages."""
+        """The keys of the object, for messages."""
         return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
 
 
@@ -192,37 +192,28 @@ def _merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
     return merged
 
 
-class Encoded(NamedTuple):
-    """A document's tokens, without a mark at its end, and its place for messages."""
-
-    tokens: Tokens
-    place: str
-
-
 def encode_files(
     files: list[Path],
     tokenizer: Tokenizer,
     progress: Callable[[int], None] = lambda size: None,
     text_key: str = "text",
-) -> Iterator[Encoded]:
-    """Every document of `files` in order, those without a token too.
+) -> Iterator[tuple[Tokens, str]]:
+    """The tokens of every document of `files` in order, those without one too, and its place for messages.
+
+    There is no mark at a document's end.
 
     Raises DataError as `encoded` does.
     """
 
-    def encode(batch: Sequence[Document]) -> Iterator[Encoded]:
+    def encode(batch: Sequence[Document]) -> Iterator[tuple[Tokens, str]]:
         for ids, document in zip(tokenizer.encode_documents(batch), batch, strict=True):
-            yield Encoded(ids, document.place)
+            yield ids, document.place
 
     return encoded(documents(files, progress, text_key), encode)
 
 
-class _HasText(Protocol):
-    @property
-    def text(self) -> str | bytes: ...
-
-
-Item = TypeVar("Item", bound=_HasText)
+Item = TypeVar("Item", bound=tuple[Any, ...])
+"""A named tuple, the first entry of which is its text."""
 Made = TypeVar("Made")
 
 
@@ -251,7 +242,7 @@ def _batches(items: Iterable[Item | Problem], problems: list[Problem]) -> Iterat
             problems.append(item)
         else:
             batch.append(item)
-            size += len(item.text)
+            size += len(item[0])
         if len(problems) >= MOST_PROBLEMS:
             return
         if len(batch) == _MANY or size >= _MUCH:

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,31 +44,6 @@ class Pieces(NamedTuple):
     """The character behind its last; a mark that the text does not hold ends where it begins."""
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eos(self) -> int | None:
-        """The id that ends a document; none where the tokenizer names none."""
-
-    @property
-    def marks(self) -> Sequence[str]:
-        """Its special tokens as text, those first that usually end a document."""
-
-    def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
-        """The ids of each document. Raises DataError naming those that it cannot read."""
-
-    def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text with their places in it; `around`: with the marks that it puts around every text."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, as far as they have one; marks vanish."""
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that ids of such a vocabulary are kept in, in memory and in files: Megatron's rule."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
@@ -98,10 +73,13 @@ class ByteTokenizer:
     """
 
     bos = 256
-    eos = 257
+    eos: int | None = 257
+    """The id that ends a document; None where a tokenizer names none."""
     pad = 258
     vocab_size = 259
-    marks = ()
+    """One more than the largest id."""
+    marks: Sequence[str] = ()
+    """Special tokens as text, those first that usually end a document."""
 
     def encode_bytes(self, data: bytes) -> Tokens:
         """The ids of raw bytes, one each; not decoded, hence never invalid."""
@@ -112,8 +90,8 @@ class ByteTokenizer:
         return [self.encode_bytes(document.text) for document in documents]
 
     def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
-        """The ids of each text's UTF-8 bytes; a character of several bytes is the place of each. No mark is put
-        around a text."""
+        """The ids of each text's UTF-8 bytes; a character of several bytes is the place of each. `around` asks for the
+        marks that a tokenizer puts around every text, and here there are none."""
         encoded = []
         for text in texts:
             ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
@@ -169,7 +147,8 @@ class HuggingFaceTokenizer:
                 Problem("PP-E410", f"{message} tokenizer.json", "data.tokenizer=byte", place=str(file))
             ) from None
         except Exception as error:  # the library raises Exception itself
-            message = f"data.tokenizer={path}: it is no tokenizer.json: {_first_line(error)}"
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            message = f"data.tokenizer={path}: it is no tokenizer.json: {reason}"
             raise DataError(Problem("PP-E410", message, "data.tokenizer=byte", place=str(file))) from None
         return cls(library, _find_eos(library, file.parent))
 
@@ -214,8 +193,8 @@ class HuggingFaceTokenizer:
         return text
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+"""Text to ids and back."""
 
 
 def _find_eos(library: Library, directory: Path) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.mapping import converted_value
@@ -28,20 +28,13 @@ _OF_FILES = frozenset({"quantization_config", "auto_map"})
 """Keys about one directory's own weights and programs: they are not copied to another directory."""
 
 
-class Recognised(NamedTuple):
-    """A family and the model that its config.json describes."""
-
-    family: Family
-    model: ModelConfig
-
-
 def known_families() -> list[str]:
     """Every model_type that is read."""
     return sorted(name for family in FAMILIES for name in (family.model_type, *family.also))
 
 
-def read_config(config: Mapping[str, Any], place: str) -> Recognised:
-    """The model of a config.json; `place` is where it was read.
+def read_config(config: Mapping[str, Any], place: str) -> tuple[Family, ModelConfig]:
+    """The family and the model of a config.json; `place` is where it was read.
 
     Raises ConfigError: PP-E520 for an unknown family, PP-E521 naming each key that ppctl does not build or misses.
     """
@@ -56,13 +49,13 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
         message = f"model_type {kind!r} is no family that ppctl builds; known are {', '.join(known_families())}"
         raise ConfigError(refused(message, code="PP-E520"))
     problems = [
-        refused(f"{key}={config[key]} is not built for {kind}: {_one_of(allowed)} is", key)
+        refused(f"{key}={config[key]} is not built for {kind}: {' or '.join(pasted(each) for each in allowed)} is", key)
         for key, allowed in family.fixed.items()
         if key in config and config[key] not in allowed
     ]
     values = dict(family.implied)
     filled = {**family.defaults, **{family.synonyms.get(key, key): value for key, value in config.items()}}
-    for reads in ([partial(_read_field, field) for field in family.fields], [each.read for each in family.conversions]):
+    for reads in ([partial(_read_field, field) for field in family.fields], [read for read, _ in family.conversions]):
         for read in () if problems else reads:
             try:
                 values |= read(filled)
@@ -72,7 +65,7 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
                 problems.append(refused(f"{error.args[0]} is missing, which every {kind} has", error.args[0]))
     if problems:
         raise ConfigError(problems)
-    return Recognised(family, canonical(ModelConfig(**values)))
+    return family, canonical(ModelConfig(**values))
 
 
 def _read_field(field: Field, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +90,7 @@ def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
     for family in FAMILIES:
         written = _write(family, model)
         try:
-            read = _architecture(read_config(written, family.model_type).model)
+            read = _architecture(read_config(written, family.model_type)[1])
         except ConfigError:
             continue  # the model lacks what every one of the family has
         lost = sorted(key for key, value in wanted.items() if read[key] != value)
@@ -117,8 +110,8 @@ def _write(family: Family, model: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     values = [(field, field.write(getattr(model, field.ours))) for field in family.fields]
     written |= {field.theirs: value for field, value in values if value is not None or field.nullable}
-    for conversion in family.conversions:
-        written |= conversion.write(model)
+    for _, write in family.conversions:
+        written |= write(model)
     written |= {key: allowed[0] for key, allowed in family.fixed.items() if key not in written}
     if model.multi_latent_attention:
         written["num_key_value_heads"] = model.num_attention_heads
@@ -160,7 +153,3 @@ def canonical(model: ModelConfig) -> ModelConfig:
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in asdict(canonical(model)).items() if key not in TRAINING}
-
-
-def _one_of(allowed: tuple[Any, ...]) -> str:
-    return " or ".join(pasted(str(value)) for value in allowed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
@@ -26,11 +26,8 @@ POSITIONS = ("rope_scaling", "rope_parameters", _ORIGINAL)
 _LLAMA3 = {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"}
 
 
-class Conversion(NamedTuple):
-    """Several keys of config.json that make several of ours; each direction is a function."""
-
-    read: Callable[[Json], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+Conversion = tuple[Callable[[Json], dict[str, Any]], Callable[[ModelConfig], dict[str, Any]]]
+"""Several keys of config.json that make several of ours: what reads theirs, and what writes ours."""
 
 
 class Unbuilt(Exception):
@@ -209,9 +206,9 @@ def _write_divided(model: ModelConfig) -> dict[str, Any]:
     return {"norm_topk_prob": model.moe_router_topk > 1}
 
 
-ROPE = Conversion(_read_rope, _write_rope)
-PART_ROPE = Conversion(_read_part_rope, _write_part_rope)
-FIRST_DENSE = Conversion(_read_first_dense, _write_first_dense)
-GROUPS = Conversion(_read_groups, _write_groups)
-SPARSE_STEP = Conversion(_read_sparse_step, _write_sparse_step)
-DIVIDED = Conversion(_read_divided, _write_divided)
+ROPE: Conversion = (_read_rope, _write_rope)
+PART_ROPE: Conversion = (_read_part_rope, _write_part_rope)
+FIRST_DENSE: Conversion = (_read_first_dense, _write_first_dense)
+GROUPS: Conversion = (_read_groups, _write_groups)
+SPARSE_STEP: Conversion = (_read_sparse_step, _write_sparse_step)
+DIVIDED: Conversion = (_read_divided, _write_divided)

@@ -109,14 +109,6 @@ def mtp_copies(model_layers: int, depth: int) -> dict[str, str]:
 # Families
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _or_zero(value: Any) -> Any:
-    return value or 0
-
-
 class Field(NamedTuple):
     """One key of config.json that is one of ours."""
 
@@ -124,9 +116,9 @@ class Field(NamedTuple):
     ours: str
     nullable: bool = False
     """Whether null means something else than leaving the key out."""
-    read: Callable[[Any], Any] = _same
+    read: Callable[[Any], Any] = lambda value: value
     """Our value from theirs."""
-    write: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = lambda value: value
     """Their value from ours."""
 
 
@@ -174,7 +166,7 @@ _LATENT = (
     Field("v_head_dim", "v_head_dim"),
 )
 _ROUTED = (Field("num_experts_per_tok", "moe_router_topk"), Field("moe_intermediate_size", "moe_ffn_hidden_size"))
-_MTP = Field("num_nextn_predict_layers", "mtp_num_layers", write=_or_zero)
+_MTP = Field("num_nextn_predict_layers", "mtp_num_layers", write=lambda number: number or 0)
 """Written as 0 too: transformers assumes one module where the key is missing."""
 _DEEPSEEK_EXPERTS = (*_ROUTED, Field("aux_loss_alpha", "moe_aux_loss_coeff"))
 

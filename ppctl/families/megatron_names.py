@@ -30,7 +30,7 @@ class RowBlock(NamedTuple):
 
 
 class MegatronPlace(NamedTuple):
-    """Where a tensor of ppctl is stored in a Megatron checkpoint."""
+    """The place of one of ppctl's tensors in a Megatron checkpoint."""
 
     keys: tuple[str, ...]
     """Keys with one entry per layer: first the key that is written today, then alternatives for reading."""

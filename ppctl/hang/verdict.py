@@ -114,7 +114,8 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
     if current.op in SENDS:  # complete when the other end has received it
         received = _is_past(plan, schedule, other, own, needs)
         return Wait(own, done, current) if received else Wait(own, done, current, None, needs, owner)
-    return Wait(own, done, current, None, needs, owner, _is_past(plan, schedule, other, own, _send_of(needs)))
+    send = Action(Op.SEND_F if needs.op is Op.F else Op.SEND_B, needs.stage, needs.mb)
+    return Wait(own, done, current, None, needs, owner, _is_past(plan, schedule, other, own, send))
 
 
 def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
@@ -193,11 +194,6 @@ def _need(schedule: Schedule, action: Action) -> Action | None:
     if op in INPUT_GRADIENTS or op is Op.RECV_B:
         return input_gradient_of(stage + 1, mb, schedule) if stage < last else None
     return None
-
-
-def _send_of(made: Action) -> Action:
-    """The action that sends the result of `made`."""
-    return Action(Op.SEND_F if made.op is Op.F else Op.SEND_B, made.stage, made.mb)
 
 
 def _peer(plan: Plan, rank: int, pp_rank: int) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ppctl
 from ppctl.config.schema import ModelConfig
@@ -34,19 +34,13 @@ _CODE = ("foreign", "geometry", "model", "weight_gradients")
 """Packages of ppctl's on which an answer depends."""
 
 
-class Description(NamedTuple):
-    """The proof and the costs of a model, as far as they are known."""
-
-    text: str
-    """The text of `model.transformers`."""
-    kept: Path | None
-    """Where it was read; None where it was found just now."""
-
-
 def describe(
     directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, *, anew: bool = False
-) -> Description:
-    """Proved and measured before, for the same config and versions; else, or with `anew`, now: some ten seconds.
+) -> tuple[str, Path | None]:
+    """The text of `model.transformers`, the proof and the costs of a model, and the file where it was kept.
+
+    It was made before, for the same config and versions; else, or with `anew`, it is made now, which takes some ten
+    seconds, and the file is None.
 
     Raises ConfigError: PP-E520 without a config.json, PP-E526 where torch or transformers is not here, PP-E527 to
     PP-E529, PP-E550 and PP-E552 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they
@@ -57,7 +51,7 @@ def describe(
     with suppress(OSError, ValueError):
         text = "" if anew else read_text(kept)
         ForeignModel.from_text(text)  # a disk that was full may have left half of it
-        return Description(text, kept)
+        return text, kept
     if problem := absent("transformers", str(directory)):
         raise ConfigError(problem)
     answer = _ask(directory, overrides, adapters)
@@ -67,7 +61,7 @@ def describe(
     with suppress(OSError):  # a home that cannot be written to: the next start asks again
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, text)
-    return Description(text, None)
+    return text, None
 
 
 def absent(extra: str, place: str = "") -> list[Problem]:

@@ -59,7 +59,7 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
 
 
 def _states(run: RunDir) -> list[RankState]:
-    """What each rank published last."""
+    """The state that each rank published last."""
     return published_states(run.heartbeats(), now=0.0, silence=math.inf)
 
 

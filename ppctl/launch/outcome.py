@@ -38,11 +38,11 @@ class JobOutcome:
     """How a job ended."""
 
     exit_code: int
-    """The launcher's."""
+    """The exit code of the launcher."""
     state: str
-    """As in status.json."""
+    """The state of the run, one of those in status.json."""
     report: str = ""
-    """What to print on stderr; empty if there is nothing to report."""
+    """Text for stderr; empty if there is nothing to report."""
 
     def write(self, run: RunDir, states: Iterable[RankState]) -> None:
         """Replace status.json unless it holds this outcome already; `states` are the ranks' last ones."""

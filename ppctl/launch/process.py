@@ -21,7 +21,7 @@ from ppctl.host.processes import python
 from ppctl.launch.environment import Started, default_variables
 
 _PR_SET_PDEATHSIG = 1
-_LAST_LINES = 2.0
+LAST_LINES = 2.0
 """Seconds to wait for the end of a rank's output after the rank has ended."""
 
 
@@ -85,7 +85,7 @@ class RankProcess:
     ) -> None:
         self.rank = rank
         self.returncode: int | None = None
-        """As in subprocess: negative for a signal; None while the rank runs."""
+        """The rank's exit code, for a signal its negative number; None while the rank runs."""
         with open(log, "ab") as file:
             self._popen = subprocess.Popen(
                 list(command),
@@ -122,33 +122,39 @@ class RankProcess:
                 os.killpg(self._popen.pid, number)
 
 
-class OutputThread:
-    """Copies a rank's output line by line from `source` to `out`, so that a stopped terminal never blocks the launcher.
+def writer_to(out: TextIO) -> Callable[[str], None]:
+    """The function that writes lines to a stream at once. Where it raises, nobody reads the stream any more."""
 
-    When nobody reads `out` any more, the rest is read and dropped.
+    def write(text: str) -> None:
+        try:
+            out.write(text)
+            out.flush()
+        except (OSError, ValueError):
+            silence(out)
+            raise
+
+    return write
+
+
+def copy_lines(source: IO[bytes] | None, show: Callable[[str], None]) -> threading.Thread:
+    """Start a thread that hands a rank's output to `show` line by line: a stopped terminal never blocks the launcher.
+
+    Once `show` has raised OSError or ValueError, the rest is read and dropped.
     """
 
-    def __init__(self, source: IO[bytes] | None, out: TextIO) -> None:
-        self._source = source
-        self._out = out
-        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for the last lines."""
-        self._thread.join(_LAST_LINES)
-
-    def _run(self) -> None:
-        broken = False
-        for line in self._source or ():
-            if not broken:
+    def run() -> None:
+        lost = False
+        for line in source or ():
+            if not lost:
                 try:
-                    self._out.write(line.decode(errors="replace"))
-                    self._out.flush()
+                    show(line.decode(errors="replace"))
                 except (OSError, ValueError) as error:
-                    broken = True
-                    silence(self._out)
+                    lost = True
                     _warn_of_lost_lines(error)
+
+    thread = threading.Thread(target=run, name="output", daemon=True)
+    thread.start()
+    return thread
 
 
 def _warn_of_lost_lines(error: Exception) -> None:

@@ -43,7 +43,7 @@ class Launch:
     command: str
     """The command line, ready to paste."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the data is: `{description, digest, samples, held_out}`."""
+    """Description of the data: `{description, digest, samples, held_out}`."""
     compose_s: float = 0.0
     """Seconds that composing, checking and planning took."""
 

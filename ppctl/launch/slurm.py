@@ -6,7 +6,6 @@ Knows how each is called and what it prints. Must not know configs, plans or run
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +43,10 @@ NEVER = {
 class JobState:
     """A job as squeue or sacct shows it."""
 
-    state: str
-    """Such as PENDING, RUNNING, COMPLETED."""
+    job: str
+    cluster: str
+    state: str = ""
+    """Such as PENDING, RUNNING, COMPLETED; empty if SLURM does not know the job (any more)."""
     reason: str = ""
     start: str = ""
     """When it started, or is expected to."""
@@ -69,11 +70,6 @@ class JobState:
         return NEVER.get(self.reason) if self.state == "PENDING" else None
 
 
-def is_here() -> bool:
-    """Whether this machine has SLURM's commands."""
-    return shutil.which("sbatch") is not None
-
-
 def sbatch(script: Path) -> tuple[str, str]:
     """Submit; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's message if it refuses."""
     done = _run("sbatch", "--parsable", str(script), cwd=script.parent)
@@ -84,17 +80,17 @@ def sbatch(script: Path) -> tuple[str, str]:
     return number, cluster
 
 
-def state(job: str, cluster: str = "") -> JobState | None:
-    """A job's state; None if SLURM does not know the job (any more), or there is no SLURM here."""
+def state(job: str, cluster: str = "") -> JobState:
+    """A job's state, which is empty also where there is no SLURM here."""
     done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
     if done.returncode == 0 and done.stdout.strip():
         fields = done.stdout.strip().splitlines()[-1].split("|")
-        return JobState(*(field if field not in ("N/A", "None", "") else "" for field in fields[:5]))
+        return JobState(job, cluster, *(field if field not in ("N/A", "None", "") else "" for field in fields[:5]))
     done = _run("sacct", *_on(cluster), "-X", "-n", "-P", "-j", job, "-o", "State,Reason,Start,End,NodeList")
     if done.returncode == 0 and done.stdout.strip():
         word, *rest = done.stdout.strip().splitlines()[-1].split("|")
-        return JobState(word.split()[0], *(field if field != "None" else "" for field in rest[:4]))
-    return None
+        return JobState(job, cluster, word.split()[0], *(field if field != "None" else "" for field in rest[:4]))
+    return JobState(job, cluster)
 
 
 def signal(job: str, name: str, cluster: str = "") -> None:

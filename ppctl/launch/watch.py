@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.hang.progress import Limits, Progress
@@ -32,7 +33,7 @@ from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.host.processes import python
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, Exit, JobOutcome, failures, report
-from ppctl.launch.process import OutputThread, RankProcess
+from ppctl.launch.process import LAST_LINES, RankProcess, copy_lines, writer_to
 from ppctl.records.rank_records import RankFailure, RankState
 from ppctl.runs import heartbeat
 from ppctl.runs.run_starts import sweep
@@ -92,7 +93,7 @@ class LocalJob:
     run: RunDir
     world_size: int
     directory: Path
-    """Of this start's own on this machine: heartbeats, and failures that the run directory did not take."""
+    """A directory of this start's own on this machine: heartbeats, and failures that the run directory did not take."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """`launch.env`, set for every rank."""
     command: Sequence[str] = ()
@@ -110,12 +111,14 @@ class LocalJob:
 class Watch:
     """One attempt to run a job. Its result is in `exits`, `states`, `unwritten_errors`, `cause` and `asked`."""
 
-    def __init__(self, job: LocalJob, signals: Signals, out: TextIO, say: Callable[[str], None]) -> None:
-        """`out` takes rank 0's stdout; `say` lines for the person at the terminal."""
+    def __init__(
+        self, job: LocalJob, signals: Signals, show: Callable[[str], None], say: Callable[[str], None]
+    ) -> None:
+        """`show` takes lines of rank 0's stdout; `say` lines for the person at the terminal."""
         self.job = job
         self.exits: dict[int, Exit] = {}
         self.states: dict[int, RankState] = {}
-        """What each rank was doing last."""
+        """The last action of each rank."""
         self.unwritten_errors: list[RankFailure] = []
         """Failures that could not be written to the run directory."""
         self.cause: str | None = None
@@ -125,7 +128,7 @@ class Watch:
         self.asked_by_key = False
         """Whether Ctrl-C asked them."""
         self._signals = signals
-        self._out = out
+        self._show = show
         self._say = say
         self._ranks: list[RankProcess] = []
         self._counted: dict[int, float] = {}
@@ -141,20 +144,20 @@ class Watch:
         run, everyone = self.job.run, range(self.job.world_size)
         # Rank 0 publishes heartbeats while it lives; the launcher publishes the last ones of all ranks.
         publisher = heartbeat.Publisher(self.job.directory, everyone, run.write_heartbeats)
-        output: OutputThread | None = None
+        output: Thread | None = None
         run.write_status("starting")
         try:
             for rank in everyone:
                 heartbeat.create(self.job.directory, rank)
                 self._ranks.append(self._start(rank))
-            output = OutputThread(self._ranks[0].stdout, self._out)
+            output = copy_lines(self._ranks[0].stdout, self._show)
             run.write_status("running")
             self._wait()
         finally:
             self._end_all()
             publisher.publish()
             if output is not None:
-                output.finish()
+                output.join(LAST_LINES)
             self.states = {state.rank: state for state in heartbeat.read_all(self.job.directory, everyone)}
             self.unwritten_errors += heartbeat.take_failures(self.job.directory, everyone)
             if not self._alive():
@@ -296,14 +299,14 @@ class Watch:
                 self._collect()
 
 
-def supervise(job: LocalJob, out: TextIO | None = None) -> JobOutcome:
-    """Run `job` to its end; rank 0's stdout goes to `out` (default: stdout) line by line, all else to logs/.
+def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOutcome:
+    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/.
 
     Leaves no process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a
     process cannot be started (PP-E614).
     """
     with Signals() as signals:
-        watch = Watch(job, signals, out or sys.stdout, _say)
+        watch = Watch(job, signals, show or writer_to(sys.stdout), _say)
         try:
             watch.run()
         except OSError as error:

@@ -70,17 +70,20 @@ def model_values(
     """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
     adapters.
 
-    Raises ConfigError as `read_config`, `describe` and `asked_adapters`.
+    Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) where a checkpoint
+    has no model.
     """
     path = find_weights(text)
     if not (path / CONFIG).is_file():
-        known = {field.name for field in fields(ModelConfig)} - {"from_"}
-        return {name: value for name, value in _saved_model(path).items() if name in known}
+        known, saved = {field.name for field in fields(ModelConfig)} - {"from_"}, run_state(path).get("model")
+        if saved is None:
+            raise CheckpointError(damaged(path, f"{STATE} has no model"))
+        return {name: value for name, value in saved.items() if name in known}
     config = read_config_file(path)
     if implementation == "transformers" or (
         implementation == "auto" and config.get("model_type") not in known_families()
     ):
-        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None).text)
+        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None)[0])
         return {**found.sizes, "transformers": found.to_text()}
     family, model = read_config(config, str(path / CONFIG))
     not_set = TRAINING - {field.ours for field in family.fields}
@@ -176,14 +179,6 @@ def _tokenizer(path: Path) -> str | None:
     state = run_state(path)
     named: str | None = state.get("tokenizer_path")
     return named or ("byte" if state.get("tokenizer") == "byte" else None)
-
-
-def _saved_model(path: Path) -> Mapping[str, Any]:
-    """The model of a checkpoint. Raises CheckpointError (PP-E503) where it has none."""
-    model: Mapping[str, Any] | None = run_state(path).get("model")
-    if model is None:
-        raise CheckpointError(damaged(path, f"{STATE} has no model"))
-    return model
 
 
 def _size(file: Path) -> int:

@@ -5,14 +5,13 @@
     dispatch_nodes     by how many nodes tokens go to experts; expert_dispatch: what the plan says of it
     sizes              the world and the batch; rampup: a batch that grows
     layout_choice      the layout, with split_options and auto_layout
-    schedule_choice    the schedule, with schedule_search, schedule_file and extra_warmup
+    schedule_choice    the schedule and its warm-up, with schedule_search and schedule_file
     stages             what each stage holds; sharing: what replicas divide
     memory, prices     what that costs, also from a measured profile, and what ranks send
     memory_limit       what fits a device, less what torch does not allocate
-    violations         problems, with remedies that were tried; config_values: the config with its sources
-    notes              lines on what the stages do: transformers' code, forwards alone, what waits on the host
+    violations         the config with its sources, and problems with remedies that were tried
     plan_picture       the plan as a picture
-    parity, rehearsal  plans for `ppctl parity` and `ppctl rehearse`; rehearsal_result
+    parity, rehearsal  plans and results of `ppctl parity` and `ppctl rehearse`
 
 Must not know torch, Hydra or processes.
 """

@@ -14,7 +14,6 @@ from ppctl.geometry.layers import Layer
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
-from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import LayoutCut
 from ppctl.plan.memory import held_bytes, rank_pricer
 from ppctl.plan.memory_limit import device_limit
@@ -23,6 +22,7 @@ from ppctl.plan.profile import Profile
 from ppctl.plan.sizes import BatchSplit
 from ppctl.plan.stages import stage_specs
 from ppctl.plan.types import Derived
+from ppctl.plan.violations import ConfigValues
 from ppctl.schedule.action import Schedule
 from ppctl.topology import ParallelSizes
 

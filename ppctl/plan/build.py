@@ -1,6 +1,7 @@
 """From a RunConfig to a Plan: what is derived of it, its schedule made and proved, and all of it priced.
 
-Knows what stands in a Plan, and which problems a reader gets. Must not know the rules behind them.
+Knows what stands in a Plan, which problems a reader gets, and the lines on what its stages do: whose code runs, which
+have forwards alone, how messages travel, what waits in host memory. Must not know the rules behind them.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ from dataclasses import replace
 
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
-from ppctl.config.schema import RunConfig
+from ppctl.config.parallel_rules import TRANSPORT, is_plain
+from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
+from ppctl.geometry.foreign_model import ForeignModel, foreign_of
+from ppctl.geometry.layers import count_of, offloaded_layers
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.expert_dispatch import exchanged_again
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
-from ppctl.plan.memory_limit import device_limit, memory_violations
-from ppctl.plan.notes import forwards_only, offloaded, transport, whose_code
+from ppctl.plan.memory_limit import GIB, amount, device_limit, memory_violations
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing, step_traffic
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
 from ppctl.plan.stages import tie_groups
-from ppctl.plan.types import RankCost, SmallerBatch
-from ppctl.plan.violations import Judge, Violation, Violations, as_problems
+from ppctl.plan.types import Derived, RankCost, SmallerBatch, StageCost, StageSpec
+from ppctl.plan.violations import ConfigValues, Judge, Overrides, Violation, Violations, as_problems, parse_overrides
 from ppctl.schedule.trace import bubble_fraction
 
 
@@ -123,7 +125,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
 
 
 _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
-"""What the pp_ranks hold at one size of the batch, and what is wrong with its schedule."""
+"""Costs of the pp_ranks at one size of the batch, and the problems of the schedule there."""
 
 
 def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
@@ -199,3 +201,64 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
         return least_held(derivation.ways, derivation.batch.num_microbatches)
     plain, _ = derivation.compute_only(settled(values, derivation.choice, derivation.batch.num_microbatches))
     return derivation.rank_costs(presumed(values, plain, derivation.frozen_stages).schedule)
+
+
+def whose_code(model: ModelConfig) -> tuple[Derived, ...]:
+    """Notes on a transformers model: what was proved, and what is trained differently."""
+    foreign = foreign_of(model)
+    if foreign is None:
+        return ()
+    proof = f"a miniature in {len(foreign.stages)} stages gave the same bits as the whole"
+    equation = f"its own code, of transformers {foreign.transformers}, runs on every stage: {proof}"
+    return (Derived("implementation", "transformers", "; ".join((equation, *foreign.notes))), *_kinds_of(foreign))
+
+
+def _kinds_of(foreign: ForeignModel) -> tuple[Derived, ...]:
+    """A line on the kinds of layers of a transformers model; empty if all layers are of one kind."""
+    if len(foreign.kinds) < 2:
+        return ()
+    parts, unnamed = [], "parameters of other shapes" if foreign.adapters is None else "a whole backward"
+    for number, kind in enumerate(foreign.kinds):
+        own = [index for index, structure in enumerate(foreign.layers) if structure == number]
+        shown = ", ".join(map(str, own[:4])) + (", …" if len(own) > 4 else "")
+        parts.append(f"{len(own)} with {kind.name or unnamed} (layers {shown})")
+    return (Derived("kinds of layers", len(foreign.kinds), "layers: " + "; ".join(parts)),)
+
+
+def forwards_only(frozen: int) -> tuple[Derived, ...]:
+    """Which stages have forwards alone, in words; nothing where all have backwards."""
+    if not frozen:
+        return ()
+    which = "stage 0 trains" if frozen == 1 else f"stages 0 to {frozen - 1} train"
+    first = f"stage {frozen} makes no gradient of its input"
+    return (Derived("forwards only", frozen, f"{which} nothing: forwards alone, no gradient is sent there, {first}"),)
+
+
+def transport(config: RunConfig, pp: int, pairs: int) -> tuple[Derived, ...]:
+    """A line on the plain transport of messages, and on what it leaves out; none for channels."""
+    if pp == 1 or not is_plain(config):
+        return ()
+    why = ", which auto takes on CUDA" * (config.launch.transport == "auto")
+    asked = pairs or config.parallel.overlap_moe_expert_parallel_comm
+    alone = ", and no forward beside a backward" if asked else ""
+    equation = f"messages: plain{why}: batches on the pipeline's process group, none beside computation{alone}"
+    return (Derived("transport", "plain", f"{equation}; {TRANSPORT}=channels overlaps them"),)
+
+
+def offloaded(
+    config: RunConfig, stages: Sequence[StageSpec], costs: Sequence[StageCost], ranks: Sequence[RankCost]
+) -> tuple[Derived, ...]:
+    """A line on the bytes that move to the host and back, and their seconds; none where nothing is moved."""
+    if not any(cost.offloaded_bytes for cost in costs):
+        return ()
+    slowest = max(costs, key=lambda cost: cost.copy_s)
+    layers = max(len(offloaded_layers(config.parallel, stage.layers)) for stage in stages)
+    host = max(cost.host_bytes for cost in ranks)
+    whole = sum(count_of("decoder", stage.layers) > layers for stage in stages)
+    which = f"the first {layers} decoder layers of every stage leave" if whole else "all decoder layers leave"
+    equation = (
+        f"offloaded: {which} up to {amount(slowest.offloaded_bytes)} of a microbatch to the host, and a rank up to "
+        f"{amount(host)} at once; copying takes {slowest.copy_s:.3g} s each way, beside a forward and a backward of "
+        f"{slowest.forward_s:.3g} and {slowest.backward_s:.3g} s"
+    )
+    return (Derived("offloaded", round(host / GIB.size, 2), equation),)

@@ -12,14 +12,12 @@ from functools import cached_property
 
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError
-from ppctl.plan.config_values import ConfigValues
-from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, LayoutCut, check_offloading, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import RankPricer, rank_pricer, stages_held
+from ppctl.plan.memory import RankPricer, held_bytes, rank_pricer
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Profile, read_profile
-from ppctl.plan.rampup import Size, check_sizes, derive_sizes, in_words
+from ppctl.plan.rampup import GrowingBatch, check_sizes, derive_sizes, in_words
 from ppctl.plan.schedule_choice import (
     CSV,
     Choice,
@@ -28,16 +26,16 @@ from ppctl.plan.schedule_choice import (
     check_filled,
     check_length,
     check_overlap,
+    check_warmup,
     choose_schedule,
     compute_only,
+    decide_warmup,
     proved,
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import (
-    RANK_ORDER,
     BatchSplit,
-    World,
     beyond,
     check_stages,
     derive_batch,
@@ -46,7 +44,7 @@ from ppctl.plan.sizes import (
 )
 from ppctl.plan.stages import frozen_stages, stage_specs
 from ppctl.plan.types import Derived, StageCost, StageSpec
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Violation, Violations
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.search_task import Task, named_schedules, placements
 from ppctl.topology import ParallelSizes
@@ -57,7 +55,10 @@ class Derivation:
     """Values that follow from a config before its schedule is made, and the costs of its stages and ranks."""
 
     values: ConfigValues
-    world: World
+    world: ParallelSizes
+    """How each axis divides the world, with one chunk per rank: the layout gives their number."""
+    equations: tuple[Derived, ...]
+    """The equations of the world."""
     batch: BatchSplit
     cut: LayoutCut
     choice: Choice
@@ -68,19 +69,7 @@ class Derivation:
     @cached_property
     def sizes(self) -> ParallelSizes:
         """How each axis divides the world."""
-        values, world = self.values, self.world
-        return ParallelSizes(
-            world.world,
-            values["pp"],
-            self.cut.vpp,
-            values["tp"],
-            values["cp"],
-            world.dp,
-            world.ep,
-            world.etp,
-            world.edp,
-            values[RANK_ORDER],
-        )
+        return replace(self.world, vpp=self.cut.vpp)
 
     @cached_property
     def stages(self) -> tuple[StageSpec, ...]:
@@ -99,7 +88,7 @@ class Derivation:
         return stage_costs(self.values.config, layers, self.sizes, size, self.measured)
 
     @cached_property
-    def smaller(self) -> tuple[Size, ...]:
+    def smaller(self) -> tuple[GrowingBatch, ...]:
         """The ramp-up sizes of a batch that grows."""
         return derive_sizes(self.values, self.world.dp)
 
@@ -111,7 +100,7 @@ class Derivation:
         def way(placement: Placement) -> Way:
             stages = stage_specs(config, self.cut.layout, size, placement.kind)
             priced = rank_pricer(config, stages, self.sizes, size)
-            held = stages_held(config, stages, self.sizes, size)
+            held = [held_bytes(config, each.stage, each.layers, self.sizes, size) for each in stages]
             return Way(placement, stages, self.costs, priced, held, self.frozen_stages)
 
         return list(map(way, placements(self.sizes.pp, self.cut.vpp)))
@@ -120,7 +109,7 @@ class Derivation:
     def derived(self) -> tuple[Derived, ...]:
         """All equations, in the order in which a reader wants them."""
         of_batch = (*self.batch.derived, *in_words(self.values.config))
-        return (*self.world.derived, *of_batch, *self.cut.derived, *self.choice.derived)
+        return (*self.equations, *of_batch, *self.cut.derived, *self.choice.derived)
 
     @cached_property
     def rank_costs(self) -> RankPricer:
@@ -158,7 +147,7 @@ def derive(
     if violations:
         return None
     violations.extend(_layer_kinds(values))
-    world = derive_world(values, violations)
+    world, equations = derive_world(values, violations)
     divide_model(values, violations, 1 if world is None else world.etp)
     measured = read_profile(values, violations)
     schedule = read_schedule_file(values, violations)
@@ -169,7 +158,7 @@ def derive(
         check_sizes(values, world.dp, batch, choice, len(cut.layout.stages), violations)
     if world is None or batch is None or cut is None or choice is None:
         return None
-    derivation = Derivation(values, world, batch, cut, choice, measured)
+    derivation = Derivation(values, world, equations, batch, cut, choice, measured)
     if choice.searched and not violations:
         check_memory(values, derivation.costs, batch.num_microbatches, violations)
     return _searched(derivation, before) if search and not violations else derivation
@@ -214,17 +203,17 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
     if kept is not None:
         return replace(start, choice=kept)
     if start.values["layout"] != AUTO:
-        return replace(start, choice=search_schedule(start.values, sizes, start.ways, count).choice)
+        return replace(start, choice=search_schedule(start.values, sizes, start.ways, count)[0])
     rivals = list(_with_named_layouts(start))
     layouts = {rival.cut.layout.canonical(): replace(rival, choice=start.choice, proof=None) for rival in rivals}
     results = {
         text: search_schedule(each.values, sizes, each.ways, count, len(layouts)) for text, each in layouts.items()
     }
-    best = min(results, key=lambda text: (results[text].choice.least, results[text].seconds))
+    best = min(results, key=lambda text: (results[text][0].least, results[text][1]))
     held = [timed(rival.values, rival.ways, rival.choice) for rival in rivals]
     fastest = min(range(len(held)), key=held.__getitem__)
     named = rivals[fastest].choice.name, rivals[fastest].cut.layout.canonical(), held[fastest]
-    return replace(layouts[best], choice=with_rival(results[best].choice, *named))
+    return replace(layouts[best], choice=with_rival(results[best][0], *named))
 
 
 def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:

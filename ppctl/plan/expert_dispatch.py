@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.expert_reach import reached
-from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.dispatch_nodes import BY_NODE, FLAT, dispatch_nodes, dispatch_obstacle, ranks_per_node
 from ppctl.plan.memory_limit import amount, device_limit
 from ppctl.plan.types import Derived, RankCost
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Violation, Violations
 from ppctl.topology import ParallelSizes
 
 DISPATCH = "parallel.expert_dispatch"

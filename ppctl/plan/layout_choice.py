@@ -15,11 +15,10 @@ from ppctl.config.parallel_rules import SWITCH as OFFLOADING
 from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.layout.letters import LayerType
-from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
-from ppctl.plan.split_options import Split, compile_split, used_options
+from ppctl.plan.split_options import compile_split, used_options
 from ppctl.plan.types import Derived
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations, parse_overrides
 
 AUTO = "auto"
 """The layout that is found by search."""
@@ -83,13 +82,14 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
         violations.append(Violation(TOO_MUCH, "search", message, place, {"layout": None}))
 
 
-def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> LayoutCut | None:
+def _split_cut(values: ConfigValues, split: tuple[str, Derived], violations: Violations) -> LayoutCut | None:
     """The layout that Megatron's or NeMo's options were compiled to; it is printed, and held to all rules."""
-    layout = PipelineParallelLayerLayout(split.layout, values["pp"])
+    text, equation = split
+    layout = PipelineParallelLayerLayout(text, values["pp"])
     if wrong := layout.problems(values["model.num_layers"], values["model.mtp_num_layers"]):
         _adopt(violations, LayoutError(wrong), values)
         return None
-    derived = [split.derived]
+    derived = [equation]
     if values["vpp"] is None:
         count, pp = len(layout.stages), values["pp"]
         derived.append(Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"))

@@ -7,12 +7,12 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameter_counts import largest_matrices, stage_count, trained_count, untrained_bytes
@@ -72,11 +72,8 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
     )
 
 
-class RankPricer(Protocol):
-    """A function that prices what each pp_rank's device holds."""
-
-    def __call__(self, schedule: Schedule, samples: int = ..., /) -> tuple[RankCost, ...]:
-        """The cost of each pp_rank under `schedule`, for steps of `samples` (default: the global batch size)."""
+RankPricer = Callable[..., tuple[RankCost, ...]]
+"""(schedule, samples of a step, by default the global batch size) -> the cost of each pp_rank under it."""
 
 
 class _LastingBytes(NamedTuple):
@@ -144,8 +141,8 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
-        for stage in stages[: schedule.frozen_stages]:  # what arrived is not kept: it lies in a buffer for messages
-            in_forward[stage.stage] = alive[stage.stage].in_forward - _arriving(stage, schedule)
+        for at in range(schedule.frozen_stages):  # what arrived as a message is not kept: it lies in a buffer for these
+            in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
 
@@ -242,52 +239,33 @@ def deferred(
     return (Derived("put off to W", round(most / GIB.size, 2), equation),)
 
 
-def held_bytes(
-    config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
-) -> tuple[int, int, int]:
-    """Bytes of a stage of these layers on one device: state, one microbatch from its F on, and from its I to its W.
-
-    Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
-    """
-    setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
-    state = state_bytes(
-        count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
-    )
-    held = state.total + _untrained(config, layers)
-    kept = stage_activations(config.model, layers, setting, stage).kept
-    return held, kept, _deferred(config.model, layers, setting, kept)
-
-
 class Held(NamedTuple):
-    """Bytes of one microbatch on a stage, but for what lives while an operation runs."""
+    """Bytes of a stage on one device, but for what lives while an operation runs."""
 
+    state: int
     kept: int
     """Bytes of one microbatch from its F to its B or I."""
     deferred: int
     """Bytes of one microbatch from its I to its W."""
 
 
+def held_bytes(
+    config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
+) -> Held:
+    """Bytes that a stage of these layers holds. Buffers and messages belong to ranks: `rank_pricer` has the whole."""
+    setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
+    state = state_bytes(
+        count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
+    )
+    kept = stage_activations(config.model, layers, setting, stage).kept
+    # All that was kept, where nothing is known of what lives in backwards.
+    later = stage_operands(config.model, layers, setting).kept if setting.allocator.backward else kept
+    return Held(state.total + _untrained(config, layers), kept, later)
+
+
 def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
     precision = precision_of(config)
     return untrained_bytes(config.model, layers, weight=precision.weight, gradient=precision.gradient)
-
-
-def stages_held(
-    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
-) -> list[Held]:
-    """Bytes of one microbatch on every stage, by the actions between which they are held."""
-    setting, model = setting_of(config, sizes, micro_batch_size), config.model
-
-    def held(stage: StageSpec) -> Held:
-        kept = stage_activations(model, stage.layers, setting, stage.stage).kept
-        return Held(kept, _deferred(model, stage.layers, setting, kept))
-
-    return list(map(held, stages))
-
-
-def _deferred(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, kept: int) -> int:
-    """Bytes of a microbatch from I to W: all that it kept, where nothing is known of what lives in backwards."""
-    return stage_operands(model, layers, setting).kept if setting.allocator.backward else kept
 
 
 def _tied_sum(
@@ -330,11 +308,6 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         layers = [layer for stage in own for layer in stage.layers]
         dummies = dummy_gradient_bytes(config.model, layers, sizes)
     return workspaces + allocator.chunk_buffers * len(own) * setting.hidden_bytes(config.model) + dummies
-
-
-def _arriving(stage: StageSpec, schedule: Schedule) -> int:
-    """Bytes that come to a stage as a message."""
-    return message_bytes(stage.receives) if schedule.messages_into[stage.stage] else 0
 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:

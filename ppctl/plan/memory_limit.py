@@ -16,10 +16,9 @@ from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import DEFAULT_MODULES
 from ppctl.host.devices import machines
-from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.types import DeviceLimit, RankCost
-from ppctl.plan.violations import Violation
+from ppctl.plan.violations import ConfigValues, Overrides, Violation
 from ppctl.schedule.policies import POLICIES, schedule_policy
 from ppctl.topology import ParallelSizes, axes_with_groups
 
@@ -81,6 +80,11 @@ def amount(size: int) -> str:
     """One number with its unit."""
     unit = unit_for(size)
     return f"{unit.of(size)} {unit.name}"
+
+
+def size_text(size: int) -> str:
+    """`amount`; below a MiB the number of bytes."""
+    return amount(size) if size >= MIB else f"{size:,} bytes"
 
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:

@@ -60,7 +60,7 @@ class Plan:
     p2p_capacity: int | None = None
     """The capacity that the config asks for on every channel; none lets `lower` choose."""
     limit: DeviceLimit | None = None
-    """What a rank may hold; none where the config does not say what the device has."""
+    """Bytes that a rank may hold; None where the config does not say what the device has."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
     """pp_rank -> what one of its ranks sends in a step."""
     smaller: tuple[SmallerBatch, ...] = ()
@@ -331,6 +331,6 @@ class RankPlan:
     stages: tuple[StageSpec, ...]
     """In chunk order."""
     actions: tuple[Action, ...]
-    """Its list in the lowered training schedule."""
+    """The rank's list in the lowered training schedule."""
     in_first_pipeline: bool
     """Whether its pipeline is that of rank 0, which speaks for the others."""

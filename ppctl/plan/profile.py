@@ -16,9 +16,8 @@ from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import Kind, Layer, parse_layers
 from ppctl.host.files import read_text
 from ppctl.layout.letters import LETTERS, LayerType, canonical_text
-from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.types import Derived
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Violation, Violations
 
 KEY = "cost.profile"
 _WITHOUT = {KEY: None}

@@ -8,32 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from math import gcd
-from typing import NamedTuple
 
 from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
 from ppctl.config.pieces import MOST_SIZES, read_rampup
 from ppctl.config.schema import RunConfig
-from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, BatchSplit, derive_batch, nearest_divisors
 from ppctl.plan.types import Derived
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 
 RAMPUP = "train.batch_rampup"
 _SHOWN = 3
 """Sizes that a message names."""
 
 
-class Size(NamedTuple):
-    """A ramp-up size, below the global batch size."""
-
-    segment: Segment
-    steps: int
-    """How many take it."""
-    batch: BatchSplit
+GrowingBatch = tuple[Segment, int, BatchSplit]
+"""A ramp-up size, below the global batch size: its segment, how many steps take it, and how it is cut."""
 
 
-def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
+def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
     """The ramp-up sizes, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
     if values[RAMPUP] is None:
         return ()
@@ -42,7 +35,7 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
         batch = _batch(values, segment.size, dp)
         if batch is None:
             return ()
-        ramp.append(Size(segment, after.step - segment.step, batch))
+        ramp.append((segment, after.step - segment.step, batch))
     return tuple(ramp)
 
 

@@ -1,26 +1,31 @@
 """Prepares a rehearsal (one rank of each kind, fewer microbatches) and applies its result to all ranks of the kind.
 
-Knows plans and what was measured of a rank. Must not know how it was measured, processes or texts.
+The result stands beside the plan as a value, as JSON and as a picture. Knows plans, what was measured of a rank, and
+the names of the JSON's fields. Must not know how it was measured, processes or texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.build import build_plan
-from ppctl.plan.memory import setting_of
+from ppctl.plan.memory import held_bytes, setting_of
+from ppctl.plan.memory_limit import amount, available_text
 from ppctl.plan.plan import Plan
-from ppctl.plan.types import StageSpec
+from ppctl.plan.plan_picture import picture
+from ppctl.plan.types import RankCost, StageSpec
 from ppctl.records.rehearsal_record import STEP, LayerKernels, Rehearsed, StageMemory
 from ppctl.schedule.action import LIFE_ENDS, Action, F, Op, stages_with_backwards
+from ppctl.schedule.picture import Picture, RankMemory
 from ppctl.topology import RankGrid
 
 _ROUNDS = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -99,7 +104,7 @@ def _fullest(config: RunConfig, plan: Plan) -> list[int]:
         alive = stage_activations(config.model, spec.layers, setting, spec.stage)
         planned[spec.stage] = StageMemory(spec.stage, alive.kept, alive.in_forward, alive.in_backward)
     return [
-        max((step.most for step in replayed(row, planned) if step.index in steady(row)), default=0)
+        max((most for index, most in replayed(row, planned) if index in steady(row)), default=0)
         for row in plan.schedule.actions
     ]
 
@@ -135,26 +140,17 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A forward, a backward or a sum in a replay, and the most bytes of activations while it runs."""
+def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[tuple[int, int]]:
+    """The index of every forward, backward and sum in a list, and the most bytes of activations while it runs.
 
-    index: int
-    """Index of its action in the list."""
-    most: int
-    """Peak bytes of activations while the action runs."""
-
-
-def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[Step]:
-    """The activations of a list of actions, each stage holding what was measured of it. Starts from 0 bytes.
-
-    The memory of received messages is used again, and never given back: it counts as much as there ever was at once.
+    Each stage holds what was measured of it; the list starts from 0 bytes. The memory of received messages is used
+    again, and never given back: it counts as much as there ever was at once.
     """
     held = waiting = pool = 0
     trained = stages_with_backwards(actions)
     for index, action in enumerate(actions):
         if action.op is Op.REDUCE_GRAD:
-            yield Step(index, held + pool)
+            yield index, held + pool
         if action.op is not F and action.op not in LIFE_ENDS:
             continue
         memory = stages[action.stage]
@@ -162,13 +158,13 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
         if action.op is F:
             waiting += memory.received
             pool = max(pool, waiting)
-            yield Step(index, held + pool + max(memory.in_forward, own))
+            yield index, held + pool + max(memory.in_forward, own)
             if action.stage in trained:
                 held += own
             else:
                 waiting -= memory.received
         else:
-            yield Step(index, held + pool + memory.in_backward)
+            yield index, held + pool + memory.in_backward
             held -= own
             waiting -= memory.received
 
@@ -183,7 +179,7 @@ class RankPeak:
 
     pp_rank: int
     base: int
-    """What it holds beside activations while the schedule runs: state, buffers, messages."""
+    """Bytes that the rank holds beside activations while the schedule runs: state, buffers, messages."""
     peak_bytes: int
     """Libraries' workspaces included, which are planned and not measured."""
     peak_action: str
@@ -207,24 +203,24 @@ def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> li
             own: by_stage[other] for own, other in zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)
         }
 
-    def replay(of: Plan, pp_rank: int) -> tuple[list[Step], list[Step]]:
+    def replay(of: Plan, pp_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The steps before the first sum, and those behind it."""
         row = of.schedule.actions[pp_rank]
         steps = [*replayed(row, stages_of(pp_rank))]
         end = steady(row).stop
-        return [step for step in steps if step.index < end], [step for step in steps if step.index >= end]
+        return [step for step in steps if step[0] < end], [step for step in steps if step[0] >= end]
 
-    def beside(steps: list[Step]) -> list[int]:
+    def beside(steps: list[tuple[int, int]]) -> list[int]:
         """Bytes that the rehearsed rank held beside activations, step by step."""
-        return [most[step.index] - step.most for step in steps if step.index in most] or [0]
+        return [most[index] - activations for index, activations in steps if index in most] or [0]
 
     adding, summing = replay(short, chosen)
     before, behind = max(beside(adding)), beside(summing)
     peaks = []
     for pp_rank in kind.pp_ranks:
         adding, summing = replay(plan, pp_rank)
-        held = [(before + step.most, step.index) for step in adding]
-        held += [(behind[min(i, len(behind) - 1)] + step.most, step.index) for i, step in enumerate(summing)]
+        held = [(before + own, index) for index, own in adding]
+        held += [(behind[min(i, len(behind) - 1)] + own, index) for i, (index, own) in enumerate(summing)]
         peak, index = max(held, key=lambda each: each[0])
         action = str(plan.schedule.actions[pp_rank][index])
         if measured.in_update > peak:
@@ -232,3 +228,123 @@ def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> li
         workspaces = plan.pp_ranks[pp_rank].buffer_bytes
         peaks.append(RankPeak(pp_rank, before + workspaces, peak + workspaces, action, stages_of(pp_rank)))
     return peaks
+
+
+_STATE = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A plan beside what was measured of one rank of each kind."""
+
+    config: RunConfig
+    plan: Plan
+    short: Plan
+    """The plan that was rehearsed: that of the run, with fewer microbatches."""
+    measured: tuple[tuple[RankKind, Rehearsed], ...]
+
+    @property
+    def microbatches(self) -> tuple[int, int]:
+        """Rehearsed, and in a step of the run."""
+        short, whole = (plan.num_microbatches * plan.gradient_accumulation_steps for plan in (self.short, self.plan))
+        return short, whole
+
+    @cached_property
+    def ranks(self) -> tuple[Rehearsed, ...]:
+        """The measurements, with the counts of a whole step."""
+        return tuple(scaled(each, *self.microbatches) for _, each in self.measured)
+
+    @cached_property
+    def peaks(self) -> tuple[RankPeak, ...]:
+        """Peaks of all pp_ranks of the rehearsed kinds, by pp_rank."""
+        rows = [peak for kind, each in self.measured for peak in peaks_of(self.plan, self.short, kind, each)]
+        return tuple(sorted(rows, key=lambda peak: peak.pp_rank))
+
+    def cost_of(self, rank: int) -> RankCost:
+        """The plan's cost of a global rank."""
+        return self.plan.pp_ranks[self.plan.for_rank(rank).pp_rank]
+
+    def peak_of(self, rank: int) -> RankPeak:
+        """The peak of a global rank's pp_rank."""
+        pp_rank = self.plan.for_rank(rank).pp_rank
+        return next(peak for peak in self.peaks if peak.pp_rank == pp_rank)
+
+    def planned_kept(self, stage: int) -> int:
+        """Bytes that the plan says a microbatch keeps on a stage."""
+        layers, size = self.plan.stages[stage].layers, self.config.train.micro_batch_size
+        return held_bytes(self.config, stage, layers, self.plan.sizes, size)[1]
+
+    @property
+    def tight(self) -> bool:
+        """Whether all that was measured fits, with less than 5 % to spare."""
+        limit = self.plan.limit
+        return limit is not None and limit.is_tight(max(peak.peak_bytes for peak in self.peaks))
+
+    def problems(self) -> Iterator[Problem]:
+        """Whether the memory does not fit (PP-E801), as measured."""
+        limit, worst = self.plan.limit, max(self.peaks, key=lambda peak: peak.peak_bytes)
+        if limit is None or worst.peak_bytes <= limit.available_bytes:
+            return
+        message = (
+            f"pp_rank {worst.pp_rank} needs {amount(worst.peak_bytes)} at its peak in {worst.peak_action}, as "
+            f"rehearsed, and a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}"
+        )
+        yield Problem("PP-E801", message, "train.recompute_granularity=full", "launch.device_memory")
+
+    def report(self) -> dict[str, Any]:
+        """The JSON that `--json` prints, without the problems."""
+        limit = self.plan.limit
+        rehearsed, microbatches = self.microbatches
+        return {
+            "ranks": [self._rank(kind, each) for (kind, _), each in zip(self.measured, self.ranks, strict=True)],
+            "pp_ranks": [
+                {
+                    "pp_rank": peak.pp_rank,
+                    "planned_peak_bytes": self.plan.pp_ranks[peak.pp_rank].peak_bytes,
+                    "measured_peak_bytes": peak.peak_bytes,
+                    "peak_action": peak.peak_action,
+                }
+                for peak in self.peaks
+            ],
+            "microbatches": microbatches,
+            "microbatches_rehearsed": rehearsed,
+            "limit_bytes": None if limit is None else limit.limit_bytes,
+            "reserve_bytes": None if limit is None else limit.reserve_bytes,
+            "tight": self.tight,
+        }
+
+    def _rank(self, kind: RankKind, measured: Rehearsed) -> dict[str, Any]:
+        cost, peak = self.cost_of(measured.rank), self.peak_of(measured.rank)
+        kept = {memory.stage: memory.kept for memory in measured.stages}
+        own = {name: getattr(cost, name) for name in (*_STATE, "peak_bytes")}
+        state = {name: getattr(measured, name) for name in _STATE} | {"peak_bytes": peak.peak_bytes}
+        return {
+            "rank": measured.rank,
+            "same_as": [rank for rank in kind.ranks if rank != measured.rank],
+            "stages": list(kept),
+            "planned": own | {"kept_bytes_per_microbatch": {stage: self.planned_kept(stage) for stage in kept}},
+            "measured": state | {"kept_bytes_per_microbatch": kept},
+            "peak_action": peak.peak_action,
+            "host_waits": [asdict(wait) for wait in measured.host_waits],
+            "operations": sum(each.count for each in measured.operations),
+            "launches": sum(each.launches for each in measured.operations),
+            "layers": [asdict(each) for each in measured.layers],
+            "messages": [asdict(each) for each in measured.traffic],
+            "seconds": round(measured.seconds, 3),
+        }
+
+    def picture(self) -> Picture:
+        """Memory as planned and as measured over the step."""
+        by_rank = {peak.pp_rank: _memory(peak) for peak in self.peaks}
+        drawn = picture(self.plan, self.config)
+        return replace(drawn, measured=tuple(by_rank.get(cost.pp_rank) for cost in self.plan.pp_ranks))
+
+
+def _memory(peak: RankPeak) -> RankMemory:
+    return RankMemory(
+        peak.base,
+        {stage: memory.kept for stage, memory in peak.stages.items()},
+        {stage: memory.in_forward for stage, memory in peak.stages.items()},
+        {stage: memory.in_backward for stage, memory in peak.stages.items()},
+        peak.peak_bytes if peak.peak_action == UPDATE else 0,
+    )

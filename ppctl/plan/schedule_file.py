@@ -11,12 +11,11 @@ from dataclasses import replace
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.host.files import read_text
-from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import LayoutCut
 from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, BatchSplit
 from ppctl.plan.types import Derived
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Violation, Violations
 from ppctl.schedule.action import MESSAGES, Op, Schedule
 from ppctl.schedule.policies import POLICIES, schedule_policy
 from ppctl.schedule.verify import out_of_order

@@ -11,14 +11,13 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
-from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.memory import Held
 from ppctl.plan.memory_limit import LIMIT, device_limit
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, ProvedSchedule, presumed, proved
 from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageCost, StageSpec
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Violation, Violations
 from ppctl.schedule.action import COMPUTE, Placement, Schedule
 from ppctl.schedule.lane_orders import ROUNDING
 from ppctl.schedule.passes import lower
@@ -64,11 +63,8 @@ class Way(NamedTuple):
     frozen_stages: int
 
 
-class Searched(NamedTuple):
-    """The choice that a search came to, and the seconds of a call under it."""
-
-    choice: Choice
-    seconds: float
+Searched = tuple[Choice, float]
+"""The choice that a search came to, and the seconds of a call under it."""
 
 
 def check_memory(
@@ -117,7 +113,7 @@ def search_schedule(
     schedule = one_by_one(way.placement, num_microbatches)
     equation = f"schedule {AUTO}: one microbatch after another; other orders hold more, and are not searched"
     choice = Choice(AUTO, (Derived("schedule", AUTO, equation),), schedule, least=True)
-    return Searched(choice, _seconds(way, proved(values, schedule, way.frozen_stages)))
+    return choice, _seconds(way, proved(values, schedule, way.frozen_stages))
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
@@ -168,7 +164,7 @@ class _Timed(NamedTuple):
 
     seconds: float
     number: int
-    """Its place among the candidates: of equal ones the first is taken."""
+    """Position among the candidates: of equal ones the first is taken."""
     schedule: Schedule
 
 
@@ -193,7 +189,7 @@ class _PlacementSearch:
 
     def run(self, allowance: int, before: Searched | None) -> Searched | None:
         """The fastest that fits; None where that is not faster than what another placement gave `before`."""
-        enough = _NEVER if before is None else before.seconds
+        enough = _NEVER if before is None else before[1]
         bound = shortest(self.task)
         if bound >= enough:
             return None
@@ -213,7 +209,7 @@ class _PlacementSearch:
         rival = self._fastest(candidates, least, names, _NEVER)
         equation = _equation(best, rival, results, bound, _within(self.values, self.device is not None))
         choice = Choice(best.schedule.name, (Derived("schedule", best.schedule.name, equation),), best.schedule)
-        return Searched(choice, best.seconds)
+        return choice, best.seconds
 
     def _results(self, allowance: int) -> list[FoundSchedule]:
         """Results within the memory that is left for activations, and within less where the plan does not fit."""

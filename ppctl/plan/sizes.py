@@ -12,10 +12,9 @@ from math import gcd, isqrt, prod
 from ppctl.config.checks import beyond_limits
 from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.host.devices import machines
-from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.expert_dispatch import derive_dispatch
 from ppctl.plan.types import Derived
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 from ppctl.topology import ORDER, ParallelSizes, axes_of
 
 AXES = ("tp", "cp", "pp")
@@ -38,18 +37,6 @@ _LONGEST_SEARCH = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """How many ranks there are and how many replicas of the model."""
-
-    world: int
-    dp: int
-    ep: int
-    etp: int
-    edp: int
-    derived: tuple[Derived, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class BatchSplit:
     """How a global batch is cut."""
 
@@ -69,8 +56,14 @@ def beyond(values: ConfigValues) -> Violations:
     ]
 
 
-def derive_world(values: ConfigValues, violations: Violations) -> World | None:
-    """World size and dp: one replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio."""
+def derive_world(
+    values: ConfigValues, violations: Violations
+) -> tuple[ParallelSizes, tuple[Derived, ...]] | tuple[None, tuple[()]]:
+    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, where it
+    cannot be divided so.
+
+    One replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio.
+    """
     replica = prod(values[axis] for axis in AXES)
     needed = replica * (values["dp"] or 1)
     nodes, gpus = values["nodes"], values["gpus_per_node"]
@@ -83,17 +76,17 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     factors = " x ".join(f"{axis} {values[axis]}" for axis in AXES)
     if world != replica * dp or dp < 1:
         violations.append(_mismatch(values, world, product, factors, nodes or 1, gpus or needed))
-        return None
+        return None, ()
     equation = f"world {world}{product} = {factors} x dp {dp}"
     if not product:
         equation += "; neither launch.nodes nor launch.gpus_per_node was given"
     if world > MOST_RANKS:
         violations.append(_too_many_ranks(values, equation))
-        return None
+        return None, ()
     derived = [Derived("world_size", world, equation), Derived("data_parallel_size", dp, equation)]
     expert = _experts(values, values["tp"] * values["cp"] * dp, violations)
     if expert is None:
-        return None
+        return None, ()
     ep, etp, edp = expert
     if values["model.num_moe_experts"]:
         text = f"tp {values['tp']} x cp {values['cp']} x dp {dp} = etp {etp} x ep {ep} x edp {edp}"
@@ -102,11 +95,11 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     sizes = ParallelSizes(world, values["pp"], 1, values["tp"], values["cp"], dp, ep, etp, edp, order)
     if values["model.num_moe_experts"] and values["pp"] > 1 and len({*sizes.pipeline_strides}) > 1:
         violations.append(_pipelines_apart(values, sizes))
-        return None
+        return None, ()
     if nodes is not None and gpus is not None and nodes > 1:
         derived.append(_across_nodes(values, sizes, gpus))
     derived += derive_dispatch(values, sizes, violations)
-    return World(world, dp, ep, etp, edp, tuple(derived))
+    return sizes, tuple(derived)
 
 
 def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:

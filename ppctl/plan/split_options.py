@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ppctl.config.keys import value_text
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
 from ppctl.errors import LayoutError
 from ppctl.geometry.foreign_model import Anatomy, foreign_of
 from ppctl.layout import even_layout
 from ppctl.layout.letters import MAX_ITEMS, canonical_text
-from ppctl.plan.config_values import ConfigValues, Overrides, value_text
 from ppctl.plan.types import Derived
-from ppctl.plan.violations import Violation, Violations
+from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 from ppctl.schedule.policies import AUTO, POLICIES, schedule_policy
 
 FIRST = "parallel.num_layers_in_first_pipeline_stage"
@@ -42,14 +41,6 @@ _MODULE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A layout that options ask for."""
-
-    layout: str
-    derived: Derived
-
-
 class Unfit(Exception):
     """The options cannot be followed: why, and what to type instead."""
 
@@ -64,8 +55,9 @@ def used_options(values: ConfigValues) -> list[str]:
     return [key for key in OPTIONS if values[key] is not None and values[key] is not False]
 
 
-def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
-    """The layout that the split options ask for; None where there are none or (with a violation) they do not fit."""
+def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, Derived] | None:
+    """The layout that the split options ask for, and its equation; None where there are none or, with a violation, they
+    do not fit."""
     used = used_options(values)
     if not used:
         return None
@@ -80,7 +72,7 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
         both = {**off, "layout": None, "vpp": None}
         violations.append(Violation(code, "split", message, place, *candidates, off, both))
         return None
-    return Split(layout, Derived("layout", layout, f"layout {layout}: {why}"))
+    return layout, Derived("layout", layout, f"layout {layout}: {why}")
 
 
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:

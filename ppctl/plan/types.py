@@ -46,7 +46,7 @@ class StageSpec:
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
     flops_backward: int | None = None
-    """The same of its backward, where some weights are frozen; None: two forwards."""
+    """Operations of a backward where some weights are frozen; None: those of two forwards."""
 
     @property
     def flops(self) -> int:
@@ -75,7 +75,7 @@ class RankCost:
     in_flight: int
     """Most (stage, microbatch) activations alive at once, from the start of F to the end of B (or of W)."""
     buffer_bytes: int = 0
-    """What lives from step to step beside state: the libraries' workspaces, buffers of the chunks."""
+    """Bytes that live from step to step beside state: the libraries' workspaces, buffers of the chunks."""
     message_bytes: int = 0
     """Receives that are posted ahead, at the channels' capacities."""
     host_bytes: int = 0
@@ -187,7 +187,7 @@ class SmallerBatch(NamedTuple):
     size: int
     """Samples of each step."""
     num_microbatches: int
-    """Of one schedule call."""
+    """Microbatches of one schedule call."""
     gradient_accumulation_steps: int
     bubble_fraction: float
     step_time_s: float

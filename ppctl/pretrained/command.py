@@ -17,7 +17,7 @@ import torch
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError, Problem, pasted, visible
 from ppctl.pretrained.average import average
-from ppctl.pretrained.conversion import Done
+from ppctl.pretrained.conversion import Done, Progress
 from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 _EVERY = 5.0
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(args: argparse.Namespace) -> Done:
-    progress, out, (source, *_) = _Progress(), args.out.absolute(), args.sources
+    progress, out, (source, *_) = _progress(), args.out.absolute(), args.sources
     try:
         if args.action == "average":
             return average(args.sources, out, progress)
@@ -68,16 +68,17 @@ def _convert(args: argparse.Namespace) -> Done:
         raise CheckpointError(Problem("PP-E505", message, f"df -h {pasted(args.out.absolute().parent)}")) from error
 
 
-class _Progress:
-    """Prints a line every few seconds."""
+def _progress() -> Progress:
+    """A function that prints a line every few seconds."""
+    printed = time.monotonic()
 
-    def __init__(self) -> None:
-        self.printed = time.monotonic()
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        if time.monotonic() - self.printed > _EVERY:
-            self.printed = time.monotonic()
+    def progress(name: str, done: int, total: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > _EVERY:
+            printed = time.monotonic()
             print(visible(f"{done}/{total} {name}"), file=sys.stderr, flush=True)
+
+    return progress
 
 
 def _summary(done: Done) -> str:

@@ -39,7 +39,7 @@ class Done:
 
     path: Path
     family: str
-    """Its model_type; empty where it did not matter."""
+    """The model_type of the family; empty where it did not matter."""
     parameters: int
     tensors: int
     bytes: int

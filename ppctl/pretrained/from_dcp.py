@@ -1,22 +1,25 @@
 """From a distributed checkpoint of torchtitan's or Megatron-core's to one of ours, one tensor at a time, bit for bit.
 
 Knows torch's files (`.metadata`, which says which bytes of which file are which part of a tensor, and data, each part
-by itself as `torch.save` writes it), and how tensors are found by our names. Must not know the command line, ranks or
-modules. Sizes are the config's: such a checkpoint does not tell them in a form that can be read without its program.
-`.metadata` is a pickle, which `dcp_metadata` reads without running it; parts are read by torch with `weights_only`.
+by itself as `torch.save` writes it), the classes that DCP and Megatron-core put into `.metadata`, and how tensors are
+found by our names. Must not know the command line, ranks or modules. Sizes are the config's: such a checkpoint does not
+tell them in a form that can be read without its program. `.metadata` is a pickle, which is read without running what it
+says; parts are read by torch with `weights_only`.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterator
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ppctl.checkpoint.boxes import Box, common
 from ppctl.checkpoint.tensor_parts import ranges
@@ -25,9 +28,76 @@ from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, MegatronPlace, RowBlock, places
 from ppctl.geometry.layers import head_dim
-from ppctl.host.files import nearest_there
+from ppctl.host.files import nearest_there, open_regular
 from ppctl.pretrained.conversion import Done, Progress, left_out, write_weights
-from ppctl.pretrained.dcp_metadata import METADATA, read_metadata
+
+METADATA = ".metadata"
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch": {
+        "Size", "device", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32",
+        "int16", "int8", "uint8", "bool",
+    },
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "builtins": {"set", "frozenset", "list", "dict", "tuple"},
+}  # fmt: skip
+"""Module -> what may be taken from it: records, and values without side effects."""
+
+
+class _Inert:
+    """In place of a record of Megatron-core's that says nothing of tensors: keeps nothing, does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+def _member(owner: Any, name: Any) -> Enum:
+    """In place of getattr, by which Python 3.11's first releases pickle a member of an Enum: that, and nothing else."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner.__members__[name]
+    raise pickle.UnpicklingError(f"builtins.getattr of {owner!r} is no part of a distributed checkpoint")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but `_CLASSES`. Raises UnpicklingError naming any other class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class, or one that does nothing in place of Megatron-core's."""
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module.startswith("megatron.core.dist_checkpointing."):
+            return _Inert
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        raise pickle.UnpicklingError(f"{module}.{name} is no class of a distributed checkpoint")
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Read the index of a checkpoint. Raises OSError, and ValueError where it is damaged or names other classes."""
+    try:
+        with open_regular(directory / METADATA) as stream:
+            index = _Unpickler(stream).load()
+    except OSError:
+        raise
+    except Exception as error:  # a pickle that is damaged can raise anything
+        raise ValueError(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
+    if not isinstance(index, Metadata):
+        raise ValueError(f"{METADATA} holds no description of tensors")
+    return index
 
 
 class DcpReader:
@@ -108,7 +178,7 @@ _TITAN_SKIPPED = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
 class _Stored(NamedTuple):
-    """Where one of our tensors is in their checkpoint."""
+    """The place of one of ppctl's tensors in a checkpoint of torch's."""
 
     key: str
     box: Box
@@ -142,7 +212,7 @@ def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, 
 
 
 def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str, _Stored]:
-    """Where every tensor of the model is. Raises CheckpointError (PP-E533)."""
+    """Returns the place of every tensor of the model. Raises CheckpointError (PP-E533)."""
     shapes = model_tensors(model)
     names = places(model) if megatron else {name: MegatronPlace(_titan_keys(name)) for name in shapes}
     stored, missing, wrong = dict[str, _Stored](), [], []

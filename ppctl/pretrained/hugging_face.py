@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -58,29 +58,16 @@ def import_directory(
     `described` is the model where its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
     where `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
     """
-    weights = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
-    state: dict[str, Any] = {"model": asdict(weights.model), "source": str(source.absolute())}
+    opened = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
+    model, model_type, specs, read = opened
+    state: dict[str, Any] = {"model": asdict(model), "source": str(source.absolute())}
     if (source / TOKENIZER).is_file():
         state["tokenizer_path"] = tokenizer_path(str(source))
-    return write_weights(
-        out,
-        weights.specs,
-        weights.read,
-        state,
-        progress,
-        family=weights.model_type,
-        quantised=quantised_note(source),
-    )
+    return write_weights(out, specs, read, state, progress, family=model_type, quantised=quantised_note(source))
 
 
-class _Weights(NamedTuple):
-    """A directory's tensors, by canonical name."""
-
-    model: ModelConfig
-    model_type: str
-    specs: Mapping[str, Tensor]
-    """Shapes and dtypes, on meta."""
-    read: Callable[[str], Tensor]
+_Weights = tuple[ModelConfig, str, Mapping[str, Tensor], Callable[[str], Tensor]]
+"""A directory's model, its model_type, shapes and dtypes by canonical name (on meta), and what reads a tensor."""
 
 
 def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
@@ -88,7 +75,7 @@ def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
     reader = DirectoryReader(directory)
     reader.check_copies()
     specs = {name: reader.spec(name) for name in directory.names}
-    return _Weights(directory.model, directory.family.model_type, specs, reader.tensor)
+    return directory.model, directory.family.model_type, specs, reader.tensor
 
 
 def _described(source: Path, model: ModelConfig) -> _Weights:
@@ -104,7 +91,7 @@ def _described(source: Path, model: ModelConfig) -> _Weights:
     shapes = {name: shape for name, shape in model_tensors(model).items() if not is_adapter(name)}
     weights = StoredWeights(source, config_from(foreign.config), shapes)
     specs = {name: weights.spec(name) for name in shapes}
-    return _Weights(model, json.loads(foreign.config)["model_type"], specs, weights.tensor)
+    return model, json.loads(foreign.config)["model_type"], specs, weights.tensor
 
 
 def export_checkpoint(
@@ -138,13 +125,13 @@ def export_checkpoint(
 
     with new_directory(out) as temporary:
         tokenizer = copy_tokenizer(weights.state, temporary)
-        kept = keep_settings(weights.state, family, temporary)
+        keys, line = keep_settings(weights.state, family, temporary)
         total = write_shards(temporary, parts, tensors(), SHARD)
-        config = {**kept.keys, **config, "torch_dtype": parts[0].dtype}
+        config = {**keys, **config, "torch_dtype": parts[0].dtype}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _verify(temporary, parts, weights.model)
     parameters = sum(part.box.size for part in parts)
-    return Done(out, model_type, parameters, len(parts), total, tokenizer, kept.line)
+    return Done(out, model_type, parameters, len(parts), total, tokenizer, line)
 
 
 def _export_adapters(
@@ -196,52 +183,38 @@ def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> Non
 # Beside the weights
 
 
-class Kept(NamedTuple):
-    """Settings of the source that an export keeps."""
-
-    keys: Mapping[str, Any]
-    """Keys of the source's config.json."""
-    line: str
-    """A line for people; empty where the weights came from no directory."""
-
-
-def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> Kept:
-    """Copy the source's generation_config.json into `out`, and return the keys of its config.json that are not ours.
+def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> tuple[Mapping[str, Any], str]:
+    """Copy the source's generation_config.json into `out`; returns the keys of its config.json that are not ours, and a
+    line for people, which is empty where the weights came from no directory.
 
     Without a `family` the model's code is transformers', and all keys of its config are written already.
     Numbers of tokens (`eos_token_id`) are left out where training took another tokenizer than the source's.
     """
     source = _source(state)
     if source is None:
-        return Kept({}, "")
+        return {}, ""
     try:
         config = read_config_file(source)
     except PpctlError:
-        return Kept({}, f"no settings of {source}, because its {CONFIG} is not there any more")
+        return {}, f"no settings of {source}, because its {CONFIG} is not there any more"
     if family is not None and config.get("model_type") not in (family.model_type, *family.also):
-        return Kept({}, f"no settings of {source}, because it is no {family.model_type} any more")
+        return {}, f"no settings of {source}, because it is no {family.model_type} any more"
     keys = {} if family is None else foreign_keys(config, family)
-    if not _takes_its_tokens(state, source):
+    named = state.get("tokenizer_path")
+    if named is not None and source not in (Path(named), Path(named).parent):
         keys = {key: value for key, value in keys.items() if not key.endswith("_token_id")}
-        return Kept(
-            keys, f"{len(keys)} settings of {source}, none of them its tokens', because the tokenizer is another"
-        )
+        return keys, f"{len(keys)} settings of {source}, none of them its tokens', because the tokenizer is another"
     files = [CONFIG]
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, out / GENERATION)
         files.append(GENERATION)
-    return Kept(keys, f"{len(keys)} settings of {source} ({', '.join(files)})")
+    return keys, f"{len(keys)} settings of {source} ({', '.join(files)})"
 
 
 def _source(state: Mapping[str, Any]) -> Path | None:
     """The directory with which training began, also where that was by way of other checkpoints."""
     *_, last = (None, *lineage(state))
     return None if last is None or (last / STATE).is_file() else last
-
-
-def _takes_its_tokens(state: Mapping[str, Any], source: Path) -> bool:
-    named = state.get("tokenizer_path")
-    return named is None or source in (Path(named), Path(named).parent)
 
 
 def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:

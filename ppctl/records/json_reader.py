@@ -75,6 +75,15 @@ def parse(text: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def finite(value: Any) -> Any:
+    """`value` as JSON has it: null in place of a number that is not finite, lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read(kind: type[T], value: Any) -> T:
     """`value`, which is what `json` makes of a text, as `kind`. Raises ValueError with its place and its rule."""
     parsed: T = _reader(cast(Any, kind))(value)
@@ -179,7 +188,10 @@ def _object(kind: Any) -> _Read:
         parameters = inspect.signature(kind).parameters
         optional = {name for name, each in parameters.items() if each.default is not each.empty}
         known = {name: known[name] for name in parameters}
-    fields = [(name, _reader(each), name in optional, _takes_null(each)) for name, each in known.items()]
+    fields = [
+        (name, _reader(each), name in optional, each is Any or NoneType in get_args(each))
+        for name, each in known.items()
+    ]
 
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -194,10 +206,6 @@ def _object(kind: Any) -> _Read:
         return {name: each for name, each in value.items() if name not in known} | entries if keeps else kind(**entries)
 
     return read
-
-
-def _takes_null(kind: Any) -> bool:
-    return kind is Any or NoneType in get_args(kind)
 
 
 def _whole(value: Any) -> Any:

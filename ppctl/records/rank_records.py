@@ -33,7 +33,7 @@ class RankState:
     step: Count
     """The number of completed steps."""
     index: Annotated[int, range(-1, 2**31)]
-    """Of the current action in the rank's list; the list's length at its end, NO_ACTION outside the list."""
+    """Position of the current action in the rank's list; the list's length at its end, NO_ACTION outside the list."""
     since: float
     """When this began, in seconds: on the machine's monotonic clock in shared memory, since the epoch in a file."""
     working: bool = False

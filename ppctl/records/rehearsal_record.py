@@ -6,11 +6,13 @@ Knows the fields and their JSON. Must not know how they are measured, nor what i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from ppctl.records.json_reader import read
+
 FORWARD, BACKWARD, MESSAGE, STEP = PHASES = ("forward", "backward", "message", "step")
-"""What a rank is doing; `step` is what surrounds the schedule. The others grow with the number of microbatches."""
+"""Activities of a rank; `step` is all around the schedule. The others grow with the number of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +125,5 @@ class Rehearsed:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Rehearsed:
-        """The inverse of `to_json`."""
-        rows = {name: tuple(row(**each) for each in data[name]) for name, row in _ROWS.items()}
-        return cls(**{each.name: data[each.name] for each in fields(cls)} | rows)
-
-
-_ROWS: dict[str, Any] = {
-    "stages": StageMemory,
-    "moments": Moment,
-    "host_waits": HostWait,
-    "operations": Operations,
-    "layers": LayerKernels,
-    "traffic": MeasuredTraffic,
-}
+        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
+        return read(cls, data)

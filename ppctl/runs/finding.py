@@ -17,11 +17,9 @@ from ppctl.runs.rundir import RunDir, warn
 def list_runs(root: Path) -> list[RunDir]:
     """All runs under `root`, the one that was started (or resumed) last first."""
     files = [file for file in Path(root).absolute().glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
-    return [RunDir(file.parent) for file in sorted(files, key=_age)]
-
-
-def _age(config: Path) -> tuple[int, str]:
-    return -config.stat().st_mtime_ns, config.parent.name
+    return [
+        RunDir(file.parent) for file in sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.parent.name))
+    ]
 
 
 def find_run(reference: str | None, root: Path) -> RunDir:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppctl.errors import CONTROL, ConfigError, Problem, pasted
 from ppctl.host.files import MOST_READ, append, open_regular, read_json, read_whole, write_atomically
-from ppctl.records.json_reader import parse, read
+from ppctl.records.json_reader import finite, parse, read
 from ppctl.records.metrics_file import MetricsFile
 from ppctl.records.rank_records import RankFailure
 from ppctl.records.run_records import STATES, EdgeTimes, Environment, Failure, HostStates, Job, Result, Status
@@ -147,7 +146,7 @@ class RunDir:
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one step's record to metrics.jsonl, in a single write. Numbers that are not finite become null."""
-        append(self.metrics_path, json.dumps(_finite(record)) + "\n")
+        append(self.metrics_path, json.dumps(finite(record)) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""
@@ -235,7 +234,7 @@ class RunDir:
 
     def write_result(self, record: Mapping[str, Any]) -> None:
         """Write result.json, at the end."""
-        self._write_json("result.json", _finite(record), indent=1)
+        self._write_json("result.json", finite(record), indent=1)
 
     def result(self) -> dict[str, Any]:
         """The content of result.json; empty while the run goes on."""
@@ -378,10 +377,6 @@ def _digest_of_file(path: Path, modified: int) -> str:
 
 def _digest(plan: Path) -> str:
     return hashlib.sha256(read_whole(plan, _MOST_OF_A_PLAN, follow=False)).hexdigest()
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def _rename_to_free(draft: Path, home: Path, run_id: str | None) -> Path:

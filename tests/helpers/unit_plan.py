@@ -7,7 +7,7 @@ import pytest
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.plan import Plan, build_plan
-from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.violations import ConfigValues
 
 
 def config_values(**values: object) -> ConfigValues:

@@ -18,8 +18,8 @@ PACKAGE = Path(ppctl.__file__).parent
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 ALLOWED = {
-    ("pretrained/dcp_metadata.py", "pickle"): "torch's checkpoints have an index that is a pickle",
-    ("pretrained/dcp_metadata.py", "Unpickler"): "makes the records of such an index and nothing else",
+    ("pretrained/from_dcp.py", "pickle"): "torch's checkpoints have an index that is a pickle",
+    ("pretrained/from_dcp.py", "Unpickler"): "makes the records of such an index and nothing else",
 }
 """(file, what it uses): why it may."""
 

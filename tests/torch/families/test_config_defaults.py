@@ -30,7 +30,7 @@ NEEDED = {"deepseek_v2": {"num_experts_per_tok": 2}}
 
 
 def model(family, keys):
-    return read_config({"model_type": family.model_type, **NEEDED.get(family.model_type, {}), **keys}, "").model
+    return read_config({"model_type": family.model_type, **NEEDED.get(family.model_type, {}), **keys}, "")[1]
 
 
 def completed(family, keys):

@@ -87,7 +87,6 @@ def test_the_curve_has_the_means_and_marks_what_is_not_finite():
 
 
 def test_lines_are_printed_whole(run, capsys, tmp_path):
-    with live_block(run, tmp_path, 1, 10) as lines:
-        lines.write("[1/2] loss 3 [bold]\n")
-        lines.flush()
+    with live_block(run, tmp_path, 1, 10) as show:
+        show("[1/2] loss 3 [bold]\n")
     assert "[1/2] loss 3 [bold]\n" in capsys.readouterr().out

@@ -12,8 +12,7 @@ from ppctl.cli import rehearse
 from ppctl.cli.main import main
 from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.launch.planning import planned
-from ppctl.plan.rehearsal import kinds_of, replayed
-from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.plan.rehearsal import Rehearsal, kinds_of, replayed
 from ppctl.records.rehearsal_record import (
     HostWait,
     LayerKernels,
@@ -42,7 +41,7 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
         own = cost.peak_bytes - cost.buffer_bytes + extra
         memory = StageMemory(cost.pp_rank, kept, kept + MIB, 2 * MIB)
         steps = replayed(plan.schedule.actions[cost.pp_rank], {cost.pp_rank: memory})
-        top = max(steps, key=lambda step: step.most).index
+        top = max(steps, key=lambda step: step[1])[0]
         each = Rehearsed(
             rank=rank,
             weight_bytes=cost.weight_bytes + extra,

@@ -1,6 +1,7 @@
 """Which tokens of a conversation are learned, token by token, for templates with and without the keyword."""
 
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYSTEM, chat, tokenizer_directory
 
 from ppctl.config.schema import DataConfig
-from ppctl.data import template_limits
+from ppctl.data import chat_template
 from ppctl.data.chat_template import open_template
 from ppctl.data.conversation_rows import packed
 from ppctl.data.conversations import encode_conversations
@@ -115,10 +116,10 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
         "{% macro f(n) %}{% if n < 40 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
     ],
 )
-def test_a_template_that_does_not_end_is_refused_by_what_it_counts(directory, monkeypatch, template):
-    monkeypatch.setattr(template_limits, "MOST_STEPS", 10**7)
+def test_a_template_that_does_not_end_is_refused(directory, monkeypatch, template):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     (problem,) = refused(directory(template), chat(*TALK))
-    assert problem.code == "PP-E420" and "it takes more than 10,000,000 steps" in problem.message
+    assert problem.code == "PP-E420" and "it takes more than 0.2 s" in problem.message
 
 
 DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = EACH %}{% endfor %}{{ n.x }}"
@@ -145,42 +146,27 @@ LONG = {
 
 
 @pytest.mark.parametrize("kind", LONG)
-def test_a_template_that_fills_the_memory_is_refused_before_it_does(directory, monkeypatch, kind):
-    monkeypatch.setattr(template_limits, "LONGEST", 2**20)
+def test_a_template_that_fills_the_memory_is_refused(directory, monkeypatch, kind):
+    monkeypatch.setattr(chat_template, "MEMORY", 2**27)
     (problem,) = refused(directory(LONG[kind]), chat(*TALK))
-    assert problem.code == "PP-E420" and "a text of more than 1,048,576 characters" in problem.message
-
-
-NUMBER, PLACE = "a number of more than 1,024 bits", "a place in memory"
+    assert problem.code == "PP-E420" and re.search("more than (128 MiB|16,777,216 characters)", problem.message)
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    "template",
     [
-        ("{{ 2 ** (10 ** 10) }}", NUMBER),
-        ("{{ 10 ** (10 ** 7) > 1 }}", NUMBER),
-        ("{% set n = namespace(x=10 ** 7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", NUMBER),
-        ("{{ 5|round(10 ** 9, 'ceil') }}", NUMBER),
-        ("{{ ('f' * 10 ** 5)|int(base=16) > 1 }}", NUMBER),
-        ("{{ cycler('a', 'b') }}", PLACE),
-        ("{{ joiner(',')|string }}", PLACE),
-        ("{{ 'x' ~ raise_exception }}", PLACE),
-        ("{{ '%s' % ([{'a': joiner()}],) }}", PLACE),
-        ("{{ '{}'.format(messages[0].items) }}", PLACE),
-        ("{{ messages|map(attribute='role') }}", PLACE),
-        ("{{ [messages[0].get]|join }}", PLACE),
+        "{{ cycler('a', 'b') }}",
+        "{{ joiner(',')|string }}",
+        "{{ 'x' ~ raise_exception }}",
+        "{{ '%s' % ([{'a': joiner()}],) }}",
+        "{{ '{}'.format(messages[0].items) }}",
+        "{{ messages|map(attribute='role') }}",
+        "{{ [messages[0].get]|join }}",
     ],
 )
-def test_a_template_makes_no_endless_numbers_and_puts_no_places_in_memory_into_the_data(directory, template, words):
+def test_a_template_puts_no_places_in_memory_into_the_data(directory, template):
     (problem,) = refused(directory(template), chat(*TALK))
-    assert problem.code == "PP-E420" and words in problem.message
-
-
-def test_a_template_has_no_sets_and_no_bytes(directory):
-    (problem,) = refused(directory("{{ messages[0].keys() - ['a'] }}"), chat(*TALK))
-    assert "whose order is another one in every process" in problem.message
-    (problem,) = refused(directory("{{ 'a'.encode() }}"), chat(*TALK))
-    assert "'encode'" in problem.message
+    assert problem.code == "PP-E420" and "a place in memory" in problem.message
 
 
 def test_what_templates_do_every_day_stays(directory):
@@ -192,7 +178,7 @@ def test_what_templates_do_every_day_stays(directory):
         "{{ 2.5|round(1, 'floor') }}{{ none }}{{ [m.role, 1]|join('-') }}{{ messages|map(attribute='role')|join }}"
         "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ messages[0].items() }}{{ range(2)|list }}{{ tools }}"
     )
-    text = open_template(str(directory(template)), None).render([{"role": "user", "content": "a"}] * 2).text
+    text = open_template(str(directory(template)), None).render([{"role": "user", "content": "a"}] * 2)[0]
     once = 'USER[\'role\', \'content\']{"role": "user", "content": "a"}'
     assert text.startswith(f"1{once}False11.0002.02.5Noneuser-1useruser,2{once}True")
     assert text.endswith("2dict_items([('role', 'user'), ('content', 'a')])[0, 1]None")

@@ -1,13 +1,15 @@
 """Chat templates that are made to hang or to fill the memory are refused soon, and those that people use are not."""
 
+import re
 import resource
 import time
 
 import pytest
 from published_templates import PUBLISHED, conversation
 
-from ppctl.data import template_limits
+from ppctl.data import chat_template
 from ppctl.data.chat_template import ChatTemplate, RenderingFailed
+from ppctl.data.rendering import LONGEST
 from ppctl.errors import DataError
 
 TEXTS = {"letters": "'a' * 10 ** 6", "words": "'a b ' * 10 ** 6", "lines": "'a\n' * 10 ** 6", "marks": "'<' * 10 ** 6"}
@@ -43,7 +45,7 @@ LOOPED = {
     "keys": ("((1,) * 1000,) * 1000", "messages[0][n.x] or n.x"),
     "JSON": ("messages", "n.x|tojson * 100 and n.x"),
 }
-NESTED = "{% set n = namespace(x=1, y=1) %}{% for i in range(60) %}{% set n.x = EACH %}{% set n.y = EACH %}{% endfor %}"
+NESTED = "{% set n = namespace(x=1, y=1) %}{% for i in range(60) %}{% set n.x = X %}{% set n.y = Y %}{% endfor %}"
 BIG = "{% set b = 'a' * 10 ** 6 %}"
 WHOLE = {
     "loops in loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
@@ -79,8 +81,9 @@ WHOLE = {
     "links with a text": "{{ ('http://a ' * 10 ** 4)|urlize(target='b' * 10 ** 5) }}",
     "sums of lists": "{{ ([[1]] * 10 ** 5)|sum(start=[])|length }}",
     "fills": BIG + "{{ [1]|batch(10 ** 9, b) }}",
-    "tuples in tuples": NESTED.replace("EACH", "(n.x, n.x)") + "{{ n.x == n.y }}",
-    "mappings in mappings": NESTED.replace("EACH", "{'a': n.x, 'b': n.x}") + "{{ n.x == n.y }}",
+    "tuples in tuples": NESTED.replace("X", "(n.x, n.x)").replace("Y", "(n.y, n.y)") + "{{ n.x == n.y }}",
+    "mappings in mappings": NESTED.replace("X", "{'a': n.x, 'b': n.x}").replace("Y", "{'a': n.y, 'b': n.y}")
+    + "{{ n.x == n.y }}",
     "lists of one list": "{% set a = [[1] * 10 ** 5] * 10 ** 5 %}{{ a == [[1] * 10 ** 5] * 10 ** 5 }}",
     "a set of a list": "{% set a = [[1] * 10 ** 5] * 10 ** 5 %}{{ a|sort }}",
     "a list as text": "{% set a = ['a' * 10 ** 5] * 10 ** 5 %}{{ a }}",
@@ -104,34 +107,51 @@ HOSTILE = {
 }
 
 
+SOME = (
+    "loops in loops", "macros", "a long body", "fields", "joins a range", "tuples in tuples", "constants", "again cuts",
+    "a deep source", "deep sums", "words | wordwrap(1)", "again numbers",
+)  # fmt: skip
+KINDS = [pytest.param(kind, marks=[] if kind in SOME else pytest.mark.whole) for kind in HOSTILE]
+REFUSED = "more than|parenthes|recursion|too deep|at most|ends the process"
+
+
 def render(template: str) -> str:
-    return ChatTemplate(template, {}, "the template").render([{"role": "user", "content": "a"}]).text
+    return ChatTemplate(template, {}, "the template").render([{"role": "user", "content": "a"}])[0]
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_template_is_refused_by_what_it_counts(kind, monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_STEPS", 3 * 10**7)
-    with pytest.raises((RenderingFailed, DataError), match=r"more than [\d,]+|parenthes|recursion|memory|too deep"):
-        render(HOSTILE[kind])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_template_ends_within_its_limits_and_costs_this_process_nothing(kind, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MEMORY", 2**28)
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    try:
+        assert len(render(HOSTILE[kind])) <= LONGEST and kind not in SOME
+    except (RenderingFailed, DataError) as error:
+        assert kind not in SOME or re.search(REFUSED, str(error))
+    assert time.process_time() - begin < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
-@pytest.mark.whole
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_template_takes_some_seconds_at_most_and_little_memory(kind):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.process_time()
-    with pytest.raises((RenderingFailed, DataError)):
-        render(HOSTILE[kind])
-    assert time.process_time() - begin < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**21
+def test_the_next_conversation_gets_a_new_process(monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    message = {"role": "user", "content": ""}
+    endless = ChatTemplate("{% if messages[1:] %}{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}"
+                           "{% endfor %}{% endif %}b", {}, "the template")  # fmt: skip
+    with pytest.raises(RenderingFailed, match=r"it takes more than 0\.2 s"):
+        endless.render([message] * 2)
+    assert endless.render([message])[0] == "b"
+
+
+def test_sets_have_one_order_in_all_processes():
+    template = "{{ messages[0].keys() - ['role'] }}" + "{{ {'a': 1, 'b': 2, 'c': 3, 'd': 4}.keys() - ['b'] }}"
+    assert render(template) == render(template)
 
 
 @pytest.mark.parametrize("words", [30, 1000])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_template_renders_200_turns_with_tools_in_a_fraction_of_the_steps(name, words):
+def test_a_published_template_renders_200_turns_with_tools_in_a_fraction_of_the_time(name, words, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", chat_template.SECONDS / 5)
     template = ChatTemplate(PUBLISHED[name], {"bos_token": "<s>", "eos_token": "</s>"}, "the template")
     messages, tools = conversation(200, words)
-    text = template.render(messages, tools).text
+    text, _ = template.render(messages, tools)
     assert text.count("question 49") == words and ("search1" in text or name == "DeepSeek R1")
-    assert template._environment._steps_left > template_limits.MOST_STEPS * (0.97 if words == 30 else 0.7)

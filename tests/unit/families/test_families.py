@@ -49,7 +49,7 @@ def test_every_model_that_can_be_trained_has_a_family():
 def test_a_model_is_written_for_its_family_and_read_back_as_it_was(name):
     family, written = write_config(shipped(name))
     assert family.model_type == FAMILY[name]
-    read = read_config(written, "config.json").model
+    read = read_config(written, "config.json")[1]
     lost = dict(
         moe_router_bias_update_rate=1e-3, mtp_loss_scaling_factor=0.1, moe_router_load_balancing_type="aux_loss"
     )
@@ -153,12 +153,12 @@ def test_new_and_old_spellings_of_positions_mean_the_same():
     old = {**LLAMA, "rope_theta": 7.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     new = {**LLAMA, "rope_parameters": {"rope_type": "yarn", "rope_theta": 7.0, "factor": 4.0}}
     del new["rope_theta"], new["rope_scaling"]
-    assert read_config(old, "").model == read_config(new, "").model
+    assert read_config(old, "")[1] == read_config(new, "")[1]
 
 
 def read(family, **keys):
     """The model of a config.json that holds the given keys alone."""
-    return read_config({"model_type": family, **keys}, "config.json").model
+    return read_config({"model_type": family, **keys}, "config.json")[1]
 
 
 # --- long-context positions ------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ ORIGINAL = "original_max_position_embeddings"
     ],
 )  # fmt: skip
 def test_the_original_length_and_the_factor_are_those_that_transformers_takes(keys, original, factor):
-    model = read_config({**LLAMA, "max_position_embeddings": 512, **keys}, "config.json").model
+    model = read_config({**LLAMA, "max_position_embeddings": 512, **keys}, "config.json")[1]
     assert (model.original_max_position_embeddings, model.rotary_scaling_factor) == (original, factor)
     written = write_config(model)[1]["rope_scaling"]
     assert (written[ORIGINAL], written["factor"]) == (original, factor)
@@ -188,7 +188,7 @@ def test_the_original_length_and_the_factor_are_those_that_transformers_takes(ke
 
 def test_of_two_spellings_of_positions_the_old_one_counts_as_in_transformers():
     new, old = {"rope_type": "default", "rope_theta": 7.0}, {"type": "yarn", "factor": 4.0, "rope_theta": 9.0}
-    model = read_config({**LLAMA, "rope_parameters": new, "rope_scaling": old}, "config.json").model
+    model = read_config({**LLAMA, "rope_parameters": new, "rope_scaling": old}, "config.json")[1]
     assert (model.rotary_base, model.rotary_scaling_factor) == (9.0, 4.0)
 
 

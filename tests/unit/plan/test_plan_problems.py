@@ -12,10 +12,9 @@ from ppctl.config.resources import recipes
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.planning import planned
 from ppctl.plan import build_plan, schedule_choice
-from ppctl.plan.config_values import ConfigValues, overrides_text, parse_overrides
 from ppctl.plan.derivation import derive
 from ppctl.plan.schedule_choice import Choice, settled
-from ppctl.plan.violations import Rule, Violation
+from ppctl.plan.violations import ConfigValues, Rule, Violation, overrides_text, parse_overrides
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import in_flight

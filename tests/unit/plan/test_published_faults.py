@@ -7,7 +7,7 @@ from unit_plan import plan
 
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import count_of
-from ppctl.plan.config_values import parse_overrides
+from ppctl.plan.violations import parse_overrides
 
 FAULTS = [
     pytest.param(

@@ -6,8 +6,7 @@ import pytest
 from unit_plan import config_values
 
 from ppctl.plan import build_plan
-from ppctl.plan.rehearsal import UPDATE, Step, kinds_of, peaks_of, replayed, scaled, shortened
-from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.plan.rehearsal import UPDATE, Rehearsal, kinds_of, peaks_of, replayed, scaled, shortened
 from ppctl.records.rehearsal_record import (
     BACKWARD,
     FORWARD,
@@ -145,23 +144,22 @@ def test_a_list_is_replayed_with_what_was_measured_of_its_stages():
     stages = {0: StageMemory(0, 10, 14, 3), 2: StageMemory(2, 20, 5, 8)}
     actions = [Action(F, 0, 0), Action(F, 2, 0), Action(B, 2, 0), Action(B, 0, 0)]
     assert [*replayed(actions, stages)] == [
-        Step(0, 14),
-        Step(1, 30),  # in its forward less than it keeps
-        Step(2, 38),
-        Step(3, 13),
+        (0, 14),
+        (1, 30),  # in its forward less than it keeps
+        (2, 38),
+        (3, 13),
     ]
 
 
 def test_received_messages_stay_in_their_pool():
     stages = {0: StageMemory(0, 10, 10, 3, received=4)}
     actions = [Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)]
-    assert [step.most for step in replayed(actions, stages)] == [14, 24, 23, 17]
+    assert [most for _, most in replayed(actions, stages)] == [14, 24, 23, 17]
 
 
 def test_a_split_backward_frees_with_its_weight_gradients():
     stages = {0: StageMemory(0, 10, 10, 3)}
-    steps = [*replayed([Action(F, 0, 0), Action(I, 0, 0), Action(W, 0, 0)], stages)]
-    assert [(step.index, step.most) for step in steps] == [(0, 10), (2, 13)]
+    assert [*replayed([Action(F, 0, 0), Action(I, 0, 0), Action(W, 0, 0)], stages)] == [(0, 10), (2, 13)]
 
 
 def rehearsal(measured=MEASURED, **values):
@@ -174,7 +172,7 @@ def rehearsal(measured=MEASURED, **values):
         stage = kind.pp_ranks[0]
         memory = replace(measured.stages[0], stage=stage)
         steps = replayed(short.schedule.actions[stage], {stage: memory})
-        top = max(steps, key=lambda step: step.most).index
+        top = max(steps, key=lambda step: step[1])[0]
         moments = (Moment(top, 24 * MIB, 30 * MIB),)
         found.append((kind, replace(measured, rank=kind.ranks[0], stages=(memory,), moments=moments)))
     return Rehearsal(config, plan, short, tuple(found))
