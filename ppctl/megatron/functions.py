@@ -41,10 +41,15 @@ from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, set
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.steps import ForwardStep
 from ppctl.schedule.action import Action, Schedule
-from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.sync_events import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync_events import (
+    checkpoint_flags,
+    forwards_in_flight,
+    sync_of_chunks,
+    sync_of_one_chunk,
+    sync_without_pipelining,
+)
 from ppctl.schedule.verify import verify
 
 

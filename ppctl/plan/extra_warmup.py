@@ -15,7 +15,8 @@ from ppctl.plan.schedule_choice import OVERLAP, Choice
 from ppctl.plan.types import Derived, RankCost
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes
 
 EXTRA = "pipeline.extra_warmup"

@@ -42,7 +42,8 @@ WEIGHT_GRADIENTS = frozenset({B, W})
 """What adds a microbatch's part to the gradients of a stage's weights."""
 LIFE_ENDS = WEIGHT_GRADIENTS
 """What ends the life of a microbatch on a stage: of its forward nothing is needed any more."""
-PASSED_ON = frozenset({F}) | INPUT_GRADIENTS
+_FORWARD = frozenset({F})
+PASSED_ON = _FORWARD | INPUT_GRADIENTS
 """What works on the result of a neighbouring stage, and makes the result that the next one works on."""
 FORWARDS = frozenset({F, SEND_F, RECV_F})
 """A forward, and what brings its input and takes its result on."""
@@ -65,6 +66,14 @@ _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
 
 
+def _groups(pattern: re.Pattern[str], text: str, what: str) -> tuple[str, ...]:
+    """The groups of a text that matches. Raises ScheduleError (PP-E301) for one that is not `what`."""
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise ScheduleError(Problem("PP-E301", f"{text!r} is not {what}"))
+    return match.groups()
+
+
 class Action(NamedTuple):
     """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3.
 
@@ -83,15 +92,8 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Parse torch's spelling, in which a microbatch may be left out: it is 0. Raises ScheduleError on all else."""
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
-            raise ScheduleError(
-                Problem(
-                    "PP-E301",
-                    f"{text!r} is not an action: a stage, an operation ({', '.join(Op)}) and a microbatch, as in 3F12",
-                )
-            )
-        stage, op, mb = match.groups()
+        what = f"an action: a stage, an operation ({', '.join(Op)}) and a microbatch, as in 3F12"
+        stage, op, mb = _groups(_ACTION, text.strip(), what)
         return cls(Op(op), int(stage), -1 if op == Op.REDUCE_GRAD else int(mb or 0))
 
 
@@ -107,10 +109,8 @@ class Pair(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Pair:
         """Parse what `str` prints, and blanks in it. Raises ScheduleError on all else."""
-        match = _OVERLAP.fullmatch(text.strip())
-        if match is None:
-            raise ScheduleError(Problem("PP-E301", f"{text!r} is not a pair of actions, as in (2F1;1B0)OVERLAP_F_B"))
-        return cls(*map(Action.parse, match.groups()))
+        words = _groups(_OVERLAP, text.strip(), "a pair of actions, as in (2F1;1B0)OVERLAP_F_B")
+        return cls(*map(Action.parse, words))
 
 
 _new_action = partial(tuple.__new__, Action)
@@ -138,12 +138,25 @@ class Channel(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Channel:
         """Parse what `str` prints. Raises ScheduleError."""
-        match = _CHANNEL.fullmatch(text)
-        if match is None:
-            raise ScheduleError(
-                Problem("PP-E301", f"{text!r} is not a channel: two pp_ranks and a direction, as in 0->1 F")
-            )
-        return cls(int(match[1]), int(match[2]), match[3])
+        source, target, way = _groups(_CHANNEL, text, "a channel: two pp_ranks and a direction, as in 0->1 F")
+        return cls(int(source), int(target), way)
+
+
+class Edge(NamedTuple):
+    """The way of one stage's results to the next stage of the model on another rank, or of gradients back."""
+
+    channel: Channel
+    send: Op
+    sender: int
+    """The stage that makes the results."""
+    receive: Op
+    receiver: int
+    """The stage that uses them."""
+
+    @property
+    def ops(self) -> frozenset[Op]:
+        """The operations that make the results, and of the receiver those that use them."""
+        return _FORWARD if self.send is SEND_F else INPUT_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +188,11 @@ class Placement:
     def channel(self, action: Action) -> Channel:
         """The channel that a message action travels on."""
         op, stage, _ = action
-        if op is Op.SEND_F:
-            return Channel(self.rank_of(stage), self.rank_of(stage + 1), "F")
-        if op is Op.RECV_F:
-            return Channel(self.rank_of(stage - 1), self.rank_of(stage), "F")
-        if op is Op.SEND_B:
-            return Channel(self.rank_of(stage), self.rank_of(stage - 1), "B")
-        if op is Op.RECV_B:
-            return Channel(self.rank_of(stage + 1), self.rank_of(stage), "B")
-        raise ValueError(f"{action} sends and receives nothing")
+        if op not in MESSAGES:
+            raise ValueError(f"{action} sends and receives nothing")
+        direction, step = ("F", 1) if op in FORWARDS else ("B", -1)
+        source, target = (stage, stage + step) if op in SENDS else (stage - step, stage)
+        return Channel(self.rank_of(source), self.rank_of(target), direction)
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,16 @@ class Schedule:
         """Per stage, whether messages over the edge into it are actions of the lists (never over local edges)."""
         stages = range(1, self.placement.num_stages)
         return (False, *(self.lowered and not self.placement.is_local(s - 1) for s in stages))
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges between ranks, whether or not their messages are in the lists: first all forward ones."""
+        place = self.placement
+        remote = [stage for stage in range(place.num_stages - 1) if not place.is_local(stage)]
+        pairs = [(place.rank_of(stage), place.rank_of(stage + 1), stage) for stage in remote]
+        ahead = [Edge(Channel(a, b, "F"), SEND_F, stage, RECV_F, stage + 1) for a, b, stage in pairs]
+        back = [Edge(Channel(b, a, "B"), SEND_B, stage + 1, RECV_B, stage) for a, b, stage in pairs]
+        return (*ahead, *(edge for edge in back if self.gradient_leaves(edge.sender)))
 
     def gradient_leaves(self, stage: int) -> bool:
         """Whether the gradient of a stage's input is made, and goes to the stage before."""

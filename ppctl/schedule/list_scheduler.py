@@ -92,6 +92,7 @@ class _StepInProgress:
         heappush(self._queue, (at, pp_rank))
 
     def _start(self, pp_rank: int, lane: int, now: float) -> None:
+        """Let a rank work on the next entry of a lane from now on, and look at it again at the end of that."""
         lanes = self.lanes
         self.rows[pp_rank].append(lane)
         self.count[lane] += 1
@@ -104,6 +105,7 @@ class _StepInProgress:
             self._hand_on(lane, target, end)
 
     def _hand_on(self, lane: int, target: int, end: float) -> None:
+        """Send a result that is made at `end` to the lane that uses it, and wake the rank of that lane."""
         channel = self.lanes.line[lane]
         if channel < 0:
             self.ready[target].append(end)
@@ -117,7 +119,12 @@ class _StepInProgress:
             self._wake(receiver, at)
 
 
-class _ByRule(_StepInProgress):
+class OrderByRule(_StepInProgress):
+    """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
+
+    None is `made` where a limit has no room for one microbatch on all stages of its rank.
+    """
+
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
         super().__init__(lanes)
         self.rule = rule
@@ -222,16 +229,14 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
     return room
 
 
-def list_schedule(lanes: Lanes, rule: Rule, limits: Sequence[float]) -> Rows | None:
-    """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
+class WeightsPlaced(_StepInProgress):
+    """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
 
-    None where a limit has no room for one microbatch on all stages of its rank.
+    `late_weights` as in `Rule`. None are `made` where memory would hold an F up for ever, or the step end behind
+    `latest`.
     """
-    return _ByRule(lanes, rule, limits).made()
 
-
-class _InOrder(_StepInProgress):
-    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float) -> None:
+    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> None:
         super().__init__(lanes, latest)
         self.order = [[lane for lane in row if lane % KINDS != 2] for row in rows]
         self.at = [0] * len(rows)
@@ -261,11 +266,3 @@ class _InOrder(_StepInProgress):
         if owed and (full or now + (1.0 - self.late_weights) * lanes.seconds[owed[0]] <= arrival):
             return owed.popleft(), now
         return -1, _NEVER if full else arrival
-
-
-def with_weights_placed(lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> Rows | None:
-    """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
-
-    `late_weights` as in `Rule`. None where memory would hold an F up for ever, or the step end behind `latest`.
-    """
-    return _InOrder(lanes, rows, late_weights, latest).made()

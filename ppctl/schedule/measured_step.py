@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from ppctl.records.json_reader import Count, read
-from ppctl.schedule.action import COMPUTE, PASSED_ON, Op, Placement, Schedule
-from ppctl.schedule.trace import Span, Trace
+from ppctl.schedule.action import COMPUTE, Action, Schedule
+from ppctl.schedule.trace import Span, Trace, makers
 
 _VERSION = 1
 
@@ -122,22 +122,18 @@ class TimeLedger:
 def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> list[TimeLedger]:
     """The ledgers of one pipeline, by pp_rank."""
     trace = step.trace(schedule, pipeline)
-    made = {(op is Op.F, stage, mb): over for _, (op, stage, mb), _, over in trace.spans if op in PASSED_ON}
+    made = makers(trace.spans)
     last = max((span.end for span in trace.spans), default=0.0)
     begin, end = min(rank.begin for rank in step.ranks), max(rank.end for rank in step.ranks)
     own = [[span for span in trace.spans if span.pp_rank == pp_rank] for pp_rank in range(len(pipeline))]
-    return [
-        _ledger(spans, step.ranks[rank], made, last, schedule.placement, begin, end)
-        for spans, rank in zip(own, pipeline, strict=True)
-    ]
+    return [_ledger(spans, step.ranks[rank], made, last, begin, end) for spans, rank in zip(own, pipeline, strict=True)]
 
 
 def _ledger(
     spans: Sequence[Span],
     rank: RankStamps,
-    made: Mapping[tuple[bool, int, int], float],
+    made: Mapping[Action, Span],
     last: float,
-    placement: Placement,
     begin: float,
     end: float,
 ) -> TimeLedger:
@@ -151,15 +147,14 @@ def _ledger(
         clock += passed
         return passed
 
-    for pp_rank, (op, stage, mb), start, over in spans:
-        maker = stage - 1 if op is Op.F else stage + 1
-        sent = made.get((op is Op.F, maker, mb)) if op in PASSED_ON else None
-        if sent is not None and placement.rank_of(maker) != pp_rank and sent > clock:
-            source = placement.rank_of(maker)
-            ledger.waiting[source] = ledger.waiting.get(source, 0.0) + until(min(sent, start))
+    for pp_rank, action, start, over in spans:
+        source = made.get(action)
+        if source is not None and source.pp_rank != pp_rank and source.end > clock:
+            waited = ledger.waiting.get(source.pp_rank, 0.0)
+            ledger.waiting[source.pp_rank] = waited + until(min(source.end, start))
             ledger.messages += until(start)
         ledger.host += until(start)
-        if op in COMPUTE:
+        if action.op in COMPUTE:
             ledger.compute += until(over)
         else:
             ledger.gradients += until(over)

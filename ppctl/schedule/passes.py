@@ -18,15 +18,12 @@ from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
     FORWARDS,
-    INPUT_GRADIENTS,
     MESSAGES,
     PASSED_ON,
-    TIMED,
     Action,
     Channel,
     Op,
     Pair,
-    Placement,
     Schedule,
     grouped,
     lane,
@@ -97,6 +94,7 @@ def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
 
 
 def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ...]:
+    """Return a rank's list in which at most `most` Ws are deferred at any time."""
     owed: deque[Action] = deque()
     ordered: list[Action] = []
     for each in row:
@@ -153,9 +151,9 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
             index += len(actions)
             full += actions
             for op, stage, mb in actions:
-                if (goes := routes.goes[op][stage]) is not None:
+                if (goes := routes.goes.get((op, stage))) is not None:
                     full.append(goes.sends[mb])
-                if (comes := routes.comes[op][stage]) is not None:
+                if (comes := routes.comes.get((op, stage))) is not None:
                     ends[comes.line.channel].free += 1
             for end in ends.values():
                 if end.free and end.due:
@@ -187,53 +185,24 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
     rank's stage behind it.
     """
     place = schedule.placement
-    ahead, back = _made_at(schedule)
-    neighbours = _neighbours_on_rank(place)
+    timed = ((index, *action) for row in schedule.actions for index, action in enumerate(row))
+    made = {(op is Op.F, stage, mb): index for index, op, stage, mb in timed if op in PASSED_ON}
+    beside = dict[tuple[bool, int], int]()
+    for before, after in (pair for pp_rank in range(place.pp) for pair in pairwise(place.stages_of(pp_rank))):
+        beside[True, after], beside[False, before] = before, after
     ready: dict[Action, int] = {}
     for row in schedule.actions:
         used: dict[int, int] = {}
         for op, stage, mb in row:
-            if (comes := routes.comes[op][stage]) is not None:
+            ahead = op is Op.F
+            if (comes := routes.comes.get((op, stage))) is not None:
                 source = comes.line.channel.source
-                made = ahead[stage - 1][mb] if op is Op.F else back[stage + 1][mb]
-                if made > used.get(source, -1):
-                    used[source] = made
-            if (goes := routes.goes[op][stage]) is not None:
+                used[source] = max(used.get(source, -1), made.get((ahead, stage - 1 if ahead else stage + 1, mb), -1))
+            if (goes := routes.goes.get((op, stage))) is not None:
                 receive = goes.receives[mb]
-                before, behind = neighbours[receive.stage]
-                own = -1
-                if op is Op.F and before is not None:
-                    own = ahead[before][mb]
-                elif op is not Op.F and behind is not None:
-                    own = back[behind][mb]
+                own = made.get((ahead, beside.get((ahead, receive.stage), -1), mb), -1)
                 ready[receive] = max(own, used.get(goes.line.channel.target, -1))
     return ready
-
-
-def _made_at(schedule: Schedule) -> tuple[list[list[int]], list[list[int]]]:
-    """By stage and microbatch, the index in its rank's list of the action that makes the stage's activation, and of the
-    one that makes the gradient of its input; -1 where there is none."""
-    ahead, back = ([[-1] * schedule.num_microbatches for _ in range(schedule.placement.num_stages)] for _ in range(2))
-    for row in schedule.actions:
-        for index, (op, stage, mb) in enumerate(row):
-            if op in PASSED_ON:
-                (ahead if op is Op.F else back)[stage][mb] = index
-    return ahead, back
-
-
-def _neighbours_on_rank(place: Placement) -> list[tuple[int | None, int | None]]:
-    """Stage -> the previous and the next stage of the same rank."""
-    before: list[int | None] = []
-    behind: list[int | None] = [None] * place.num_stages
-    last: dict[int, int] = {}
-    for stage in range(place.num_stages):
-        pp_rank = place.rank_of(stage)
-        earlier = last.get(pp_rank)
-        before.append(earlier)
-        if earlier is not None:
-            behind[earlier] = stage
-        last[pp_rank] = stage
-    return list(zip(before, behind, strict=True))
 
 
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:
@@ -279,38 +248,30 @@ class _Route(NamedTuple):
 class _Routes(NamedTuple):
     """(operation, stage) -> the routes of its input and of its result; and the lines."""
 
-    comes: dict[Op, list[_Route | None]]
-    goes: dict[Op, list[_Route | None]]
+    comes: dict[tuple[Op, int], _Route]
+    goes: dict[tuple[Op, int], _Route]
     lines: list[_ChannelMessages]
 
 
 def _routes(schedule: Schedule) -> _Routes:
-    place, count = schedule.placement, schedule.num_microbatches
+    """Return the routes of a schedule's edges, with lines that carry nothing yet."""
+    count = schedule.num_microbatches
     lines: dict[Channel, _ChannelMessages] = {}
-
-    def route(send: Op, sender: int, receive: Op, receiver: int) -> _Route | None:
-        source, target = place.rank_of(sender), place.rank_of(receiver)
-        if source == target or (send is Op.SEND_B and not schedule.gradient_leaves(sender)):
-            return None
-        channel = Channel(source, target, "F" if send is Op.SEND_F else "B")
-        line = lines.setdefault(channel, _ChannelMessages(channel))
-        return _Route(line, lane(send, sender, count), lane(receive, receiver, count))
-
-    edges = list(pairwise(range(place.num_stages)))
-    ahead = [route(Op.SEND_F, before, Op.RECV_F, after) for before, after in edges]
-    back = [route(Op.SEND_B, after, Op.RECV_B, before) for before, after in edges]
-    alone: dict[Op, list[_Route | None]] = dict.fromkeys(TIMED - PASSED_ON, [None] * place.num_stages)
-    comes = {Op.F: [None, *ahead], **{op: [*back, None] for op in INPUT_GRADIENTS}, **alone}
-    goes = {Op.F: [*ahead, None], **{op: [None, *back] for op in INPUT_GRADIENTS}, **alone}
-    return _Routes(comes, goes, list(lines.values()))
+    routes = _Routes({}, {}, [])
+    for edge in schedule.edges:
+        line = lines.setdefault(edge.channel, _ChannelMessages(edge.channel))
+        route = _Route(line, lane(edge.send, edge.sender, count), lane(edge.receive, edge.receiver, count))
+        for op in edge.ops:
+            routes.goes[op, edge.sender] = routes.comes[op, edge.receiver] = route
+    return routes._replace(lines=list(lines.values()))
 
 
 def _sent(schedule: Schedule) -> _Routes:
-    """The routes, with what is sent over their lines."""
+    """Return the routes of a schedule, with the messages of their lines in the order of the lists."""
     routes = _routes(schedule)
     for row in schedule.actions:
         for op, stage, mb in row:
-            if (route := routes.goes[op][stage]) is not None:
+            if (route := routes.goes.get((op, stage))) is not None:
                 route.line.sent.append(route.receives[mb])
     return routes._replace(lines=[line for line in routes.lines if line.sent])
 
@@ -320,14 +281,14 @@ def _costs(schedule: Schedule) -> Costs:
 
 
 def _timed(schedule: Schedule) -> _Routes:
-    """The routes, with what goes over their lines, and when, in a run without limits."""
+    """Return the routes of a schedule, with their messages and the times of these in a simulation without limits."""
     routes = _routes(schedule)
     for _, (op, stage, mb), start, end in simulate(schedule, _costs(schedule)).spans:
-        if (goes := routes.goes[op][stage]) is not None:
+        if (goes := routes.goes.get((op, stage))) is not None:
             line = goes.line
             line.sent.append(goes.receives[mb])
             line.sent_at.append(end)
-        if (comes := routes.comes[op][stage]) is not None:
+        if (comes := routes.comes.get((op, stage))) is not None:
             line = comes.line
             line.used.append(comes.receives[mb])
             line.needed_at.append(start)

@@ -142,6 +142,7 @@ class _Words:
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
+    """Return the schedule on a V whose rows `fill` writes, without the microbatches that do not exist."""
     placement = Placement("v", pp, 2 * pp)
     rows = []
     pairs: list[Pair] = []
