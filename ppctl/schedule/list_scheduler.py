@@ -101,6 +101,8 @@ class _StepInProgress:
         self.latest[pp_rank] += lanes.seconds[lane]
         self._busy_until[pp_rank] = end
         self._wake(pp_rank, end)
+        if lane % KINDS == 1:
+            self.ready[lane + 1].append(end)
         if (target := lanes.goes_to[lane]) >= 0:
             self._hand_on(lane, target, end)
 
@@ -136,9 +138,9 @@ class OrderByRule(_StepInProgress):
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
         """The lane that the rule picks."""
-        forward, next_forward, held_up = self._forward(pp_rank, now)
-        gradient, next_gradient = self._gradient(pp_rank, now)
-        weights = self._weights(pp_rank)
+        forward, next_forward, held_up = self._first(0, pp_rank, now)
+        gradient, next_gradient, _ = self._first(1, pp_rank, now)
+        weights, _, _ = self._first(2, pp_rank, now)
         rule, seconds = self.rule, self.lanes.seconds
         lane = -1
         full = gradient >= 0 and self.held[pp_rank] + self.lanes.grows[gradient] > self.limits[pp_rank]
@@ -159,50 +161,24 @@ class OrderByRule(_StepInProgress):
             self.after_gradient[pp_rank] = lane == gradient
         return lane, now
 
-    def _forward(self, pp_rank: int, now: float) -> tuple[int, float, bool]:
-        """The forward that goes first, when another one arrives, and whether memory holds one up that is there."""
+    def _first(self, kind: int, pp_rank: int, now: float) -> tuple[int, float, bool]:
+        """The lane of F (kind 0), I (1) or W (2) that goes first, -1 for none; when another one can start; and whether
+        memory holds up a forward that could."""
         count, ready, held = self.count, self.ready, self.held[pp_rank]
-        best, best_key, arrives, held_up = -1, 0.0, _NEVER, False
+        best, best_key, later, held_up = -1, 0.0, _NEVER, False
         for stage in self.lanes.stages_of[pp_rank]:
-            lane = KINDS * stage
+            lane = KINDS * stage + kind
             mb = count[lane]
             if mb >= len(ready[lane]):
                 continue
-            arrival = ready[lane][mb]
-            if held > self.room[stage]:
-                held_up = held_up or arrival <= now
-            elif arrival > now:
-                arrives = min(arrives, arrival)
+            at = ready[lane][mb]
+            if kind == 0 and held > self.room[stage]:
+                held_up = held_up or at <= now
+            elif at > now:
+                later = min(later, at)
             elif best < 0 or mb * self.stride + self.offset[lane] < best_key:
                 best, best_key = lane, mb * self.stride + self.offset[lane]
-        return best, arrives, held_up
-
-    def _gradient(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The I that goes first, and when another one arrives."""
-        count, ready = self.count, self.ready
-        best, best_key, arrives = -1, 0.0, _NEVER
-        for stage in self.lanes.stages_of[pp_rank]:
-            lane = KINDS * stage + 1
-            mb = count[lane]
-            if mb >= len(ready[lane]):
-                continue
-            arrival = ready[lane][mb]
-            if arrival > now:
-                arrives = min(arrives, arrival)
-            elif best < 0 or mb * self.stride + self.offset[lane] < best_key:
-                best, best_key = lane, mb * self.stride + self.offset[lane]
-        return best, arrives
-
-    def _weights(self, pp_rank: int) -> int:
-        """The W that goes first among those whose I is done."""
-        count = self.count
-        best, best_key = -1, 0.0
-        for stage in self.lanes.stages_of[pp_rank]:
-            lane = KINDS * stage + 2
-            mb = count[lane]
-            if mb < count[lane - 1] and (best < 0 or mb * self.stride + self.offset[lane] < best_key):
-                best, best_key = lane, mb * self.stride + self.offset[lane]
-        return best
+        return best, later, held_up
 
 
 def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
