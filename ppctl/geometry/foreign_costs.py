@@ -22,7 +22,7 @@ class Growth(NamedTuple):
     """Per pair of tokens of one sequence: such as masks that all share."""
 
     def of(self, sequences: int, length: int) -> float:
-        """For so many sequences of so many tokens."""
+        """Return the number for so many sequences of this length."""
         each = self.token * length + self.pair * length**2
         return self.constant + self.line * length + self.square * length**2 + sequences * each
 
@@ -32,7 +32,7 @@ Peak = tuple[Growth, ...]
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:
-    """The largest of the moments; at least 0."""
+    """Return the bytes of the largest moment of a peak, for so many sequences of this length; at least 0."""
     return max((0.0, *(moment.of(sequences, length) for moment in peak)))
 
 
@@ -88,7 +88,7 @@ class PartCosts(NamedTuple):
         return {"embedding": self.first, "loss": self.last}.get(kind)
 
     def tables_of(self, numbers: Iterable[int], sequences: int, length: int) -> float:
-        """Bytes of these tables, each once."""
+        """Return the bytes of these tables, each counted once."""
         return sum(self.tables[number].of(sequences, length) for number in set(numbers))
 
 

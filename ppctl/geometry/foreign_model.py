@@ -145,7 +145,7 @@ class ForeignModel(NamedTuple):
         return measured_for(self.measured, element, length)
 
     def to_text(self) -> str:
-        """JSON, equal for equal models."""
+        """Return the model as JSON, equal for equal models."""
         data = {"version": VERSION, **self._asdict(), "anatomy": asdict(self.anatomy)}
         return json.dumps(data, separators=(",", ":"))
 

@@ -53,7 +53,7 @@ class MetricsLog(Callback):
         self._run, self._begun = run, False
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add the record."""
+        """Add a record to metrics.jsonl."""
         if not self._begun:
             self._run.drop_metrics_from(record["step"])
         self._begun = True
@@ -222,7 +222,7 @@ def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) 
 
 
 def _broken_connection(cause: BaseException, rank: int, plan: Plan | None) -> tuple[int, ...]:
-    """The global ranks at its two ends."""
+    """Return the global ranks at the two ends of a lost connection; () for any other error."""
     if plan is None or not isinstance(cause, PeerLost):
         return ()
     pipeline = RankGrid(plan.sizes).group_of("pp", rank)

@@ -157,7 +157,7 @@ def _panel(picture: Picture, scale: float) -> Iterator[str]:
 
 
 def _bars(picture: Picture, scale: float, begin: float) -> Iterator[str]:
-    """A bar below the two of every pair."""
+    """Yield the path of a bar below the two blocks of every pair."""
     at: dict[Action, Span] = {span.action: span for span in picture.trace.spans}
     for forward, backward in sorted(picture.trace.pairs):
         left = _LABEL + scale * (at[forward].start - begin) + 2

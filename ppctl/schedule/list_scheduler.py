@@ -137,7 +137,7 @@ class OrderByRule(_StepInProgress):
         self.after_gradient = [False] * lanes.placement.pp
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The lane that the rule picks."""
+        """Return the lane that the rule picks; or -1, and when to ask again."""
         forward, next_forward, held_up = self._first(0, pp_rank, now)
         gradient, next_gradient, _ = self._first(1, pp_rank, now)
         weights, _, _ = self._first(2, pp_rank, now)

@@ -78,7 +78,7 @@ class _File(TypedDict):
 
 
 def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Sequence[_Stamp]) -> RankStamps:
-    """From microseconds."""
+    """Return the stamps of a rank, given in microseconds."""
     timed = [(index, 1e-6 * start, 1e-6 * over) for index, start, over in stamps]
     return RankStamps(1e-6 * begin, 1e-6 * pipeline_end, 1e-6 * agreed, 1e-6 * end, timed)
 
@@ -113,7 +113,7 @@ class TimeLedger:
         return sum(self.rows().values())
 
     def rows(self) -> dict[str, float]:
-        """Name -> seconds, as they are shown."""
+        """The seconds of each row by its name, in the order in which rows are shown."""
         waits = {f"waiting for pp_rank {rank}": seconds for rank, seconds in sorted(self.waiting.items())}
         rest = {name: getattr(self, name) for name in ("messages", "host", "drain", "agreement", "optimizer", "others")}
         return {"compute": self.compute, "gradients": self.gradients, **waits, **rest}

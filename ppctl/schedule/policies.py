@@ -139,7 +139,7 @@ class Policy:
 
     @property
     def chunks_in_words(self) -> str:
-        """Such as `one chunk per rank`."""
+        """The number of chunks in words, such as `one chunk per rank`."""
         number = {1: "one chunk", 2: "two chunks"}.get(self.chunks, f"{self.chunks} chunks")
         return f"{number} per rank" + (", down a V and back up" if self.placement == "v" else "")
 

@@ -101,7 +101,7 @@ class FoundSchedule:
 
     @property
     def best_named(self) -> Named | None:
-        """The fastest of them, if there is one."""
+        """The fastest named schedule that fits, if there is one."""
         return self.named[0] if self.named else None
 
 
@@ -192,7 +192,7 @@ class _OrderSearch:
 
     @property
     def at_bound(self) -> bool:
-        """Whether no step can be shorter."""
+        """Whether the best order takes no longer than the bound, which no order undercuts."""
         return self.value.step <= 1.0
 
     def judge(self, rows: Rows) -> _Value | None:

@@ -121,7 +121,7 @@ class _Words:
         self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
-        """The words of `phase`, that many times."""
+        """Add the actions of the words in `phase`, so many times."""
         for word in phase.split() * times:
             if "+" in word:
                 self.pairs.append(Pair(*map(self._one, word.split("+"))))
