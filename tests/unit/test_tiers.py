@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from soak import MOST_S, START_FOR_S, UNFINISHED, parsed, shard_of
-from tiers import LEFT_TO_TEST_ALL, mark_whole
+from tiers import mark_whole
 
 TESTS = Path(__file__).parents[1]
 
@@ -97,20 +97,23 @@ class Item:
 
 
 def test_what_is_left_to_test_all_is_there() -> None:
-    for name in LEFT_TO_TEST_ALL:
-        file, _, function = name.partition("::")
-        assert re.search(rf"^def {function}\(", (TESTS.parent / file).read_text(), re.MULTILINE), name
+    for line in (TESTS / "left_to_test_all.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            file, _, function = line.removeprefix("!").partition("[")[0].partition("::")
+            assert re.search(rf"^def {function}\(", (TESTS.parent / file).read_text(), re.MULTILINE), line
 
 
-def test_of_a_test_that_is_left_to_test_all_its_smoke_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LEFT_TO_TEST_ALL, "a.py::test_a", {"1"})
-    monkeypatch.setitem(LEFT_TO_TEST_ALL, "a.py::test_b", ())
-    items = [Item(name) for name in ("a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_b", "a.py::test_c")]
-    mark_whole(items, complete=True)  # type: ignore[arg-type]
-    assert [item.marks for item in items] == [[], ["whole"], ["whole"], []]
-    with pytest.raises(pytest.UsageError, match=r"a.py::test_a\[1\]"):
-        mark_whole(items[1:], complete=True)  # type: ignore[arg-type]
-    mark_whole(items[1:], complete=False)  # type: ignore[arg-type]
+def test_of_a_test_that_is_left_to_test_all_its_smoke_stays() -> None:
+    lines = ["# why", "a.py::test_a", "!a.py::test_a[1]", "a.py::test_b[2]", "a.py::test_c"]
+    names = ("a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_b[1]", "a.py::test_b[2]", "a.py::test_c", "a.py::test_d")
+    items = [Item(name) for name in names]
+    mark_whole(items, lines, complete=True)  # type: ignore[arg-type]
+    assert [item.marks for item in items] == [[], ["whole"], [], ["whole"], ["whole"], []]
+    for missing in (0, 3):
+        others = [item for number, item in enumerate(items) if number != missing]
+        with pytest.raises(pytest.UsageError, match=re.escape(names[missing])):
+            mark_whole(others, lines, complete=True)  # type: ignore[arg-type]
+        mark_whole(others, lines, complete=False)  # type: ignore[arg-type]
 
 
 def test_shards_share_all_tests_out_and_none_twice() -> None:
@@ -145,7 +148,7 @@ def test_of_the_soak(n):
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with four tests of the soak, and a tool that ends a call at the first test's end."""
-    for name in ("conftest.py", "helpers/soak.py", "helpers/tiers.py"):
+    for name in ("conftest.py", "helpers/soak.py", "helpers/tiers.py", "left_to_test_all.txt"):
         shutil.copy(TESTS / name, tmp_path)
     shutil.copy(TESTS.parent / ".gitignore", tmp_path)
     (tmp_path / "test_some.py").write_text(SOAKS)
