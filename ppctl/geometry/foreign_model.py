@@ -123,7 +123,7 @@ class ForeignModel(NamedTuple):
     router_logits: RouterLogits | None = None
     """For models whose code adds a loss over the routers of all layers."""
     gradients: int = 0
-    """How many were compared in the proof; 0 where it was made by an older ppctl."""
+    """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
         """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""

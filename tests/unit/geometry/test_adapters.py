@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from ppctl.geometry.adapters import WrongAdapters, read_adapters, with_adapters
-from ppctl.geometry.foreign_model import Adapters, from_json
+from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter
 
 GIVEN = {"rank": "4", "targets": "[q_proj,self_attn.v_proj]"}
@@ -80,10 +80,6 @@ def test_remedies_that_are_typed_in_the_place_of_what_is_wrong_lead_to_adapters(
             break
     assert found.rank == int(said.get("r", found.rank)) and found.targets
     assert said.get("layers_to_transform") in (None, list(found.layers))
-
-
-def test_adapters_of_before_there_were_layers_are_read():
-    assert from_json(Adapters, [3, 5.0, ["q_proj"]]) == Adapters(3, 5.0, ("q_proj",))
 
 
 def test_a_layers_weights_are_frozen_and_adapters_stand_behind_theirs():
