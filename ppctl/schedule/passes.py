@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -53,9 +53,8 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     if capacity < 1:
         message = f"a channel of capacity {capacity} carries nothing: its receiver must be able to post one receive"
         raise ScheduleError(Problem("PP-E308", message, "pipeline.p2p_capacity=1"))
-    return add_messages(
-        place_gradient_sync(schedule), dict.fromkeys((line.channel for line in _sent(schedule).lines), capacity)
-    )
+    channels = (line.channel for line in _routes(schedule, _in_lists(schedule)).lines)
+    return add_messages(place_gradient_sync(schedule), dict.fromkeys(channels, capacity))
 
 
 def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
@@ -134,7 +133,7 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
     earlier. On a GPU a posted receive is a running kernel: the first launch of another kernel and a retry of the
     allocator wait until the device is idle, and so for the message. No message is placed between the actions of a pair.
     """
-    routes = _sent(schedule)
+    routes = _routes(schedule, _in_lists(schedule))
     slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}
     ready = _first_of_use(schedule, routes)
     rows: list[tuple[Action, ...]] = []
@@ -212,7 +211,8 @@ def least_capacities(schedule: Schedule) -> dict[Channel, int]:
     wait for an older one, and no message would come later than it is needed. Linear in the schedule's length for each
     capacity tried; those are few, since they double until one will do. Raises ScheduleError if the schedule hangs.
     """
-    return {line.channel: _least_capacity(line) for line in _timed(schedule).lines}
+    timed = ((action, start, end) for _, action, start, end in simulate(schedule, _costs(schedule)).spans)
+    return {line.channel: _least_capacity(line) for line in _routes(schedule, timed).lines}
 
 
 @dataclass(slots=True, eq=False)
@@ -253,8 +253,8 @@ class _Routes(NamedTuple):
     lines: list[_ChannelMessages]
 
 
-def _routes(schedule: Schedule) -> _Routes:
-    """Return the routes of a schedule's edges, with lines that carry nothing yet."""
+def _routes(schedule: Schedule, timed: Iterable[tuple[Action, float, float]]) -> _Routes:
+    """The routes of a schedule, with the messages that these actions (action, start, end) send and use, and when."""
     count = schedule.num_microbatches
     lines: dict[Channel, _ChannelMessages] = {}
     routes = _Routes({}, {}, [])
@@ -263,37 +263,24 @@ def _routes(schedule: Schedule) -> _Routes:
         route = _Route(line, lane(edge.send, edge.sender, count), lane(edge.receive, edge.receiver, count))
         for op in edge.ops:
             routes.goes[op, edge.sender] = routes.comes[op, edge.receiver] = route
-    return routes._replace(lines=list(lines.values()))
+    for (op, stage, mb), start, end in timed:
+        if (goes := routes.goes.get((op, stage))) is not None:
+            goes.line.sent.append(goes.receives[mb])
+            goes.line.sent_at.append(end)
+        if (comes := routes.comes.get((op, stage))) is not None:
+            comes.line.used.append(comes.receives[mb])
+            comes.line.needed_at.append(start)
+            comes.line.used_at.append(end)
+    return routes._replace(lines=[line for line in lines.values() if line.sent])
 
 
-def _sent(schedule: Schedule) -> _Routes:
-    """Return the routes of a schedule, with the messages of their lines in the order of the lists."""
-    routes = _routes(schedule)
-    for row in schedule.actions:
-        for op, stage, mb in row:
-            if (route := routes.goes.get((op, stage))) is not None:
-                route.line.sent.append(route.receives[mb])
-    return routes._replace(lines=[line for line in routes.lines if line.sent])
+def _in_lists(schedule: Schedule) -> Iterator[tuple[Action, float, float]]:
+    """All actions in the order of the lists, without times."""
+    return ((action, 0.0, 0.0) for row in schedule.actions for action in row)
 
 
 def _costs(schedule: Schedule) -> Costs:
     return Costs.uniform(schedule.placement.num_stages, FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS)
-
-
-def _timed(schedule: Schedule) -> _Routes:
-    """Return the routes of a schedule, with their messages and the times of these in a simulation without limits."""
-    routes = _routes(schedule)
-    for _, (op, stage, mb), start, end in simulate(schedule, _costs(schedule)).spans:
-        if (goes := routes.goes.get((op, stage))) is not None:
-            line = goes.line
-            line.sent.append(goes.receives[mb])
-            line.sent_at.append(end)
-        if (comes := routes.comes.get((op, stage))) is not None:
-            line = comes.line
-            line.used.append(comes.receives[mb])
-            line.needed_at.append(start)
-            line.used_at.append(end)
-    return routes._replace(lines=[line for line in routes.lines if line.sent])
 
 
 def _least_capacity(line: _ChannelMessages) -> int:
