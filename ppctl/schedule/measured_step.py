@@ -125,8 +125,10 @@ def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> 
     made = makers(trace.spans)
     last = max((span.end for span in trace.spans), default=0.0)
     begin, end = min(rank.begin for rank in step.ranks), max(rank.end for rank in step.ranks)
-    own = [[span for span in trace.spans if span.pp_rank == pp_rank] for pp_rank in range(len(pipeline))]
-    return [_ledger(spans, step.ranks[rank], made, last, begin, end) for spans, rank in zip(own, pipeline, strict=True)]
+    return [
+        _ledger(spans, step.ranks[rank], made, last, begin, end)
+        for spans, rank in zip(trace.rows(), pipeline, strict=True)
+    ]
 
 
 def _ledger(

@@ -42,6 +42,13 @@ class Trace:
     pairs: frozenset[Pair] = frozenset()
     """The pairs of the schedule that ran."""
 
+    def rows(self) -> list[list[Span]]:
+        """The spans of every pp_rank, in their order."""
+        rows: list[list[Span]] = [[] for _ in range(self.pp)]
+        for span in self.spans:
+            rows[span.pp_rank].append(span)
+        return rows
+
     def to_json(self) -> dict[str, Any]:
         """`{"pp": 2, "spans": [[0, "0F0", 0.0, 1.5], ...]}`, and `"pairs": ["(2F1;1B0)OVERLAP_F_B"]` if any."""
         pairs = {"pairs": [str(pair) for pair in sorted(self.pairs)]} if self.pairs else {}
@@ -63,21 +70,13 @@ def step_time(trace: Trace) -> float:
 
 def longest_span(trace: Trace) -> float:
     """Seconds from the first action's start to the last one's end on the pp_rank where that is longest."""
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for pp_rank, _, start, end in trace.spans:
-        first.setdefault(pp_rank, start)
-        last[pp_rank] = end
-    return max((last[pp_rank] - start for pp_rank, start in first.items()), default=0.0)
+    return max((row[-1].end - row[0].start for row in trace.rows() if row), default=0.0)
 
 
 def bubble_rate(trace: Trace) -> float:
     """1 - (time in F, B, I, W of the busiest pp_rank) / the longest span of one: the bubble of arXiv 2401.10241."""
     longest = longest_span(trace)
-    spans: dict[int, list[Span]] = {}
-    for span in trace.spans:
-        spans.setdefault(span.pp_rank, []).append(span)
-    return max(0.0, 1.0 - max(map(busy_time, spans.values())) / longest) if longest > 0 else 0.0
+    return max(0.0, 1.0 - max(map(busy_time, trace.rows())) / longest) if longest > 0 else 0.0
 
 
 def busy_time(spans: Iterable[Span]) -> float:
