@@ -106,7 +106,7 @@ _BYTES_OF_PARTS = ("tables", "before", "first", "last", "layers")
 
 
 def _scaled(costs: Any, factor: float) -> Any:
-    """The same costs with `factor` times the bytes, of which there are as many as a number is wide."""
+    """Return the costs with `factor` times the bytes, which grow with the width of a number."""
     if isinstance(costs, Growth):
         return Growth(*(factor * value for value in costs))
     if isinstance(costs, LayerCost | PartCosts):

@@ -143,15 +143,13 @@ class Channel(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The way of one stage's results to the next stage of the model on another rank, or of gradients back."""
+    """The way of a stage's results, activations or gradients, to a neighbouring stage on another rank."""
 
     channel: Channel
     send: Op
     sender: int
-    """The stage that makes the results."""
     receive: Op
     receiver: int
-    """The stage that uses them."""
 
     @property
     def ops(self) -> frozenset[Op]:
@@ -240,9 +238,8 @@ class Schedule:
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """The edges between ranks, whether or not their messages are in the lists: first all forward ones."""
-        place = self.placement
-        remote = [stage for stage in range(place.num_stages - 1) if not place.is_local(stage)]
-        pairs = [(place.rank_of(stage), place.rank_of(stage + 1), stage) for stage in remote]
+        ranks = map(self.placement.rank_of, range(self.placement.num_stages))
+        pairs = [(a, b, stage) for stage, (a, b) in enumerate(pairwise(ranks)) if a != b]
         ahead = [Edge(Channel(a, b, "F"), SEND_F, stage, RECV_F, stage + 1) for a, b, stage in pairs]
         back = [Edge(Channel(b, a, "B"), SEND_B, stage + 1, RECV_B, stage) for a, b, stage in pairs]
         return (*ahead, *(edge for edge in back if self.gradient_leaves(edge.sender)))
@@ -277,13 +274,10 @@ class Schedule:
         name: str = "csv",
         placement: Placement | None = None,
         num_microbatches: int | None = None,
-        capacities: Mapping[Channel, int] | None = None,
-        batched: bool = False,
     ) -> Schedule:
         """Read one line per pp_rank, in torch's spelling; empty cells, UNSHARD and RESHARD are ignored.
 
         A cell with an overlapped forward and backward, `(2F1;1B0)OVERLAP_F_B`, becomes two actions and one of `pairs`.
-
         Without `placement` the rows determine which rank owns which stage (loop or V); without `num_microbatches` the
         largest microbatch does. Raises ScheduleError with every bad cell. The schedule is not verified.
         """
@@ -296,9 +290,8 @@ class Schedule:
             placement = _placement_of(rows)
         elif len(rows) != placement.pp:
             raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows for pp {placement.pp}: one row per pp_rank"))
-        if num_microbatches is None:
-            num_microbatches = 1 + max((action.mb for row in rows for action in row), default=0)
-        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {}, batched, pairs)
+        count = num_microbatches or 1 + max((action.mb for row in rows for action in row), default=0)
+        return cls(name, placement, count, tuple(map(tuple, rows)), pairs=pairs)
 
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
