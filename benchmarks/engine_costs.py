@@ -18,9 +18,9 @@ Row = Sequence[Span]
 """One rank's spans, in its order."""
 
 
-def usual_message(rows: Iterable[Row], where: Placement) -> tuple[float, dict]:
+def usual_message(rows: Iterable[Row]) -> tuple[float, dict]:
     """(seconds of a message, by channel where a rank stood idle for one): from the end of an action to the next one."""
-    messages = message_times([[span for row in rows for span in row]], where)
+    messages = message_times([[span for row in rows for span in row]])
     return (statistics.median(messages.values()) if messages else 0.0), messages
 
 
@@ -41,7 +41,7 @@ def measured_costs(rows: Sequence[Row], where: Placement) -> Costs:
         behind = between if op in PASSED_ON else 0.0
         return [statistics.fmean(each) + behind if each else 0.0 for each in found]
 
-    usual, messages = usual_message(rows, where)
+    usual, messages = usual_message(rows)
     return Costs(
         mean(Op.F),
         mean(Op.B),

@@ -43,8 +43,8 @@ from ppctl.runs.heartbeat import HeartbeatFile
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.simulate import Costs, simulate, step_time
-from ppctl.schedule.trace import message_times
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import message_times, step_time
 
 CPU = torch.device("cpu")
 
@@ -254,7 +254,7 @@ def bubbles(harness: Harness, contender: Ppctl, seconds: float) -> dict[str, flo
 
 def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl, steps: int = 3) -> int:
     """extra_warmup=auto as a plan chooses it, from what `ppctl train` measures: times of stages and messages."""
-    cell, where = harness.cell, plain.schedule.placement
+    cell = harness.cell
     measured, traces = {}, []
     for _ in range(steps):
         forget_gradients(plain.modules)
@@ -265,7 +265,7 @@ def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl, steps: int 
         for forward, backward, _ in rows:
             measured |= {stage: (forward[stage], backward[stage]) for stage in forward}
         traces.append([span for *_, spans in rows for span in spans])
-    messages = message_times(traces, where)
+    messages = message_times(traces)
     usual = statistics.median(messages.values()) if messages else 0.0
     costs = Costs(*([measured[s][half] for s in sorted(measured)] for half in (0, 1)), message=usual, messages=messages)
     return least_warmup(simulated_steps(cell.pp, costs, partial(compute_only, cell)))

@@ -75,7 +75,7 @@ class CheckpointDifferences:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether both checkpoints have the same tensors with the same bits."""
         return not (self.missing or self.new or self.different)
 
 

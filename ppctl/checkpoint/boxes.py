@@ -25,17 +25,17 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Shape) -> Box:
-        """All of a tensor."""
+        """Return the box of a whole tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
     def size(self) -> int:
-        """Elements; of a number, one."""
+        """The number of elements; 1 for a tensor without dims."""
         return prod(self.shape)
 
     @property
     def end(self) -> Shape:
-        """Behind the last element of each dim."""
+        """The index behind the last element on each dim."""
         return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
 
     def within(self, origin: Shape) -> tuple[slice, ...]:

@@ -175,7 +175,7 @@ class LocalCopies:
             self._exchange(self.own.text(), used.bytes)
 
     def _make_room(self) -> bool:
-        """Whether the neighbour's copy is there already."""
+        """Map the memory for a neighbour's copy; returns whether it has that copy already."""
         assert self._kept_of is not None
         size = self.survey.sizes[self._kept_of]
         try:
@@ -188,7 +188,7 @@ class LocalCopies:
         return self._kept.record.exists()
 
     def forget(self) -> None:
-        """From now on this rank's own copy changes."""
+        """Delete the record of this rank's own copy, whose values are about to change."""
         self.own.forget()
 
     def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
@@ -238,7 +238,7 @@ def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tu
 
 
 def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
-    """Wait for a copy; its record."""
+    """Receive a copy: its values into `values`; returns the bytes of its record."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, of, group=ranks.group, tag=0)
     if not 0 < int(size) <= _PIECE:

@@ -48,7 +48,7 @@ class LocalRecord:
 
     @staticmethod
     def of(text: bytes) -> LocalRecord:
-        """The record in a text. Raises ValueError."""
+        """Read the bytes of a record. Raises ValueError."""
         return read(LocalRecord, parse(text))
 
 
@@ -60,11 +60,11 @@ class LocalCopy:
         self.values, self.record = (directory / f"rank-{rank:05}{'.kept' * kept}.{end}" for end in ("values", "json"))
 
     def forget(self) -> None:
-        """From now on there is none: its values change."""
+        """Delete the record, and with it the copy: its values are about to change."""
         private_files.remove(self.record)
 
     def keep(self, text: bytes) -> None:
-        """The values are whole, and this is their record. Raises OSError."""
+        """Write the record of values that are whole again. Raises OSError."""
         private_files.write(self.record, text)
 
     def text(self) -> bytes:
@@ -78,7 +78,7 @@ class LocalCopy:
         return False
 
     def mapped(self) -> mmap:
-        """Its values. Raises OSError, and ValueError where there are none."""
+        """Map the file of its values. Raises OSError, and ValueError where it is empty."""
         with open(private_files.open_file(self.values, os.O_RDWR), "r+b") as file:
             return mmap(file.fileno(), 0)
 
@@ -86,7 +86,7 @@ class LocalCopy:
 def record_text(
     step: int, world: int, start: str, parts: Sequence[TensorPart], state: bytes, memory: memoryview
 ) -> bytes:
-    """The record of values in `memory`."""
+    """Return the bytes of the record of a copy whose values lie in `memory`."""
     record = LocalRecord(step, start, _digest(world, parts), state.decode(), list(digests_of(memory)))
     return json.dumps(asdict(record)).encode()
 
@@ -165,7 +165,7 @@ class Seen(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Copies of one step and start, of all ranks."""
+    """The copies that a start uses: of one step and one start, one for every rank."""
 
     step: int
     start: str
@@ -277,7 +277,7 @@ def latest_of_others(seen: Sequence[Seen]) -> int:
 
 
 def _fits(copy: HostCopy, seen: Sequence[Seen]) -> bool:
-    """Whether a copy is of what its rank holds now."""
+    """Whether a copy has the parts that its rank holds now."""
     return copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
 
 

@@ -75,11 +75,11 @@ class ShardRecord:
 
     @property
     def box(self) -> Box:
-        """Which elements of the tensor these are."""
+        """The box of the tensor that this part has."""
         return Box(self.offset, self.shape)
 
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks, in the order of the file."""
+        """Yield the chunks of this part in the order of its file."""
         begin, end = self.bytes
         for number, digest in enumerate(self.digests):
             first = begin + number * CHUNK
@@ -203,7 +203,7 @@ def digests_of(data: memoryview) -> tuple[str, ...]:
 
 
 def record_whole(data: bytes) -> FileRecord:
-    """The record of a file that holds no tensors."""
+    """Return the record of a file without tensors, all of whose bytes are under its digest."""
     return FileRecord(len(data), len(data), xxh3_128(data).hexdigest())
 
 
@@ -227,7 +227,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def checked_manifest(path: Path, text: bytes) -> Manifest:
-    """`read_manifest` where the text has been read."""
+    """Return the manifest of a text that was read from the checkpoint at `path`. Raises as `read_manifest`."""
     try:
         manifest = Manifest.from_text(text)
     except OtherFormat as other:
@@ -332,7 +332,7 @@ def _lost(manifest: Manifest, file: str, size: int) -> str:
 
 
 def changed(file: str, begin: int, end: int, tensor: str) -> str:
-    """The fault of a chunk whose digest differs."""
+    """Return the words for a chunk whose digest differs."""
     return f"{file} has changed since it was written: bytes {begin} to {end}, of {tensor} (their {DIGEST} differs)"
 
 

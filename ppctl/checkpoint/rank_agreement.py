@@ -75,5 +75,5 @@ class AgreeingRanks:
 
 
 def _outcome(kind: Any) -> Any:
-    """The annotation of problems, or a value."""
+    """Return the annotation of a rank's outcome: its problems, or a value of this annotation."""
     return tuple[tuple[Problem, ...], Optional[kind]]  # noqa: UP045 - `kind | None` is no annotation where it is None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ppctl.checkpoint.boxes import Box
@@ -54,14 +53,14 @@ class CheckpointReader(ChunkReader):
             out[piece.place].copy_(values[piece.taken])
 
 
-def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
     """Fill the shards in place from the checkpoint at `path`; called by all ranks together; returns the saved state.
 
     Each rank brings what it owns now. Raises CheckpointError on every rank if the checkpoint is missing or damaged, if
     the ranks together lack a tensor of it, or a part of one, or want one that it lacks, or if a shape or dtype differs.
     All but damaged values is found before the first tensor is filled.
     """
-    ranks = AgreeingRanks(process_group)
+    ranks = AgreeingRanks(None)
     what, held = f"read the checkpoint {path}", list(shards)
 
     def fit(wanted: list[bytes]) -> tuple[bytes, dict[str, Any]]:

@@ -69,7 +69,7 @@ class RunState(TypedDict, total=False):
 
 
 def state_text(state: Mapping[str, Any]) -> bytes:
-    """The content of `state.json`."""
+    """Return the bytes of `state.json`."""
     return (json.dumps(dict(state), indent=1) + "\n").encode()
 
 

@@ -236,7 +236,7 @@ class BackgroundSaver:
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
     def close(self) -> None:
-        """No save follows: the writer may end."""
+        """Close the connection to the writer; no save may follow."""
         self._writer.close()
 
     def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:

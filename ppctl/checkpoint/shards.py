@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
     @property
     def part(self) -> TensorPart:
-        """The box without its values."""
+        """The part of the tensor that this shard is, without values."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return TensorPart(self.name, tuple(self.shape), dtype, Box(tuple(self.offset), tuple(self.tensor.shape)))
 
@@ -94,7 +94,7 @@ class HostMemory:
 
     @torch.no_grad()
     def fill(self, shards: Sequence[Shard]) -> None:
-        """Copy back into shards of the same parts."""
+        """Copy the values in this memory into shards of the same parts."""
         for own, shard in zip(self._copies, shards, strict=True):
             shard.tensor.copy_(own)
 

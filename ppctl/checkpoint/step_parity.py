@@ -48,7 +48,7 @@ class Handed(NamedTuple):
 
     @property
     def action(self) -> str:
-        """Such as `3F12`."""
+        """The action that handed it on, such as `3F12`."""
         return f"{self.stage}{'F' if self.forward else 'B'}{self.microbatch}"
 
 
@@ -178,7 +178,7 @@ class Side(NamedTuple):
 
 
 class ActionDifference(NamedTuple):
-    """The first thing handed on that differs."""
+    """The first message between stages, or loss, that differs."""
 
     action: str
     stage: int
@@ -189,7 +189,7 @@ class ActionDifference(NamedTuple):
 
 
 class ParameterDifference(NamedTuple):
-    """A gradient that differs."""
+    """A parameter whose gradient differs between two runs."""
 
     name: str
     stage: int
@@ -223,7 +223,7 @@ class StepDifferences:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs beyond what may."""
+        """Whether nothing differs by more than the tolerance."""
         return self.action is None and not (self.parameters or self.missing or self.unlike)
 
 

@@ -66,7 +66,7 @@ class TensorPart(NamedTuple):
 
 
 def text_of(shape: tuple[int, ...], dtype: str) -> str:
-    """Return `float32[4, 8]`."""
+    """Return the text of a shape and a dtype, such as `float32[4, 8]`."""
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
@@ -95,6 +95,7 @@ def ranges(names: Iterable[str]) -> list[str]:
 
 
 def _spans(numbers: list[int]) -> str:
+    """Return `{4-7,9}` of sorted numbers; a single number as it is."""
     if len(numbers) == 1:
         return str(numbers[0])
     spans: list[list[int]] = []
@@ -138,7 +139,7 @@ def values_in(memory: memoryview, parts: Sequence[TensorPart]) -> Values:
 
 
 class Writers(NamedTuple):
-    """Which rank writes which part."""
+    """The ranks that write, and the ranks that hold, each part."""
 
     own: tuple[bytes, ...]
     """For each rank: for each of its parts, in order, 1 where it writes it."""

@@ -31,7 +31,7 @@ READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
 
 
 class Verified(NamedTuple):
-    """A checkpoint that was looked at."""
+    """The result of `examine`."""
 
     manifest: Manifest
     problems: list[Problem]

@@ -122,7 +122,7 @@ class NodeWriter:
         return work(*arguments)
 
     def close(self) -> None:
-        """Let the writer go: no call follows."""
+        """Close the connection to the writer: no call follows."""
         if self._connection is not None:
             with suppress(OSError):  # what did not reach it is lost with it
                 self._connection.close()
@@ -216,18 +216,18 @@ def _exactly(of: BufferedRWPair, length: int) -> bytes:
 
 
 class _Connections:
-    """How many are connected: the process ends when the last one leaves after a rank has come."""
+    """The number of open connections: the process ends when the last one closes after a rank has been served."""
 
     def __init__(self) -> None:
         self._lock, self._count, self.has_served = Lock(), 0, False
 
     def begin(self) -> None:
-        """One more."""
+        """Count a new connection."""
         with self._lock:
             self._count += 1
 
     def end(self) -> None:
-        """One less."""
+        """Count a closed connection."""
         with self._lock:
             self._count -= 1
             if self._count == 0 and self.has_served:

@@ -19,10 +19,10 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Placement, Schedule
 from ppctl.schedule.compare import PolicyFigures, compare
+from ppctl.schedule.lane_orders import Task, placements, unit_of_memory
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import AUTO, make_schedule, schedule_policy
 from ppctl.schedule.search import FoundSchedule, find_best
-from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time

@@ -183,7 +183,7 @@ class SeenStep(NamedTuple):
 
 def report(seen: SeenStep) -> dict[str, Any]:
     """The step as values, seconds."""
-    path = critical_path(seen.plan.schedule, seen.trace)
+    path = critical_path(seen.trace)
     simulated, changes = stage_changes(seen.plan.schedule, measured_costs(seen.trace, seen.plan.schedule))
     return {
         "step": seen.step,

@@ -27,19 +27,19 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class ModuleCut:
-    """The modules of every part. Parts are in model order; what has nothing that is saved runs on every stage."""
+    """The modules of every part, in model order. Modules without parameters or saved buffers run on all stages."""
 
     parts: tuple[tuple[str, ...], ...]
-    """Modules with parameters or saved buffers, by name."""
+    """The names of the modules with parameters or saved buffers."""
     inner: str = ""
-    """The inner model: the one child that holds several of these modules and is no container; "" without one."""
+    """The name of the inner model, the one child that holds several of these modules and is no container; or ""."""
 
     @cached_property
     def _parts_by_name(self) -> dict[str, int]:
         return {name: part for part, names in enumerate(self.parts) for name in names}
 
     def part_of(self, path: str) -> int | None:
-        """The part that holds a module, at or below a named one; None for what is on every stage."""
+        """The part with the module at this path, or with a module around it; None for modules of every stage."""
         while path:
             if path in self._parts_by_name:
                 return self._parts_by_name[path]
@@ -47,17 +47,17 @@ class ModuleCut:
         return None
 
     def forward_around(self, path: str) -> str:
-        """Whose forward calls a module: that of the inner model, or "" for the model's own."""
+        """The name of the module whose forward calls the one at this path: the inner model, or "" for the model."""
         return self.inner if self.inner and f"{path}.".startswith(f"{self.inner}.") else ""
 
     @property
     def inner_parts(self) -> list[int]:
-        """The parts that hold something of the inner model, in order."""
+        """The parts with modules of the inner model, in order."""
         return [k for k, names in enumerate(self.parts) if any(map(self.forward_around, names))]
 
 
 UNCUT = ModuleCut(())
-"""No cut: all modules are everywhere."""
+"""The cut of a model that is not divided: every module is on every stage."""
 
 
 def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
@@ -71,19 +71,19 @@ def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
 
 
 def saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module itself that a state dict has."""
+    """Yield the parameters and saved buffers of a module, without those of its children, by name."""
     yield from ((key, tensor) for key, tensor in module._parameters.items() if tensor is not None)
     yield from saved_buffers(module)
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a module itself that a state dict has."""
+    """Yield the buffers of a module that its state dict has, without those of its children, by name."""
     transient = module._non_persistent_buffers_set
     yield from ((k, buffer) for k, buffer in module._buffers.items() if buffer is not None and k not in transient)
 
 
 def further_names(model: nn.Module) -> dict[str, str]:
-    """For parameters with several names: each further one, and the first."""
+    """Return every further name of a shared parameter with its first name."""
     owners: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     pairs = {name: owners.setdefault(id(parameter), name) for name, parameter in named}
@@ -129,6 +129,7 @@ def _unknown(name: str, part: int, modules: dict[str, nn.Module]) -> Problem:
 
 
 def _twice(parts: Sequence[Sequence[str]]) -> list[Problem]:
+    """Return the problems of modules that are named twice, by themselves or inside a module of another part."""
     problems = []
     counts = Counter(name for part in parts for name in part)
     for name, count in counts.items():
@@ -146,7 +147,7 @@ def _twice(parts: Sequence[Sequence[str]]) -> list[Problem]:
 
 
 def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
-    """Modules under two names: two stages would call one module."""
+    """Return the problems of modules that have two names: two stages would call one module."""
     first: dict[int, str] = {}
     problems = []
     for path, module in modules.items():
@@ -159,7 +160,7 @@ def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
 
 
 def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
-    """Parameters and saved buffers that no part holds."""
+    """Return a problem that names the parameters and saved buffers that no part holds; none where all are held."""
     lost = [
         f"{path}.{key}" if path else key
         for path, module in modules.items()
@@ -178,6 +179,7 @@ def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
 
 
 def _inner(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> str:
+    """Return the name of the inner model (`ModuleCut.inner`)."""
     names = [name for part in parts for name in part]
     paths = []
     for path, module in modules.items():
@@ -188,7 +190,7 @@ def _inner(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> str
 
 
 def _units(module: nn.Module, prefix: str = "") -> list[str]:
-    """The modules that a cut can fall between: children, and those of containers one by one."""
+    """Return the names of the smallest modules that an even cut keeps whole: children, and members of containers."""
     units = []
     for name, child in module.named_children():
         if any(True for each in child.modules() for _ in saved(each)):
@@ -198,7 +200,7 @@ def _units(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _proposal(model: Any, pp: int) -> str:
-    """An even cut that can be pasted; where there are too few modules, what is there."""
+    """Return an even cut to paste; for a model with fewer modules than ranks, the names of its modules."""
     units = _units(model)
     if len(units) < pp:
         return f"at most as many ranks as it has modules with parameters: {', '.join(units)}"

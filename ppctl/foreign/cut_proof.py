@@ -96,7 +96,7 @@ def _in_place(place: torch.device, each: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """One forward of a whole model without values."""
+    """A forward of a whole model on tensors without values, which can be run on meta or on a device."""
 
     cut: ModuleCut
     arguments: Arguments
@@ -205,12 +205,12 @@ class _Watch(TorchDispatchMode):
             self._hooks.append(modules[name].register_forward_hook(behind))
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model, which is then as it was before."""
         for hook in self._hooks:
             hook.remove()
 
     def conclude(self) -> None:
-        """Raise ConfigError with what was found."""
+        """Raise ConfigError with the first problem that was found, if there is one."""
         called = self.forms.keys()
         for part, names in enumerate(self.watched):
             lost = [name for name in names if name not in called]

@@ -86,13 +86,13 @@ class CutStage(nn.Module):
         return {f"{path}.{key}": each for path, module in modules for key, each in saved_buffers(module)}
 
     def holds(self, path: str) -> bool:
-        """Whether the module with this name computes on this stage, as what has nothing that is saved does on each."""
+        """Whether the module with this name computes on this stage: one of its own, or without anything saved."""
         return self.cut.part_of(path) in (None, self.number)
 
     # --- what is replaced --------------------------------------------------------------------------------------------
 
     def _left(self, arrived: Tensor | None, run: Forward) -> Any:
-        """The result of a forward of the whole model, or what it has when it leaves this stage."""
+        """Run a forward of the whole model; returns the tensors at the cut behind this stage, else its result."""
         self._arrived, self._entered = arrived, arrived is None
         try:
             return run()
@@ -130,11 +130,11 @@ class CutStage(nn.Module):
         target.forward = self._behind if part > self.number else self._before(name, target)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        """The forward of an own module."""
+        """Return the forward that an own module has on this stage."""
         return partial(self._run_own, forward)
 
     def _before(self, name: str, module: nn.Module) -> Forward:
-        """The forward of a module of an earlier stage."""
+        """Return the forward that a module of an earlier stage has on this one."""
         return partial(self._stand_in, name)
 
     def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
@@ -146,7 +146,7 @@ class CutStage(nn.Module):
         return forward(*positional, **named)
 
     def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
-        """Return something of the form of an earlier module's result, whose values nobody reads."""
+        """Return zeros of the form of an earlier module's result, or what arrived where that form is not known."""
         if name not in self.forms:
             return self._arrived
         device = None if self._arrived is None else self._arrived.device
@@ -155,11 +155,11 @@ class CutStage(nn.Module):
         )
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
-        """The forward of a module of a later stage: what it would read is this stage's result."""
+        """Leave the stage where a module of a later one is called: its first tensor is this stage's result."""
         raise Departed(first_tensor((positional, named)))
 
     def _inside(self, forward: Forward, *positional: Any, **named: Any) -> Any:
-        """The inner model's forward, given hidden states by the model's own."""
+        """Run the inner model's forward, whose first tensor has arrived unless this stage has its first part."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
 
@@ -179,7 +179,7 @@ def first_tensor(arguments: Arguments) -> Tensor:
 
 
 def with_first_tensor(arguments: Arguments, state: Tensor) -> Arguments:
-    """The arguments with another first tensor."""
+    """Return the arguments with `state` in the place of their first tensor."""
     positional, named = arguments
     for place, value in enumerate(positional):
         if isinstance(value, Tensor):
@@ -189,7 +189,7 @@ def with_first_tensor(arguments: Arguments, state: Tensor) -> Arguments:
 
 
 def with_first_argument(arguments: Arguments, state: Tensor) -> Arguments:
-    """The arguments with another first one."""
+    """Return the arguments with `state` in the place of the first one, whether or not that is a tensor."""
     positional, named = arguments
     if positional:
         return (state, *positional[1:]), named
@@ -210,13 +210,14 @@ def _remove(model: nn.Module, name: str) -> None:
 def copied(
     model: nn.Module, device: torch.device, uses: Collection[str] = (), cut: ModuleCut = UNCUT, number: int = 0
 ) -> nn.Module:
-    """The model's tree of modules, whose tensors are on a device: of a part of a cut, its own alone.
+    """Copy a model's tree of modules with its tensors on a device; hooks are copied as well.
 
-    `uses` get parameters of their own.
+    Of a part of a `cut` its own tensors alone are copied: all others become one NaN each, spread over their shape.
+    Tensors that lie on the device stay the same objects, except the parameters named in `uses`.
     """
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    twin = copy.deepcopy(model, {id(tensor): _Uncopied() for tensor in tensors})
+    twin = copy.deepcopy(model, {id(tensor): _UNCOPIED for tensor in tensors})
     moved: dict[int, Tensor] = {}
     for path, module in twin.named_modules():
         owned = cut.part_of(path) in (None, number)
@@ -236,12 +237,12 @@ def copied(
     return twin
 
 
-class _Uncopied:
-    """Stands for a tensor while modules are copied, so that no values are."""
+_UNCOPIED = object()
+"""Stands for every tensor while modules are copied, so that no values are."""
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:
-    """A tensor on a device: the same object where it is there, without values where it has none."""
+    """Return a tensor on a device: the same object if it lies there, without values if it has none."""
     if tensor.device == device and not copied:
         return tensor
     unset = tensor.device.type == "meta"
@@ -250,5 +251,5 @@ def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Ten
 
 
 def _unset(tensor: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Memory of this shape and the tensor's dtype. Values that nobody sets are seen: they make every result NaN."""
+    """Return new memory of this shape and the tensor's dtype; its NaN show in results if no values are set."""
     return torch.full(shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)

@@ -33,7 +33,7 @@ from ppctl.foreign.miniature import CODE_FAILS, line_of
 from ppctl.foreign.miniature_proof import CutProof, drops_of, prove
 from ppctl.foreign.peft_adapters import add_adapters, shapes_of
 from ppctl.geometry.adapters import frozen, with_adapters
-from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits
+from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits, from_json
 from ppctl.geometry.rows import Parameter
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -76,7 +76,7 @@ def refuse_dropout(config: Any, directory: Path) -> None:
 
 
 def _zero(config: Any, name: str) -> str:
-    """0 as a config takes it: some want a number with a point."""
+    """Return the text of 0 for a field: some configs accept 0.0 alone."""
     try:
         setattr(deepcopy(config), name, 0)
     except ConfigFails:
@@ -188,7 +188,7 @@ def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> s
 
 
 def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
-    """The model without what it adds to the loss: what hops and stages hold for that is in `router_logits`."""
+    """Return the config and the anatomy of the model without its own loss, whose bytes are in `router_logits`."""
     if not anatomy.routers:
         return config, anatomy
     plain = deepcopy(config)
@@ -225,7 +225,7 @@ def _notes(config: Any, anatomy: Anatomy) -> list[str]:
 
 
 def _inside(anatomy: Anatomy, rows: Mapping[str, Parameter], index: int) -> tuple[Parameter, ...]:
-    """The rows of one layer, by the patterns of their names."""
+    """Return the rows of one layer, with `{layer}` for its index in their names."""
     prefix = f"{anatomy.layer(index)}."
     own = {name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)}
     return tuple(row._replace(name=f"{anatomy.layers}.{{layer}}.{name}") for name, row in own.items())
@@ -257,7 +257,7 @@ _SHOWN = 3
 
 
 def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
-    """By layer, in what it differs from others. What numbers the layers tells nothing: it differs in all of them."""
+    """Return for each layer the values in which layers differ, without those that number the layers."""
     by_layer = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
     places = dict.fromkeys(place for values in by_layer for place in values)
     telling = [
@@ -267,6 +267,7 @@ def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
 
 
 def _values(layer: nn.Module) -> dict[str, Any]:
+    """Return the classes and the plain attributes of a layer's modules, by where they are."""
     by_place: dict[str, Any] = {}
     for path, module in layer.named_modules():
         by_place[path or "layer"] = type(module).__name__
@@ -277,7 +278,7 @@ def _values(layer: nn.Module) -> dict[str, Any]:
 
 
 def _tells(values: Sequence[Any], layers: int) -> bool:
-    """Whether layers differ in this place, which so many of them have, and not as layers that are counted do."""
+    """Whether the values of one place, which some of so many `layers` have, tell kinds apart and do not just count."""
     different = len(set(values))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     numbered = numbers and different == len(values) > 1
@@ -285,8 +286,11 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
 
 
 def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
-    """By layer, what its backward is, where weights are frozen: none before the first layer that has something to
-    train, in that one no gradient of its input, and behind it that alone in layers with nothing to train."""
+    """Return for each layer of a model with frozen weights how its backward differs from a whole one.
+
+    Layers before the first trained one have none, the first one has no gradient of its input, and later layers without
+    anything to train have the gradient of their input alone.
+    """
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
     first = trained.index(True)
     traits: list[Traits] = []
@@ -297,7 +301,7 @@ def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
 
 
 def names_of(kinds: Sequence[Traits]) -> list[str]:
-    """A name for each kind: what it has that another one has not. Empty where there is one kind."""
+    """Return a name for each kind of layer, of the traits that not all kinds have; "" if there is one kind."""
     if len(kinds) < 2:
         return [""] * len(kinds)
     shared = set.intersection(*map(set, kinds))
@@ -305,7 +309,7 @@ def names_of(kinds: Sequence[Traits]) -> list[str]:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """The few that say most: names of types before switches before numbers, and nothing within what differs itself."""
+    """Return the first traits: names of classes before numbers and switches, without those inside a module named."""
     order = sorted(values, key=lambda place: (not _is_word(values[place]), place.count("."), len(place)))
     outer = [place for place in order if not any(place.startswith(f"{other}.") for other in values)]
     return ", ".join(f"{place}={values[place]}" for place in outer[:_SHOWN])
@@ -328,9 +332,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
-    """JSON: the description as text, or the problems."""
+    """Return JSON: an object with the description as text (`model`), or with `problems`."""
     try:
-        asked = None if adapters is None else Adapters.from_list(adapters)
+        asked = None if adapters is None else from_json(Adapters, adapters)
         return json.dumps({"model": describe(directory, overrides, asked).to_text()})
     except PpctlError as error:
         return json.dumps({"problems": [problem.to_json() for problem in error.problems]})

@@ -251,7 +251,7 @@ class _OwnLayer(nn.Module):
         """The function that is called in its place, if there is one."""
 
     def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """The layer's own forward."""
+        """Run the layer's own forward; a list that it returns becomes a tuple."""
         output = self.function(state, *arguments, **named)
         return tuple(output) if isinstance(output, list) else output
 

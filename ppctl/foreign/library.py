@@ -1,7 +1,7 @@
-"""transformers, imported when a model of its own is asked for, and what of its models is refused from the start.
+"""The only importer of transformers: it reads configs with their overrides, builds models, and runs whole forwards.
 
-Knows which part of transformers is needed, and how fields of a config get other values (`model.hf_overrides`), each
-compared with what the config has. Must not know stages. No other module imports transformers.
+Knows which of the library's names are used, which models are refused before anything is built, and what each field of
+`model.hf_overrides` may be. Must not know stages.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ except ImportError:  # it comes with transformers, and is asked for beside it
     ConfigFails: type[Exception] = ValueError
 else:
     ConfigFails = errors.StrictDataclassError
-"""The exception of configs that check their own values."""
+"""The exception of the library's configs for values that they refuse."""
 
 
 def _transformers() -> Any:
-    """The library. Raises ConfigError (PP-E526) where it is not installed, cannot be imported or is too old."""
+    """Import transformers. Raises ConfigError (PP-E526) if it is not installed, cannot be imported or is too old."""
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
@@ -60,17 +60,17 @@ def library_version() -> str:
 
 
 def config_from(text: str) -> Any:
-    """The config that a `ForeignModel` has as JSON."""
+    """Return the library's config of the JSON in `ForeignModel.config`."""
     fields = json.loads(text)
     return _transformers().AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """The config of a model directory, of the class that its model_type has in transformers; `overrides` of its fields.
+    """Read the config.json of a directory as transformers' class for its model_type, with `overrides` of its fields.
 
-    Raises ConfigError: PP-E520 without a readable config.json, PP-E526, PP-E527 for what is no causal language model of
-    transformers: an encoder and a decoder, several modalities, programs that come with the directory; PP-E550, and
-    PP-E552 for overrides that are none of its fields or not of their kind.
+    Raises ConfigError: PP-E520 without a readable config.json, PP-E526 without the library, PP-E527 for all but causal
+    language models (encoders, several modalities, programs in the directory), PP-E550 for quantised weights, PP-E552
+    for overrides of unknown fields or with values of another type.
     """
     read_config_file(directory)  # says what is wrong with the file in ppctl's words
     library = _transformers()
@@ -109,7 +109,7 @@ def _refuse_modalities(config: Any, directory: Path) -> None:
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:
-    """Weights that are stored in few bits are read by ppctl's own blocks alone. Raises ConfigError (PP-E550)."""
+    """Raise ConfigError (PP-E550) for quantised weights, which only ppctl's own blocks read."""
     given = getattr(config, "quantization_config", None)
     if given:
         method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
@@ -122,7 +122,7 @@ def _refuse_quantised(config: Any, directory: Path) -> None:
 
 
 def _config_in(library: Any, directory: Path, **fields: Any) -> Any:
-    """The config in a directory, with these fields set. Raises ConfigError (PP-E527) in the library's own words."""
+    """Read the config of a directory with these fields set. Raises ConfigError (PP-E527) with the library's reason."""
     try:
         return library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
     except Exception as error:  # each class has rules and errors of its own
@@ -138,7 +138,7 @@ def _refused(directory: Path, reason: str, remedy: str = "") -> ConfigError:
 
 
 def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The whole model of a config, with random weights; on `meta` without values, buffers included."""
+    """Build the whole model of a config with random weights; on `meta`, weights and buffers have no values."""
     with torch.device(device):
         model: nn.Module = _transformers().AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     return model
@@ -182,9 +182,9 @@ def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterat
 
 
 def recorded() -> list[Tensor]:
-    """The list of what routers have recorded so far in the forward that runs; stand-ins of other stages add to it.
+    """Return the list of router logits that transformers collects in the present forward, in the order of the calls.
 
-    transformers collects what a module returns by hooks, in the order of the calls (`OutputRecorder`).
+    It is transformers' own (`OutputRecorder`): what is added to the list counts as recorded. Empty outside a forward.
     """
     collector = importlib.import_module("transformers.utils.output_capturing")._active_collector.get()
     logits: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
@@ -192,11 +192,11 @@ def recorded() -> list[Tensor]:
 
 
 def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The logits of a whole forward, and what the model's own code adds to the loss of a microbatch, a number: with the
-    model's coefficient, as it stands there. None where it adds nothing that has a gradient.
+    """Run a whole forward; returns the logits, and the loss that the model's own code adds for its routers (a number).
 
-    A model that is given labels returns the sum of all losses. The one that ppctl makes itself counts 0 in it. Raises
-    ValueError for code in which the two cannot be told apart.
+    That loss has the model's coefficient, and is None if it has no gradient. A model that gets labels returns the sum
+    of all its losses; the cross entropy in it is replaced by 0 here, as ppctl computes its own. Raises ValueError for
+    code that computes cross entropy where it cannot be replaced.
     """
     (tokens,) = given.values()
     shape, device, asked = tokens.shape[:2], tokens.device, []
@@ -217,7 +217,7 @@ def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class Conversions:
-    """How the library makes a model's tensors of those that files hold."""
+    """transformers' rules by which the tensors in files become a model's: renamings, and conversions of several."""
 
     def __init__(self, model: Any) -> None:
         self._core = importlib.import_module("transformers.core_model_loading")
@@ -228,12 +228,12 @@ class Conversions:
 
     @property
     def order(self) -> Callable[[str], Any]:
-        """By which names are sorted: expert 2 before expert 10."""
+        """The library's key for sorting names: expert 2 before expert 10."""
         sort_key: Callable[[str], Any] = self._core.dot_natural_key
         return sort_key
 
     def target_of(self, stored: str) -> tuple[str, str | None]:
-        """The model's tensor that a stored one belongs to; and where it is a part of one, the pattern of its name."""
+        """Return the model's name of a stored tensor, and for one of several parts the pattern of its stored name."""
         prefix = self._model.base_model_prefix
         renamed: tuple[str, str | None] = self._core.rename_source_key(
             stored, self._renamings, self._converters, prefix, self._state
@@ -241,7 +241,7 @@ class Conversions:
         return renamed
 
     def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
-        """The tensor with this name, of stored ones by their patterns."""
+        """Return the model's tensor `name`, made of its stored parts by the patterns of their names."""
         converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
         value: Any = parts
         for operation in converter.operations:
@@ -276,10 +276,10 @@ _PRECISION = ("dtype", "torch_dtype")
 
 
 def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """The config that `make` makes with the values of these texts. `config` is without them.
+    """Return `make(fields)` for the values of these texts; `config` has the fields' own values.
 
-    Raises ConfigError (PP-E552) with a problem for each field that is unknown, of another kind than the config's own
-    value, or not finite; and for one that `make` refuses with a ConfigError, by itself or beside the others.
+    Raises ConfigError (PP-E552) with a problem for each field that is unknown, not finite, of another type than its own
+    value, or refused by `make` alone; with one for all if `make` refuses them only together.
     """
     values = {name: value_of(text) for name, text in overrides.items()}
     problems = [problem for name, value in values.items() for problem in _misfits(config, name, value, overrides[name])]
@@ -296,7 +296,7 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
 
 
 def value_of(text: str) -> Any:
-    """A field's value as it was typed: a number, true, null, a list, a mapping; else text."""
+    """Return the value of a text: JSON's where it is JSON, such as a number, null or a list, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -304,7 +304,7 @@ def value_of(text: str) -> Any:
 
 
 def _as_own(own: Any, value: Any) -> Any:
-    """A whole number as the float that a field is: transformers' configs no longer take the one for the other."""
+    """Return a whole number as a float if the field's own value is one: transformers' configs want the exact type."""
     return float(value) if isinstance(own, float) and isinstance(value, int) else value
 
 
@@ -329,7 +329,7 @@ def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]
 
 
 def _refusal(config: Any, name: str, value: Any, make: Callable[[Mapping[str, Any]], Any]) -> Problem | None:
-    """The problem of a field that is refused by itself."""
+    """Return the problem of a field that `make` refuses without the others; None if it does not."""
     try:
         make({name: value})
     except ConfigError as refused:

@@ -94,7 +94,7 @@ def _model_of(
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredModel:
-    """A model on meta, and what of it is measured."""
+    """A model on meta, and one layer of each kind of which the costs are measured."""
 
     blank: nn.Module
     anatomy: Anatomy
@@ -104,14 +104,14 @@ class _MeasuredModel:
     adapted: bool = False
 
     def loops(self) -> bool:
-        """Whether a layer goes from token to token."""
+        """Whether a layer's code loops over the tokens: its operators then grow in number with them."""
         with valueless():
             stages = [self._stage([Layer("decoder", index)]) for index in self.kinds]
             numbers = [[operators_of(each, self._given(each, 1, length)) for length in _FEW] for each in stages]
         return any(short != long for short, long in numbers)
 
     def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> PartCosts:
-        """All of it, in sequences of so many tokens."""
+        """Measure all parts, in sequences of these three lengths."""
         batches = [(rows, lengths[place]) for rows, place in BATCHES]
         with valueless():
             tables = self._tables(batches)
@@ -158,7 +158,7 @@ class _MeasuredModel:
         return found
 
     def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[PassCosts]:
-        """Every batch through one part."""
+        """Run each batch through one part of the model."""
         stage = self._stage(layers)
         for parameter in stage.canonical_parameters().values():
             parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free
@@ -172,7 +172,7 @@ class _MeasuredModel:
         *,
         causal: bool = False,
     ) -> LayerCost:
-        """One part; `numbers` are the tables that it is called with, in the order of its arguments."""
+        """Return the costs of one part; `numbers` are the tables that it is called with, in its arguments' order."""
         longest, one = max(length for _, length in batches), found[0]
         flops, *halves = (
             fitted(batches, [getattr(each, name) for each in found])

@@ -31,7 +31,7 @@ _DEVICE = torch.ops.prim.device.default
 
 @contextmanager
 def valueless() -> Iterator[None]:
-    """Inside, what is made has no values but for whole numbers."""
+    """A context in which new tensors have no values, except those of whole numbers."""
     PLAIN.add(FakeTensor)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _NumbersHaveValues():
@@ -176,12 +176,12 @@ class PassCosts:
 
 
 def operators_of(stage: ForeignStage, given: Tensor) -> int:
-    """How many operators one forward has."""
+    """Return the number of operators in one forward of a stage."""
     return len(_Pass(stage, given).forward)
 
 
 class _Pass:
-    """One forward of a stage, up to its W where `deferred` is given."""
+    """One forward of a stage and then its backward; with `deferred` the backward is split, and `weights` is its W."""
 
     def __init__(self, stage: ForeignStage, given: Tensor, deferred: DeferredGradients | None = None) -> None:
         self.stage, self.given, self.deferred = stage, given, deferred
@@ -267,7 +267,7 @@ class _Pass:
 
 
 class _Loss(torch.autograd.Function):
-    """A number of logits, whose gradient is made in its backward."""
+    """A loss of logits whose gradient takes its memory in the backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Live(OperatorMode):
-    """The bytes of storages that were made inside and are alive, after every operator."""
+    """Counts the bytes of the storages that were made in this mode and are alive: `trace` has them by operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,22 +305,22 @@ class _Live(OperatorMode):
             self.size += size
 
     def look(self) -> None:
-        """Count what is alive now."""
+        """Add the bytes that are alive now to the trace."""
         self.trace.append(float(self.size))
 
     def forget(self, storage: int) -> None:
-        """Count this one no more."""
+        """No longer count this storage."""
         _, size = self.storages.pop(storage, (None, 0))
         self.size -= size
 
 
 def held_tensors(stage: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers."""
+    """Yield the parameters and buffers of a stage."""
     yield from stage.parameters()
     yield from stage.buffers()
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of its storage, by which tensors that share memory are recognised."""
+    """Return the address of a tensor's storage, which tensors that share memory have in common."""
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -1,8 +1,7 @@
-"""A miniature of a model: the same class and the same layers in the same order, of small widths, with weights; and why
-none can be made of a config.
+"""Miniatures of a model of transformers: the same class with the same layers, narrow enough to be run on a CPU at once.
 
-Knows the usual names of sizes in configs of transformers, and in which order reasons are looked for: the cheapest and
-plainest first. Must not know stages.
+Knows the names that configs of transformers have for their sizes. Must not know stages. Where no miniature can be made,
+CannotCut gives the reason; the checks that need the least work come first.
 """
 
 from __future__ import annotations
@@ -59,13 +58,11 @@ _CHUNK = 16
 
 
 def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
-    """Copies of a config of transformers with small widths, no dropout, and all of its layers; the smallest first.
+    """Yield copies of a config with small widths, all layers and no dropout, the smallest copy first.
 
-    `drops` names a field by which so much is dropped that it is seen in a few tokens.
-
-    The width of a head stays, because rotary tables are written for it. Larger ones follow for models whose residual
-    stream has to be as wide as all heads, that want more heads, or other sizes than are lowered here;
-    and for those that ask for a padding token.
+    Dropout's field `drops`, if one is named, gets the value `_SEEN`, which shows in a few tokens. The width of a head
+    stays, because rotary tables are written for it. A caller takes the first copy that runs: later ones are for models
+    whose residual stream must be as wide as all heads, that need more heads or larger sizes, or a padding token.
     """
     sizes = ((2, True), (2, False), (4, False), (None, False))
     words = _own(config, "vocab_size")
@@ -97,7 +94,7 @@ def _lower_widths(small: Any) -> None:
 
 
 def lower_windows(config: Any) -> int:
-    """Make windows and chunks of attention shorter than all that is measured; the shortest that there was, or 0."""
+    """Lower the windows and chunks of attention to `_WINDOW` tokens; returns the shortest before, 0 without any."""
     widths = [value for name in _WINDOWS if _is_size(value := _own(config, name))]
     for name in _WINDOWS:
         _lower(config, name, _WINDOW)
@@ -120,7 +117,7 @@ def dropout_fields(config: Any) -> dict[str, float]:
 
 
 def _take_token(config: Any, name: str, token: int | None, last: int) -> None:
-    """Let no token of a batch have a meaning of its own: the one that has is None, or behind those that are drawn."""
+    """Set a special token to `token`; if the config refuses None, to `last`, which no batch draws."""
     try:
         setattr(config, name, token)
     except ConfigFails:  # it has to be a number
@@ -141,14 +138,17 @@ def _is_size(value: Any) -> bool:
 
 
 def _own(config: Any, name: str) -> Any:
-    """A field by its name or by the usual one, from the object itself: configs compute attributes in their own ways."""
+    """Return the value that a config stores for a field, by transformers' usual name for it or by the class's own.
+
+    None without one. The object's dictionary is read, since classes compute attributes in their own ways.
+    """
     return vars(config).get(type(config).attribute_map.get(name, name))
 
 
 def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
-    """So many groups of at most two query heads, and the residual stream that belongs to them.
+    """Keep at most `most` groups of one key head and at most two query heads, and narrow the residual stream to match.
 
-    `narrow` makes that no wider than other sizes, where a config names the width of a head.
+    With `narrow` the residual stream has at most `_WIDTH` elements if the config names the width of a head.
     """
     heads, hidden = _own(config, "num_attention_heads"), _own(config, "hidden_size")
     if not _is_size(hidden):
@@ -171,13 +171,13 @@ def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
 
 
 def _narrow(config: Any, width: int) -> None:
-    """Give the residual stream another width, and what is as wide."""
+    """Set the width of the residual stream, and the sizes of `_AS_WIDE` that were equal to the old one."""
     for name in (*(name for name in _AS_WIDE if _own(config, name) == config.hidden_size), "hidden_size"):
         setattr(config, name, width)
 
 
 def _lower_other_heads(config: Any, most: int) -> None:
-    """At most so many of the kind with the fewest heads, and of the others in proportion."""
+    """Lower the other kinds of heads in proportion, so that the kind with the fewest has at most `most`."""
     heads_of = {name: heads for name in _OTHER_HEADS if _is_size(heads := _own(config, name))}
     share = max(1, min(heads_of.values(), default=1) // most)
     for name, heads in heads_of.items():
@@ -186,7 +186,7 @@ def _lower_other_heads(config: Any, most: int) -> None:
 
 
 def _fit_state_spaces(small: Any, config: Any) -> None:
-    """Lower the heads of a state space that filled the residual stream to what its narrower one has room for."""
+    """Lower the heads of state spaces that fill the residual stream of `config` to as many as fill that of `small`."""
     for heads_, width_, factor_, groups_ in _STATE_SPACES:
         heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
         filled = _own(config, _STATE_WIDTH)
@@ -203,7 +203,7 @@ def _fit_state_spaces(small: Any, config: Any) -> None:
 
 
 def _lower_nested(small: Any, config: Any) -> None:
-    """Lower what configs within a config say: inner widths, experts, heads of keys, and the residual stream's width."""
+    """Lower the sizes in the configs that a config contains, and give them its new width where they had its old one."""
     for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
         wide = _own(inner, "hidden_size")
         _lower_widths(inner)
@@ -222,10 +222,10 @@ CODE_FAILS = (
 
 
 def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
-    """The smallest miniature that runs: on meta, with weights, its anatomy, and how its weights began.
+    """Make the smallest miniature that runs: returns it on meta, with weights, its anatomy, and each weight's start.
 
-    Raises CannotCut: for a config of which transformers makes no model, for what stands against a cut by its structure,
-    and where no sizes are found with which the model's own code runs.
+    Raises CannotCut if transformers makes no model of the config, if the model's structure forbids a cut, or if its own
+    code runs with none of the small sizes.
     """
     _check_code(config)
     failed: Exception | None = None
@@ -248,7 +248,7 @@ def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, S
 
 
 def _check_code(config: Any) -> None:
-    """Refuse a config of which the model's own code makes no model. Raises CannotCut."""
+    """Raise CannotCut for a config of which transformers makes no model."""
     try:
         make_model(config, "meta")
     except CODE_FAILS as error:
@@ -257,13 +257,13 @@ def _check_code(config: Any) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """Where a model's own code failed: the class or function that was running, and its file."""
+    """Return the function of the model's own code that raised an error, its file and its line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.name} in {Path(last.filename).name}, line {last.lineno}"
 
 
 def _largest(model: nn.Module) -> str:
-    """The child of a model that has most of its parameters, with its class."""
+    """Return the name and the class of the module that itself has most of a model's parameters."""
     sizes = {
         path: sum(each.numel() for each in module.parameters(recurse=False)) for path, module in model.named_modules()
     }
@@ -272,17 +272,17 @@ def _largest(model: nn.Module) -> str:
 
 
 def _start(tensor: Tensor) -> Start:
-    """Constants stay what they are in any size; all else is drawn."""
+    """Return how transformers initialises a weight: as a constant, which a tensor of any size then has, or drawn."""
     return "ones" if bool((tensor == 1).all()) else "zeros" if bool((tensor == 0).all()) else "normal"
 
 
 def _shake(model: nn.Module) -> None:
-    """Move every parameter off its start: biases of zeros and norms of ones would hide that they are mixed up."""
+    """Add noise to every parameter: equal zeros or ones would hide that two biases or two norms are exchanged."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
 
 def line_of(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
+    """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -136,7 +136,7 @@ def _run_whole(
 
 @contextmanager
 def _watched(model: nn.Module, anatomy: Anatomy) -> Iterator[list[Tensor]]:
-    """A list of what every layer returns inside."""
+    """A context with a list, to which each layer of the model adds the hidden state that it returns."""
     states: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: Any, output: Any) -> None:

@@ -22,13 +22,9 @@ class Growth(NamedTuple):
     """Per pair of tokens of one sequence: such as masks that all share."""
 
     def of(self, sequences: int, length: int) -> float:
-        """For so many sequences of so many tokens."""
+        """Return the number for so many sequences of this length."""
         each = self.token * length + self.pair * length**2
         return self.constant + self.line * length + self.square * length**2 + sequences * each
-
-    def scaled(self, factor: float) -> Growth:
-        """The growth for elements that are `factor` times as wide."""
-        return Growth(*(factor * value for value in self))
 
 
 Peak = tuple[Growth, ...]
@@ -36,7 +32,7 @@ Peak = tuple[Growth, ...]
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:
-    """The largest of the moments; at least 0."""
+    """Return the bytes of the largest moment of a peak, for so many sequences of this length; at least 0."""
     return max((0.0, *(moment.of(sequences, length) for moment in peak)))
 
 
@@ -66,21 +62,6 @@ class LayerCost(NamedTuple):
     """Operations of both halves of a backward, for the input's gradient and for weights'. None where all weights are
     trained: both together are two forwards."""
 
-    def scaled(self, factor: float) -> LayerCost:
-        """In numbers that are so many times as wide as those that were measured."""
-
-        def peak(moments: Peak) -> Peak:
-            return tuple(moment.scaled(factor) for moment in moments)
-
-        return self._replace(
-            kept=self.kept.scaled(factor),
-            in_forward=peak(self.in_forward),
-            in_backward=peak(self.in_backward),
-            in_inputs=peak(self.in_inputs),
-            deferred=self.deferred.scaled(factor),
-            in_weights=peak(self.in_weights),
-        )
-
 
 class PartCosts(NamedTuple):
     """All parts of a model in numbers of one width, for sequences of some lengths."""
@@ -107,58 +88,28 @@ class PartCosts(NamedTuple):
         return {"embedding": self.first, "loss": self.last}.get(kind)
 
     def tables_of(self, numbers: Iterable[int], sequences: int, length: int) -> float:
-        """Bytes of these tables, each once."""
+        """Return the bytes of these tables, each counted once."""
         return sum(self.tables[number].of(sequences, length) for number in set(numbers))
-
-    def scaled(self, factor: float) -> PartCosts:
-        """In numbers that are so many times as wide."""
-        parts = (self.first.scaled(factor), self.last.scaled(factor))
-        tables = tuple(table.scaled(factor) for table in self.tables)
-        layers = tuple(each.scaled(factor) for each in self.layers)
-        return PartCosts(self.element, self.above, tables, self.before.scaled(factor), *parts, layers)
 
 
 def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> PartCosts:
     """The one for numbers of so many bytes in sequences of this length; wider ones cost in proportion to the widest."""
     width = element if any(each.element == element for each in measured) else max(each.element for each in measured)
     fitting = sorted((each for each in measured if each.element == width), key=lambda each: each.above)
-    chosen = next((each for each in reversed(fitting) if each.above < length), fitting[0])
-    return chosen if width == element else chosen.scaled(element / width)
+    chosen: PartCosts = next((each for each in reversed(fitting) if each.above < length), fitting[0])
+    return chosen if width == element else _scaled(chosen, element / width)
 
 
-def measured_from(data: Sequence[Any]) -> tuple[PartCosts, ...]:
-    """From JSON's lists."""
-    return tuple(
-        PartCosts(
-            element,
-            above,
-            _peak(tables),
-            Growth(*before),
-            _cost(first),
-            _cost(last),
-            tuple(_cost(each) for each in layers),
-        )
-        for element, above, tables, before, first, last, layers in data
-    )
+_BYTES_OF_LAYER = ("kept", "in_forward", "in_backward", "in_inputs", "deferred", "in_weights")
+_BYTES_OF_PARTS = ("tables", "before", "first", "last", "layers")
+"""Fields whose numbers are bytes, or records that have such fields."""
 
 
-def _cost(data: Sequence[Any]) -> LayerCost:
-    flops, kept, keeps_input, forward, backward, inputs, deferred, weights, reads, keeps, *more = data
-    back = more[0] if more else None
-    return LayerCost(
-        flops=Growth(*flops),
-        kept=Growth(*kept),
-        keeps_input=bool(keeps_input),
-        in_forward=_peak(forward),
-        in_backward=_peak(backward),
-        in_inputs=_peak(inputs),
-        deferred=Growth(*deferred),
-        in_weights=_peak(weights),
-        reads=tuple(reads),
-        keeps=tuple(keeps),
-        back=None if back is None else (Growth(*back[0]), Growth(*back[1])),
-    )
-
-
-def _peak(data: Iterable[Sequence[float]]) -> Peak:
-    return tuple(Growth(*moment) for moment in data)
+def _scaled(costs: Any, factor: float) -> Any:
+    """Return the costs with `factor` times the bytes, which grow with the width of a number."""
+    if isinstance(costs, Growth):
+        return Growth(*(factor * value for value in costs))
+    if isinstance(costs, LayerCost | PartCosts):
+        names = _BYTES_OF_LAYER if isinstance(costs, LayerCost) else _BYTES_OF_PARTS
+        return costs._replace(**{name: _scaled(getattr(costs, name), factor) for name in names})
+    return tuple(_scaled(each, factor) for each in costs)

@@ -8,19 +8,19 @@ or files: a child process describes the model once (`ppctl.foreign.describe`), a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import repeat
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.foreign_costs import PartCosts, measured_for, measured_from
+from ppctl.geometry.foreign_costs import PartCosts, measured_for
 from ppctl.geometry.rows import Parameter
 
 VERSION = 3
 """Version of the text; an older model is described again."""
-_READ = (2, VERSION)
-"""Texts of runs that go on: in version 2 what is `other` by now was a matrix, which AdamW treats alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,6 @@ class Adapters(NamedTuple):
     layers: tuple[int, ...] = ()
     """The decoder layers that have them; empty: all."""
 
-    @classmethod
-    def from_list(cls, data: Sequence[Any]) -> Adapters:
-        """The value from JSON, also from an earlier one without layers."""
-        rank, alpha, targets, *layers = data
-        return cls(rank, alpha, tuple(targets), *map(tuple, layers))
-
 
 class RouterLogits(NamedTuple):
     """The logits that one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
@@ -129,7 +123,7 @@ class ForeignModel(NamedTuple):
     router_logits: RouterLogits | None = None
     """For models whose code adds a loss over the routers of all layers."""
     gradients: int = 0
-    """How many were compared in the proof; 0 where it was made by an older ppctl."""
+    """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
         """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""
@@ -151,7 +145,7 @@ class ForeignModel(NamedTuple):
         return measured_for(self.measured, element, length)
 
     def to_text(self) -> str:
-        """JSON, equal for equal models."""
+        """Return the model as JSON, equal for equal models."""
         data = {"version": VERSION, **self._asdict(), "anatomy": asdict(self.anatomy)}
         return json.dumps(data, separators=(",", ":"))
 
@@ -160,36 +154,35 @@ class ForeignModel(NamedTuple):
         """The inverse of `to_text`. Raises ValueError for any other text."""
         try:
             data = json.loads(text)
-            if data.pop("version") not in _READ:
+            if data.pop("version") != VERSION:
                 raise ValueError("it is of another version of ppctl")
-            kinds = tuple(LayerKind(name, _rows(rows)) for name, rows in data.pop("kinds"))
-            measured = measured_from(data.pop("measured"))
-            parts = data.pop("anatomy")
-            lists = {key: tuple(each) for key, each in parts.items() if isinstance(each, list)}
-            anatomy = Anatomy(**{**parts, **lists})
-            logits = data.pop("router_logits", None)
-            logits = None if logits is None else RouterLogits(*logits)
-            first, last = _rows(data.pop("first")), _rows(data.pop("last"))
-            given = data.pop("adapters", None)
-            adapters = None if given is None else Adapters.from_list(given)
-            others: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
-            return cls(
-                anatomy=anatomy,
-                first=first,
-                last=last,
-                kinds=kinds,
-                measured=measured,
-                adapters=adapters,
-                router_logits=logits,
-                **others,
-                **data,
-            )
+            model: ForeignModel = from_json(cls, data)
+            return model
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
 
 
-def _rows(rows: list[Any]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(name, tuple(shape), role, (), *rest) for name, shape, role, _, *rest in rows)
+@cache
+def _fields(kind: Any) -> dict[str, Any] | None:
+    """The annotations of a record's fields in their order; None of what is no record."""
+    return get_type_hints(kind) if is_dataclass(kind) or hasattr(kind, "_fields") else None
+
+
+def from_json(kind: Any, data: Any) -> Any:
+    """JSON's `data` as a value of the annotation `kind`: a record from an object, or from a list of its fields.
+
+    Raises KeyError or TypeError for records with other fields; plain values stay what they are.
+    """
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if data is None else from_json(kinds[0], data)
+    if origin is tuple:
+        return tuple(map(from_json, repeat(kinds[0]) if kinds[-1] is Ellipsis else kinds, data))
+    if (fields := _fields(kind)) is None:
+        return data
+    if isinstance(data, dict):
+        return kind(**{name: from_json(fields[name], each) for name, each in data.items()})
+    return kind(*map(from_json, fields.values(), data))
 
 
 @cache

@@ -19,7 +19,7 @@ class Matrices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of one."""
+        """The number of elements of one matrix."""
         return self.rows * self.columns
 
     @property

@@ -63,7 +63,7 @@ class Parts(NamedTuple):
         return {axis: dim for axis, dim in row.splits if self.on(axis).size > 1 and row.splits_over(self.on(axis).size)}
 
     def shape(self, row: Parameter) -> tuple[int, ...]:
-        """The shape of what the rank holds."""
+        """Return the shape of the part of a parameter that the rank holds."""
         return tuple(len(run) for run in self.runs(row))
 
     def slices(self, row: Parameter) -> tuple[slice, ...]:

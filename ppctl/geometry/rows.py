@@ -56,12 +56,12 @@ class Parameter(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of one."""
+        """The number of elements of one expert's parameter, or of a parameter without experts."""
         return prod(self.shape)
 
     @property
     def elements(self) -> int:
-        """Elements of all in a layer."""
+        """The number of elements in a layer, of all experts together."""
         return self.size * (self.experts or 1)
 
     @property

@@ -12,6 +12,7 @@ pass finds all mistakes and a repaired text. What the letters mean for a pipelin
 from __future__ import annotations
 
 import re
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -50,35 +51,21 @@ class Parsed(NamedTuple):
     repaired: str
 
 
-class _Piece(NamedTuple):
-    letter: str
-    column: int
+_Pieces = list[tuple[str, int]]
+"""Letters and bars, each with its column."""
 
-
-class _Edit(NamedTuple):
-    start: int
-    end: int
-    text: str
+_Edit = tuple[int, int, str]
+"""(begin, end, text): a repair, which puts `text` in the place of these columns."""
 
 
 def parse_text(text: str) -> Parsed:
     """Parse a layout string. Never raises and never expands to more than `MAX_ITEMS` items."""
     parser = _LayoutParser(text)
     pieces = parser.items()
-    stages, columns = [""], [[]]  # type: tuple[list[str], list[list[int]]]
-    letters: list[str] = []
-    for letter, column in pieces:
-        columns[-1].append(column)
-        if letter == "|":
-            stages[-1] = "".join(letters)
-            letters = []
-            stages.append("")
-            columns.append([])
-        else:
-            letters.append(letter)
-    stages[-1] = "".join(letters)
-    columns[-1].append(len(text))
-    return Parsed(tuple(stages), tuple(map(tuple, columns)), tuple(parser.mistakes), parser.repaired())
+    stages = "".join(letter for letter, _ in pieces).split("|")
+    columns = iter([*(column for _, column in pieces), len(text)])  # behind a stage its bar's, or the end
+    places = tuple(tuple(islice(columns, len(stage) + 1)) for stage in stages)
+    return Parsed(tuple(stages), places, tuple(parser.mistakes), parser.repaired())
 
 
 class _LayoutParser:
@@ -111,16 +98,16 @@ class _LayoutParser:
             self.position += 1
         return self.text[self.position : self.position + 1]
 
-    def items(self) -> list[_Piece]:
+    def items(self) -> _Pieces:
         """Items up to the end of the text or of the group."""
-        pieces: list[_Piece] = []
+        pieces: _Pieces = []
         while (char := self.peek()) and not (char == ")" and self.depth):
             start = self.position
             more = self.item(char)
-            pieces += more if self.fits(len(pieces) + len(more), start, _Edit(start, self.position, "")) else []
+            pieces += more if self.fits(len(pieces) + len(more), start, (start, self.position, "")) else []
         return pieces
 
-    def item(self, char: str) -> list[_Piece]:
+    def item(self, char: str) -> _Pieces:
         if name := _NAME.match(self.text, self.position):
             return self.name(name)
         if char in _ATOMS:
@@ -145,12 +132,12 @@ class _LayoutParser:
 
     # what the grammar allows
 
-    def atom(self, char: str) -> list[_Piece]:
+    def atom(self, char: str) -> _Pieces:
         start = self.position
         self.position += 1
-        return self.repeat([_Piece(char, start)], self.counts(char))
+        return self.repeat([(char, start)], self.counts(char))
 
-    def group(self) -> list[_Piece]:
+    def group(self) -> _Pieces:
         opening = self.position
         if self.depth == _MAX_DEPTH:
             self.mistake("PP-E009", f"groups are nested more than {_MAX_DEPTH} deep", opening)
@@ -162,17 +149,17 @@ class _LayoutParser:
         self.depth -= 1
         if self.peek() != ")":
             if not any(mistake.code == "PP-E009" for mistake in self.mistakes):
-                self.mistake("PP-E006", "this `(` is never closed", opening, _Edit(opening, opening + 1, ""))
+                self.mistake("PP-E006", "this `(` is never closed", opening, (opening, opening + 1, ""))
             return pieces
         empty = not self.text[opening + 1 : self.position].strip(_SEPARATORS)
         self.position += 1
         closing = self.position
         counts = self.counts(")")
         if empty:
-            self.mistake("PP-E007", "this group is empty", opening, _Edit(opening, self.position, ""))
+            self.mistake("PP-E007", "this group is empty", opening, (opening, self.position, ""))
         elif not counts:
             message = "a group needs a count: `(…)*2`"
-            self.mistake("PP-E007", message, closing - 1, _Edit(closing, closing, "*1"))
+            self.mistake("PP-E007", message, closing - 1, (closing, closing, "*1"))
         return self.repeat(pieces, counts)
 
     def counts(self, counted: str) -> list[int]:
@@ -180,7 +167,7 @@ class _LayoutParser:
         counts: list[int] = []
         if counted in "tm)" and self.text[self.position : self.position + 1] in tuple(_DIGITS):
             message = "a number needs a `*` before it"
-            self.mistake("PP-E002", message, self.position, _Edit(self.position, self.position, "*"))
+            self.mistake("PP-E002", message, self.position, (self.position, self.position, "*"))
             counts.append(self.number())
         first = self.position
         while self.peek() == "*":
@@ -191,7 +178,7 @@ class _LayoutParser:
             counts.append(count)
             if len(counts) == 2 and counted != ")":
                 message = f"a single item takes one count, not two: `{counted}*{_shown(prod(counts))}`"
-                self.mistake("PP-E005", message, star, _Edit(first, self.position, f"*{prod(counts)}"))
+                self.mistake("PP-E005", message, star, (first, self.position, f"*{prod(counts)}"))
         return counts
 
     def count(self) -> int | None:
@@ -203,13 +190,13 @@ class _LayoutParser:
             return self.number()
         if char == "*":
             message = "one `*` is enough"
-            self.mistake("PP-E004", message, self.position, _Edit(star, self.position, ""))
+            self.mistake("PP-E004", message, self.position, (star, self.position, ""))
             return None
         start = self.position
         run = self.junk() if char and char not in _KNOWN else ""
         digits = ascii_digits(run)
         message = "a count is written in the digits 0 to 9" if digits else "`*` needs a count, such as `*3`"
-        edit = _Edit(star, self.position, f"*{digits or 1}") if run else _Edit(star, star + 1, "*1")
+        edit = (star, self.position, f"*{digits or 1}") if run else (star, star + 1, "*1")
         self.mistake("PP-E004", message, start if run else star, edit)
         self.last_count_end = self.position
         return 1
@@ -222,24 +209,24 @@ class _LayoutParser:
         # Python refuses to convert thousands of digits; anything of ten is beyond the cap anyhow
         return int(digits or "0") if len(digits) < 10 else 10**9
 
-    def repeat(self, pieces: list[_Piece], counts: list[int]) -> list[_Piece]:
+    def repeat(self, pieces: _Pieces, counts: list[int]) -> _Pieces:
         count = prod(counts)
         end = self.last_count_end
         start = end - len(_trailing_digits(self.text[:end]))
-        if counts and not self.fits(len(pieces) * count, start, _Edit(start, end, "1")):
+        if counts and not self.fits(len(pieces) * count, start, (start, end, "1")):
             return pieces
         return pieces * count
 
     # what it does not allow: note it, repair it, read on
 
-    def name(self, name: re.Match[str]) -> list[_Piece]:
+    def name(self, name: re.Match[str]) -> _Pieces:
         letter = _LETTER_OF_NAME[name[0].lower()]
         message = f"names belong in lists; in a string {name[0].lower()} is the letter {letter}"
-        self.mistake("PP-E001", message, name.start(), _Edit(name.start(), name.end(), letter))
+        self.mistake("PP-E001", message, name.start(), (name.start(), name.end(), letter))
         self.position = name.end()
-        return self.repeat([_Piece(letter, name.start())], self.counts(letter))
+        return self.repeat([(letter, name.start())], self.counts(letter))
 
-    def stray_number(self) -> list[_Piece]:
+    def stray_number(self) -> _Pieces:
         start = self.position
         between = self.text[self.last_count_end : start] if self.last_count_end >= 0 else ""
         split = bool(between) and not between.strip(_SEPARATORS)
@@ -251,41 +238,41 @@ class _LayoutParser:
         if split:
             what = "a comma" if "," in between else "a blank"
             message = f"{what} ends a number: `{before}` and `{digits}` are two numbers here"
-            self.mistake("PP-E002", message, start, _Edit(end_of_count, start, ""))
+            self.mistake("PP-E002", message, start, (end_of_count, start, ""))
         elif prefixed:
             message = f"the count comes after what it repeats: `{prefixed[2]}*{prefixed[1]}`"
-            edit = _Edit(start, prefixed.end(), f"{prefixed[2]}*{prefixed[1]}")
+            edit = (start, prefixed.end(), f"{prefixed[2]}*{prefixed[1]}")
             self.mistake("PP-E002", message, start, edit)
             self.position = prefixed.end() - 1
         else:
             self.position += self.text.startswith("*", self.position)
             message = "a number needs something to repeat and a `*` before it"
-            self.mistake("PP-E002", message, start, _Edit(start, self.position, ""))
+            self.mistake("PP-E002", message, start, (start, self.position, ""))
         return []
 
-    def stray_star(self) -> list[_Piece]:
+    def stray_star(self) -> _Pieces:
         """Note a `*` that follows no item (PP-E003), and skip it with its digits; it stands for no layers."""
         start = self.position
         match = _COUNT.match(self.text, start)
         self.position = match.end() if match else start + 1
         message = "`*` has nothing before it to repeat"
-        self.mistake("PP-E003", message, start, _Edit(start, self.position, ""))
+        self.mistake("PP-E003", message, start, (start, self.position, ""))
         return []
 
-    def stray_parenthesis(self) -> list[_Piece]:
+    def stray_parenthesis(self) -> _Pieces:
         message = "this `)` closes nothing"
-        self.mistake("PP-E006", message, self.position, _Edit(self.position, self.position + 1, ""))
+        self.mistake("PP-E006", message, self.position, (self.position, self.position + 1, ""))
         self.position += 1
         self.skip_count()
         return []
 
-    def unknown(self) -> list[_Piece]:
+    def unknown(self) -> _Pieces:
         start = self.position
         run = self.junk()
         end = self.position
         meant = lookalike(run)
         self.skip_count()
-        self.mistake("PP-E001", describe_unknown(run), start, _Edit(start, end if meant else self.position, meant))
+        self.mistake("PP-E001", describe_unknown(run), start, (start, end if meant else self.position, meant))
         return []
 
     def junk(self) -> str:

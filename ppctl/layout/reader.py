@@ -7,8 +7,8 @@ what is asked of a layout afterwards. Standard library only.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ppctl.errors import LayoutError, Problem
 from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, LayoutSource, canonical_text, lookalike
@@ -19,17 +19,8 @@ _MOST_SHOWN = 20
 _CASES = ("e", "T", "M", "l")
 
 
-class _Wanted(NamedTuple):
-    """The sizes that a suggestion should fit, as far as the caller knows them."""
-
-    pp: int | None
-    num_layers: int | None
-    mtp_num_layers: int | None
-
-    def nearest(self, stages: Sequence[str]) -> tuple[str, ...]:
-        kept = tuple(stages) or ("",)
-        fitting = mend(kept, self.pp or len(kept), self.num_layers, self.mtp_num_layers)
-        return fitting or mend(kept, self.pp or 1) or mend(kept, 1) or ("EtL",)
+_Nearest = Callable[[Sequence[str]], tuple[str, ...]]
+"""Returns the nearest sound stages."""
 
 
 def read_layout(
@@ -39,19 +30,24 @@ def read_layout(
 
     Suggestions are sound for `pp` ranks (None: one chunk per rank) and a model of these layers. Raises LayoutError.
     """
-    wanted = _Wanted(pp, num_layers, mtp_num_layers)
+
+    def nearest(stages: Sequence[str]) -> tuple[str, ...]:
+        kept = tuple(stages) or ("",)
+        fitting = mend(kept, pp or len(kept), num_layers, mtp_num_layers)
+        return fitting or mend(kept, pp or 1) or mend(kept, 1) or ("EtL",)
+
     if isinstance(layout, str):
         parsed = parse_text(layout)
         source = LayoutSource(key, layout, parsed.columns)
         if parsed.mistakes:
-            remedy = source.override(_suggestion(parsed, wanted))
+            remedy = source.override(_suggestion(parsed, nearest))
             raise LayoutError(_problems(parsed.mistakes, remedy, source))
         return parsed.stages, source
     source = LayoutSource(key)
     problems: list[Problem] = []
     stages = _read_rows(layout, source, problems)
     if problems:
-        remedy = source.override(canonical_text(wanted.nearest(stages)))
+        remedy = source.override(canonical_text(nearest(stages)))
         raise LayoutError(Problem(p.code, p.message, remedy, p.place) for p in problems)
     return stages, source
 
@@ -106,9 +102,9 @@ def _read_layer(item: Any, place: str, problems: list[Problem]) -> str:
     return LETTERS[LayerType(close[0])] if close else lookalike(word) if word in _CASES else ""
 
 
-def _suggestion(parsed: Parsed, wanted: _Wanted) -> str:
+def _suggestion(parsed: Parsed, nearest: _Nearest) -> str:
     """The repaired text where it is a sound layout, else the nearest sound one."""
     again = parse_text(parsed.repaired)
     stages = parsed.stages if again.mistakes else again.stages
-    mended = wanted.nearest(stages)
+    mended = nearest(stages)
     return parsed.repaired if not again.mistakes and mended == stages else canonical_text(mended)

@@ -8,6 +8,7 @@ in the last. Stage s is on pp_rank s % pp, chunk s // pp, as in Megatron. Standa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ppctl.errors import Problem
@@ -79,17 +80,9 @@ def _loss(rules: Rules) -> Iterator[Problem]:
         yield Problem("PP-E014", message, place=rules.source.place(*losses[1]))
 
 
-def _decoders(rules: Rules) -> Iterator[Problem]:
-    return _number(rules, "PP-E015", "t", "num_layers", rules.num_layers)
-
-
-def _mtp(rules: Rules) -> Iterator[Problem]:
-    return _number(rules, "PP-E016", "m", "mtp_num_layers", rules.mtp_num_layers)
-
-
-def _number(rules: Rules, code: str, letter: str, key: str, wanted: int | None) -> Iterator[Problem]:
-    """A layout that holds another number of these layers than the model has; None: it is not known."""
-    places = list(rules.find(letter))
+def _number(code: str, letter: str, key: str, rules: Rules) -> Iterator[Problem]:
+    """Yield the problem of a layout with another number of these layers than the model has in `key`, if it is known."""
+    places, wanted = list(rules.find(letter)), getattr(rules, key)
     if wanted is not None and len(places) != wanted:
         message = f"the layout holds {_layers(len(places), letter)}, the model has {key}={wanted}"
         remedy = rules.source.setting(f"model.{key}", len(places))
@@ -128,8 +121,8 @@ _CHECKS: tuple[Callable[[Rules], Iterator[Problem]], ...] = (
     _stage_count,
     _embedding,
     _loss,
-    _decoders,
-    _mtp,
+    partial(_number, "PP-E015", "t", "num_layers"),
+    partial(_number, "PP-E016", "m", "mtp_num_layers"),
     _mtp_after_decoders,
     _mtp_stage,
     _encoders,

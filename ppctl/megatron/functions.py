@@ -40,8 +40,13 @@ from ppctl.megatron.pipelines import agree, misplaced_on_v, pipeline_of
 from ppctl.megatron.steps import ForwardStep
 from ppctl.megatron.wishes import Wish, lowered_schedule
 from ppctl.schedule.action import Action, Schedule
-from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
-from ppctl.schedule.sync_events import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync_events import (
+    checkpoint_flags,
+    forwards_in_flight,
+    sync_of_chunks,
+    sync_of_one_chunk,
+    sync_without_pipelining,
+)
 
 _wished = Wish()
 """The schedule of every call: Megatron's own, unless a program has adopted another one."""

@@ -138,8 +138,8 @@ def _training_schedule(wish: Wish, pp: int, vpp: int, m: int, group: int | None,
 
 def _searched(wish: Wish, pp: int, vpp: int, m: int, group: int | None) -> Schedule:
     """The schedule with the shortest step for the wish's costs and memory: the same one on every rank."""
+    from ppctl.schedule.lane_orders import Task, unit_of_memory
     from ppctl.schedule.search import find_schedule
-    from ppctl.schedule.search_task import Task, unit_of_memory
 
     costs = wish.costs if wish.costs.forward else Costs.uniform(pp * vpp, message=0.05)
     if len(costs.forward) != pp * vpp:

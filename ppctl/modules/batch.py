@@ -1,7 +1,6 @@
-"""The batch and the loss of a step: the model's arguments and the labels by microbatch, and a function of the user's or
-cross entropy.
+"""A batch divided into microbatches, and their shares of a step's loss: by a function of the user's, or cross entropy.
 
-Knows tensors, their rows and outputs. Must not know schedules or stages.
+Knows which tensors of a batch have a row for every sequence. Must not know schedules or stages.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class GivenBatch:
-    """A batch in microbatches, in the order of its rows."""
+    """The microbatches of a batch, in the order of its rows."""
 
     microbatches: tuple[Microbatch, ...]
     per_call: int
-    """Microbatches of one call of the schedule."""
+    """The number of microbatches in a call of the schedule."""
     given: Microbatch
-    """The first one as it was given, on whatever device."""
+    """The first microbatch on the device of the user's tensors, before it was copied."""
     autocast: torch.dtype | None = None
-    """The dtype of the autocast that is on for the device, which decides what stages send."""
+    """The dtype of the device's autocast, if it is on: stages then send results of that dtype."""
 
     @property
     def on_host(self) -> bool:
-        """Whether values can be read without a wait for a GPU."""
+        """Whether all tensors were given on the CPU: reading their values does not wait for a GPU."""
         given = tree_leaves((self.given.positional, self.given.named, self.given.labels))
         return all(each.device.type == "cpu" for each in given if isinstance(each, Tensor))
 
     @property
     def shapes(self) -> str:
-        """Shapes and dtypes of a microbatch, as text that ranks can compare."""
+        """The number of microbatches and the shapes and dtypes of the first, as text that ranks can compare."""
         first = self.microbatches[0]
         described = tree_map(_form, (first.positional, first.named))
         under = "" if self.autocast is None else f" under autocast to {_short(self.autocast)}"
@@ -62,6 +61,7 @@ class GivenBatch:
 
 
 def _form(value: Any) -> str:
+    """Return `float32[2, 8]` of a tensor, and the type of any other value."""
     if isinstance(value, Tensor):
         return f"{_short(value.dtype)}{list(value.shape)}"
     return type(value).__name__
@@ -72,12 +72,13 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_masks: bool = False) -> GivenBatch:
-    """The microbatches of `(inputs, labels)` or of a mapping with `labels`, on the device.
+    """Copy `(inputs, labels)`, or a mapping with `labels`, to the device and divide it into microbatches.
 
-    `inputs` is the model's argument, or a tuple of them; of a mapping all else goes to the model by name. Tensors whose
-    first dim is as long as the first one's are divided, all else goes to every microbatch. Raises ConfigError (PP-E130)
-    for another form, for rows that make no whole microbatches or schedule calls, or that are not pp_seq_len long, and
-    for tensors that look as if they had rows, and have another number.
+    `inputs` is the model's argument, or a tuple of arguments; the other entries of a mapping are arguments by name. The
+    first dim of the first tensor is the number of sequences. Tensors with as many rows are divided, all else goes to
+    every microbatch. `reads_masks`: also look whether masks hide tokens and whether positions restart within a row.
+    Raises ConfigError (PP-E130) for batches of another form, for rows that are no whole number of microbatches or
+    schedule calls, for sequences that are not pp_seq_len long, and for tensors with another number of rows.
     """
     parts = positional, named, labels = _taken_apart(given)
     tensors = [each for each in tree_leaves((positional, named)) if isinstance(each, Tensor) and each.dim()]
@@ -120,9 +121,10 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
 
 
 def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
-    """Raise ConfigError for a mask of k rows, and for any tensor [k, tokens] beside token ids [rows, tokens].
+    """Raise ConfigError for an attention mask, or a tensor [k, tokens] beside token ids [rows, tokens], of other rows.
 
-    One row is for all of them, and a mask [tokens, tokens] has none. What has other dims is the model's own matter.
+    A tensor of one row counts for all sequences, and [tokens, tokens] is a mask without rows. Tensors of other dims are
+    not judged.
     """
     rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else None
     of_tokens = first.dim() == 2 and not first.is_floating_point()
@@ -136,8 +138,10 @@ def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
 
 
 def _known(named: Mapping[str, Any], rows: int, size: int) -> tuple[list[bool | None], list[bool | None]]:
-    """By microbatch of `size` rows, whether a mask [rows or 1, tokens] hides tokens, and whether such positions begin
-    anew; None of any other tensor, and on meta."""
+    """Return for each microbatch of `size` rows whether attention_mask hides tokens, and whether position_ids restart.
+
+    Both must have the shape [rows or 1, tokens]; None stands for tensors of other shapes, and for those on meta.
+    """
 
     def known(value: Any, usual: Callable[[Tensor], Tensor]) -> list[bool | None]:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.device.type == "meta":
@@ -150,6 +154,7 @@ def _known(named: Mapping[str, Any], rows: int, size: int) -> tuple[list[bool | 
 
 
 def _taken_apart(given: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return the positional arguments, the arguments by name, and the labels of a batch. Raises ConfigError."""
     if isinstance(given, Mapping):
         named = {str(name): value for name, value in given.items()}
         labels = named.pop("labels", None)
@@ -161,7 +166,7 @@ def _taken_apart(given: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """On the device: one copy ahead of the pipeline, in which nothing then waits for the device."""
+    """Return a tensor on the device, copied without a wait of the host; any other value as it is."""
     if not isinstance(value, Tensor) or value.device == device:
         return value
     on_gpu = device.type == "cuda" and value.device.type == "cpu"
@@ -192,9 +197,9 @@ class StepLoss:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
     def try_out(self, output: Any, labels: Any, device: torch.device) -> None:
-        """Raise ConfigError (PP-E130) where no loss can be taken of such a result, which is without values.
+        """Raise ConfigError (PP-E130) for a model's result, on meta, of which the loss cannot be computed.
 
-        A `loss_fn` is called once with zeros, ahead of all messages: what it raises is raised here.
+        A `loss_fn` is called once with zeros of the same shapes: its exceptions are raised before any message is sent.
         """
         if self.function is None:
             self._check(output, labels)
@@ -212,7 +217,7 @@ class StepLoss:
             raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, but a loss is one number", remedy))
 
     def _check(self, output: Any, labels: Any) -> None:
-        """Raise ConfigError (PP-E130) for a result that cross entropy cannot be taken of."""
+        """Raise ConfigError (PP-E130) for a result without logits of the labels' shape."""
         logits = _logits_of(output)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
             what = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
@@ -220,7 +225,7 @@ class StepLoss:
             raise ConfigError(Problem("PP-E130", f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)"))
 
     def __call__(self, output: Any, labels: Any) -> Tensor:
-        """The share of one microbatch."""
+        """Return the share of one microbatch, a scalar on the device of the model's result."""
         if self.function is not None:
             loss: Tensor = self.function(output, labels)
         else:
@@ -233,12 +238,15 @@ class StepLoss:
 
 
 def _logits_of(output: Any) -> Any:
+    """Return a result that is a tensor, or its attribute `logits`; None without one."""
     return output if isinstance(output, Tensor) else getattr(output, "logits", None)
 
 
 def _are_tokens(labels: Any) -> bool:
+    """Whether labels are token ids [rows, tokens]."""
     return isinstance(labels, Tensor) and labels.dim() == 2 and labels.dtype == torch.int64
 
 
 def _mask(labels: Tensor) -> Tensor:
+    """Return 1 for each label that counts, else 0, of the labels' shape in float32."""
     return (labels != NO_TOKEN).float()

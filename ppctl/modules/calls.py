@@ -131,7 +131,7 @@ class BatchRun:
                 each.grad = torch.full_like(each, float("nan"))
 
     def _carried(self, where: str, work: Callable[[], Any]) -> Any:
-        """The result of what this rank has to compute; None where it has failed before, or does so and goes on."""
+        """Return what `work` computes; None if this rank has failed before, or fails now and goes on (`carries_on`)."""
         if self.failed is None:
             try:
                 return work()
@@ -142,7 +142,7 @@ class BatchRun:
         return None
 
     def _nothing(self, received: tuple[Tensor, ...], edge: Tensor | None) -> Tensor:
-        """NaN in the place of a result, or without an edge of a loss, with a gradient for what was received."""
+        """Return NaN in the form of a message (of a loss without `edge`), with a gradient for what was received."""
         nan = torch.full((), float("nan"), device=self.device)
         read = received[0].sum() * nan if received else nan
         return read if edge is None else read.to(edge.dtype).expand(edge.shape).clone()

@@ -148,7 +148,7 @@ class Pipeline:
 
     @property
     def info(self) -> PipelineInfo:
-        """Stages, ranks and the schedule."""
+        """The stages, the ranks and the schedule of this pipeline."""
         last, numbers = self.placement.num_stages - 1, self._stages.numbers
         ends = 0 in numbers, last in numbers
         return PipelineInfo(self._ranks.size, self._ranks.rank, numbers, last + 1, *ends, self._schedule)
@@ -166,7 +166,7 @@ class Pipeline:
         yield from (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set the gradients of this rank's parameters to None."""
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -288,5 +288,5 @@ def _check_gradients(training: bool) -> None:
 
 
 def _given(batch: Any, named: Mapping[str, Any]) -> Any:
-    """A batch as it was given, or by keyword."""
+    """Return the batch of `step` or `eval`: its entries by name where it was given by keyword."""
     return named if batch is None and named else {"batch": batch, **named} if named else batch

@@ -130,7 +130,7 @@ class RankStages:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """All modules are in evaluation mode inside."""
+        """A context in which all modules of this rank are in evaluation mode."""
         modes = {each: each.training for module in self.modules.values() for each in module.modules()}
         for module in self.modules.values():
             module.eval()

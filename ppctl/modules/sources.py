@@ -29,7 +29,7 @@ from ppctl.layout.reader import read_layout
 from ppctl.model.loss import NO_TOKEN
 from ppctl.modules.batch import Microbatch
 from ppctl.plan.split_options import Unfit, stages_by_names
-from ppctl.schedule.policies import POLICIES
+from ppctl.schedule.policies import AUTO, POLICIES, schedule_policy
 
 
 class OwnModel:
@@ -65,7 +65,7 @@ class OwnModel:
         return CutStage(self.model, self.cut, number, device, self.aware, self._further)
 
     def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """Know in which dtypes the stages compute: what travels follows from that."""
+        """Let the model without values compute in the dtypes of its stages, from which the messages' dtypes follow."""
         imitate(self._blank, stages)
         self._around = tuple(stage.around for stage in stages)
 
@@ -122,7 +122,7 @@ class TransformersModel:
         return stage
 
     def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """Know the dtypes of what is sent: a decoder layer returns what it gets, which is as wide as its weights."""
+        """Note the dtypes of the messages: a decoder layer returns its weights' dtype, unless it is cast."""
         self._sent = [stage.around.result or stage.weights or self.dtype for stage in stages]
 
     def look_at(self, microbatch: Microbatch, device: torch.device) -> Crossing:
@@ -220,8 +220,6 @@ def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ..
 
 def wanted_policy(config: PipelineConfig) -> str:
     """The policy that pp_schedule names. Raises ConfigError (PP-E130) for an unknown name and for `auto`."""
-    from ppctl.schedule.policies import AUTO, schedule_policy
-
     policy = schedule_policy(config.pp_schedule)
     if policy is None or policy == AUTO:
         why = "needs a plan, and a module has none" if policy == AUTO else "is no schedule"

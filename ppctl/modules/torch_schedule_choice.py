@@ -14,10 +14,10 @@ from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.modules.pipeline_parts import schedule_from_file
 from ppctl.modules.rank_agreement import CODE
 from ppctl.schedule.action import BACKWARDS, Placement, Schedule
+from ppctl.schedule.lane_orders import Task, unit_of_memory
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, make_schedule, schedule_policy
 from ppctl.schedule.search import find_schedule
-from ppctl.schedule.search_task import Task, unit_of_memory
 from ppctl.schedule.simulate import Costs
 from ppctl.schedule.verify import verify
 

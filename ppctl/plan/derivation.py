@@ -46,7 +46,7 @@ from ppctl.plan.stages import frozen_stages, stage_specs
 from ppctl.plan.types import Derived, StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues, Violation, Violations
 from ppctl.schedule.action import Placement, Schedule
-from ppctl.schedule.search_task import Task, named_schedules, placements
+from ppctl.schedule.lane_orders import Task, named_schedules, placements
 from ppctl.topology import ParallelSizes
 
 

@@ -198,7 +198,7 @@ def step_timing(
         tflops_per_device=rate / 1e12,
         mfu=rate / device.bf16_flops if device.name != "cpu" else None,
         bubbles=tuple(1 - busy_time(row) / pipeline for row in rows) if pipeline else (),
-        critical=tuple(seconds_by_kind(critical_path(schedule, trace)).items()),
+        critical=tuple(seconds_by_kind(critical_path(trace)).items()),
         stages=tuple(costs),
     )
 

@@ -31,7 +31,8 @@ from ppctl.schedule.policies import (
     schedule_policy,
     too_few_microbatches,
 )
-from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
 from ppctl.topology import ParallelSizes
 

@@ -19,20 +19,19 @@ from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, ProvedSc
 from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues, Violation, Violations
 from ppctl.schedule.action import COMPUTE, Placement, Schedule
-from ppctl.schedule.lane_orders import ROUNDING
-from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search import ALLOWANCE, FoundSchedule, find_schedule, first_order
-from ppctl.schedule.search_task import (
+from ppctl.schedule.lane_orders import (
+    ROUNDING,
+    Lanes,
     Task,
-    held_by,
     least_limits,
     named_schedules,
     one_by_one,
     placements,
-    shortest,
     unit_of_memory,
 )
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import AUTO
+from ppctl.schedule.search import ALLOWANCE, FoundSchedule, find_schedule, first_order
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes
@@ -190,7 +189,7 @@ class _PlacementSearch:
     def run(self, allowance: int, before: Searched | None) -> Searched | None:
         """The fastest that fits; None where that is not faster than what another placement gave `before`."""
         enough = _NEVER if before is None else before[1]
-        bound = shortest(self.task)
+        bound = Lanes.of(self.task).bound()
         if bound >= enough:
             return None
         results = self._results(allowance)
@@ -234,7 +233,7 @@ class _PlacementSearch:
         order = one_by_one(task.placement, min(task.num_microbatches, 2))
         for _ in range(_QUICK):
             room = self._room(self._proof(order).schedule)
-            limits = [held + left for held, left in zip(held_by(task, order), room, strict=True)]
+            limits = [held + left for held, left in zip(Lanes.of(task).held_by(order), room, strict=True)]
             quick = first_order(replace(task, limits=limits))
             if quick is None:
                 break

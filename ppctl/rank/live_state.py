@@ -84,7 +84,7 @@ class TimeLeft:
         self._doing = (state, now)
 
     def note_save(self, seconds: float) -> None:
-        """A save took so long, beside training or not."""
+        """Note how long a save took, at once or in the background."""
         self.slowest_save = max(self.slowest_save or 0.0, seconds)
 
     def over(self) -> bool:

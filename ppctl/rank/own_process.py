@@ -110,7 +110,7 @@ class _VisibleText(io.TextIOWrapper):
     """Text whose control characters are shown as escapes: under torchrun it goes to a terminal, and may be a file's."""
 
     def write(self, text: str, /) -> int:
-        """Write `text`."""
+        """Write `text` with its control characters as escapes."""
         return super().write(visible(text))
 
 

@@ -151,7 +151,7 @@ def _lives(store: Store, number: int, own: OwnRank, until: float) -> bool:
 
 
 def _is_set(store: Store, key: str, until: float) -> bool:
-    """Whether somebody sets it in time."""
+    """Wait until the key is set; returns whether that happens before `until`."""
     try:
         store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
     except RuntimeError:
@@ -181,7 +181,7 @@ def node_directory(own: OwnRank, store: SealedStore, at_end: ExitStack) -> Path:
 
 
 def read_run(directory: Path) -> SharedRun:
-    """The run of a run directory."""
+    """Read the config and the plan of a run directory."""
     run = RunDir(directory)
     return SharedRun(run, run.read_config(), run.read_plan())
 

@@ -1,12 +1,14 @@
 """The records that a rank writes into the run: metrics, durations of the start, the result, or its failure.
 
-Knows the files' contents, and where a failure is written. Must not know how a step is computed, why a rank fails, nor
-who is to blame (`launch` judges that).
+Knows the files' contents, where a failure is written, and what a person reads of a run that ppctl's own launcher does
+not watch. Must not know how a step is computed, why a rank fails, nor who is to blame (`launch` judges that).
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -25,11 +27,11 @@ from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.model.kernels import Kernels
 from ppctl.plan import Plan
 from ppctl.plan.profile import subject
-from ppctl.rank.launcher import show_failure
 from ppctl.rank.live_state import Phases
+from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.records.rank_records import RankFailure
-from ppctl.runs.heartbeat import host_name, leave_failure
+from ppctl.runs.heartbeat import HeartbeatFile, host_name, leave_failure
 from ppctl.runs.run_starts import slurm_start, start_name
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
@@ -51,7 +53,7 @@ class MetricsLog(Callback):
         self._run, self._begun = run, False
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add the record."""
+        """Add a record to metrics.jsonl."""
         if not self._begun:
             self._run.drop_metrics_from(record["step"])
         self._begun = True
@@ -81,6 +83,18 @@ def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
     print(f"{phases.line()}\n{kernels.line()}", flush=True)
     run.write_environment(run.environment() | {"kernels": kernels.names()})
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
+
+
+def show_begin(run: RunDir, listener: Listener, heartbeat: HeartbeatFile) -> None:
+    """Write on rank 0 that the run goes on, and, when Ctrl-C ends it, that it was interrupted."""
+    run.write_status("running", step=0)
+    listener.on(signal.SIGINT, lambda: end_after(lambda: run.write_status("interrupted", step=heartbeat.step)))
+
+
+def show_end(outcome: TrainingEnd) -> None:
+    """Print on rank 0 how the run ended, and its checkpoint."""
+    how = f"stopped after step {outcome.step}, all saved: {outcome.why}" if outcome.stopped else "finished"
+    print(f"{how}; {outcome.checkpoint}", flush=True)
 
 
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
@@ -127,7 +141,7 @@ def gather_costs(session: Session, spans: list[Span]) -> dict[str, Any] | None:
     stages = [
         {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
     ]
-    times = message_times([[span for _, spans in rows for span in spans]], plan.schedule.placement)
+    times = message_times([[span for _, spans in rows for span in spans]])
     messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
     return {
         "plan": plan.digest,
@@ -166,8 +180,19 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, 
     if watched:
         traceback.print_exception(error)
     else:
-        show_failure(error, run, rank)
+        _show_failure(error, run, rank)
     return code
+
+
+def _show_failure(error: Exception, run: RunDir | None, rank: int) -> None:
+    """Write that `run` has failed, and print problems without a traceback: that is in the failure's record."""
+    with suppress(OSError):
+        if run is not None:
+            run.write_status("failed", rank=rank)
+    if isinstance(error, PpctlError) and not isinstance(error, EngineError):
+        print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 def _was_replaced(run: RunDir) -> bool:
@@ -197,7 +222,7 @@ def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) 
 
 
 def _broken_connection(cause: BaseException, rank: int, plan: Plan | None) -> tuple[int, ...]:
-    """The global ranks at its two ends."""
+    """Return the global ranks at the two ends of a lost connection; () for any other error."""
     if plan is None or not isinstance(cause, PeerLost):
         return ()
     pipeline = RankGrid(plan.sizes).group_of("pp", rank)

@@ -38,7 +38,6 @@ from ppctl.errors import ConfigError
 from ppctl.hang.progress import GRACE, Limits
 from ppctl.host.devices import device_index, device_type, group_backends, loopback_variables
 from ppctl.host.processes import python
-from ppctl.rank.launcher import make_watch, show_begin, show_end
 from ppctl.rank.live_state import LiveState, Phases, TimeLeft, process_age, time_left
 from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
 from ppctl.rank.rendezvous import (
@@ -54,7 +53,15 @@ from ppctl.rank.rendezvous import (
     sealed,
     store_of_groups,
 )
-from ppctl.rank.results import fail, final_state, metrics_writers, write_results, write_start_up
+from ppctl.rank.results import (
+    fail,
+    final_state,
+    metrics_writers,
+    show_begin,
+    show_end,
+    write_results,
+    write_start_up,
+)
 from ppctl.rank.watchdog import Alarm, NodeWatch, dump_on_request
 from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.reach.store import SealedStore
@@ -186,7 +193,7 @@ class _RankProcess:
         listener = Listener()
         dump_on_request(run, self.own.rank, listener)
         limits = Limits.of(config.launch)
-        alarm, watch = Alarm(limits), None if self.watched else make_watch(self.shared, limits)
+        alarm, watch = Alarm(limits), None if self.watched else self._watch(limits)
         publisher = self._publisher(directory, limits, run.write_heartbeats if watch is None else watch)
         with self.phases("groups"):
             self._join(directory, device, limits, watch)
@@ -224,6 +231,12 @@ class _RankProcess:
                 address = WriterAddress()
             store.set(name, address.name)
         return lambda: WriterAddress(str(store.get(name)), key)
+
+    def _watch(self, limits: Limits) -> NodeWatch:
+        """The watch over the job on a node, where no launcher of ppctl's watches it."""
+        run, plan = self.shared.run, self.shared.plan
+        tried = checkpoint_folder.candidates(self.shared.config.checkpoint.resume, run.checkpoints)
+        return NodeWatch(run, plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))
 
     def _publisher(self, directory: Path, limits: Limits, write: Write) -> Publisher | None:
         """On one rank of a node, the thread that publishes the states of all its ranks."""

@@ -163,7 +163,7 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstContact:
-    """One rank's part in the first contact."""
+    """The first contact of all ranks as one rank makes it."""
 
     store: SealedStore
     rank: int

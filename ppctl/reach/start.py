@@ -141,7 +141,7 @@ _KINDS: Mapping[str, type[PpctlError]] = {"PP-E707": DeadEdge, "PP-E709": Traini
 
 
 class _Absent(Exception):
-    """Some ranks have not written in time."""
+    """Raised where ranks have not written their entries in time; the text names them."""
 
 
 def call_roll(

@@ -42,7 +42,8 @@ WEIGHT_GRADIENTS = frozenset({B, W})
 """What adds a microbatch's part to the gradients of a stage's weights."""
 LIFE_ENDS = WEIGHT_GRADIENTS
 """What ends the life of a microbatch on a stage: of its forward nothing is needed any more."""
-PASSED_ON = frozenset({F}) | INPUT_GRADIENTS
+_FORWARD = frozenset({F})
+PASSED_ON = _FORWARD | INPUT_GRADIENTS
 """What works on the result of a neighbouring stage, and makes the result that the next one works on."""
 FORWARDS = frozenset({F, SEND_F, RECV_F})
 """A forward, and what brings its input and takes its result on."""
@@ -65,6 +66,14 @@ _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
 
 
+def _groups(pattern: re.Pattern[str], text: str, what: str) -> tuple[str, ...]:
+    """The groups of a text that matches. Raises ScheduleError (PP-E301) for one that is not `what`."""
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise ScheduleError(Problem("PP-E301", f"{text!r} is not {what}"))
+    return match.groups()
+
+
 class Action(NamedTuple):
     """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3.
 
@@ -83,15 +92,8 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Parse torch's spelling, in which a microbatch may be left out: it is 0. Raises ScheduleError on all else."""
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
-            raise ScheduleError(
-                Problem(
-                    "PP-E301",
-                    f"{text!r} is not an action: a stage, an operation ({', '.join(Op)}) and a microbatch, as in 3F12",
-                )
-            )
-        stage, op, mb = match.groups()
+        what = f"an action: a stage, an operation ({', '.join(Op)}) and a microbatch, as in 3F12"
+        stage, op, mb = _groups(_ACTION, text.strip(), what)
         return cls(Op(op), int(stage), -1 if op == Op.REDUCE_GRAD else int(mb or 0))
 
 
@@ -107,10 +109,8 @@ class Pair(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Pair:
         """Parse what `str` prints, and blanks in it. Raises ScheduleError on all else."""
-        match = _OVERLAP.fullmatch(text.strip())
-        if match is None:
-            raise ScheduleError(Problem("PP-E301", f"{text!r} is not a pair of actions, as in (2F1;1B0)OVERLAP_F_B"))
-        return cls(*map(Action.parse, match.groups()))
+        words = _groups(_OVERLAP, text.strip(), "a pair of actions, as in (2F1;1B0)OVERLAP_F_B")
+        return cls(*map(Action.parse, words))
 
 
 _new_action = partial(tuple.__new__, Action)
@@ -138,12 +138,23 @@ class Channel(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Channel:
         """Parse what `str` prints. Raises ScheduleError."""
-        match = _CHANNEL.fullmatch(text)
-        if match is None:
-            raise ScheduleError(
-                Problem("PP-E301", f"{text!r} is not a channel: two pp_ranks and a direction, as in 0->1 F")
-            )
-        return cls(int(match[1]), int(match[2]), match[3])
+        source, target, way = _groups(_CHANNEL, text, "a channel: two pp_ranks and a direction, as in 0->1 F")
+        return cls(int(source), int(target), way)
+
+
+class Edge(NamedTuple):
+    """The way of a stage's results, activations or gradients, to a neighbouring stage on another rank."""
+
+    channel: Channel
+    send: Op
+    sender: int
+    receive: Op
+    receiver: int
+
+    @property
+    def ops(self) -> frozenset[Op]:
+        """The operations that make the results, and of the receiver those that use them."""
+        return _FORWARD if self.send is SEND_F else INPUT_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +186,11 @@ class Placement:
     def channel(self, action: Action) -> Channel:
         """The channel that a message action travels on."""
         op, stage, _ = action
-        if op is Op.SEND_F:
-            return Channel(self.rank_of(stage), self.rank_of(stage + 1), "F")
-        if op is Op.RECV_F:
-            return Channel(self.rank_of(stage - 1), self.rank_of(stage), "F")
-        if op is Op.SEND_B:
-            return Channel(self.rank_of(stage), self.rank_of(stage - 1), "B")
-        if op is Op.RECV_B:
-            return Channel(self.rank_of(stage + 1), self.rank_of(stage), "B")
-        raise ValueError(f"{action} sends and receives nothing")
+        if op not in MESSAGES:
+            raise ValueError(f"{action} sends and receives nothing")
+        direction, step = ("F", 1) if op in FORWARDS else ("B", -1)
+        source, target = (stage, stage + step) if op in SENDS else (stage - step, stage)
+        return Channel(self.rank_of(source), self.rank_of(target), direction)
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,15 @@ class Schedule:
         stages = range(1, self.placement.num_stages)
         return (False, *(self.lowered and not self.placement.is_local(s - 1) for s in stages))
 
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges between ranks, whether or not their messages are in the lists: first all forward ones."""
+        ranks = map(self.placement.rank_of, range(self.placement.num_stages))
+        pairs = [(a, b, stage) for stage, (a, b) in enumerate(pairwise(ranks)) if a != b]
+        ahead = [Edge(Channel(a, b, "F"), SEND_F, stage, RECV_F, stage + 1) for a, b, stage in pairs]
+        back = [Edge(Channel(b, a, "B"), SEND_B, stage + 1, RECV_B, stage) for a, b, stage in pairs]
+        return (*ahead, *(edge for edge in back if self.gradient_leaves(edge.sender)))
+
     def gradient_leaves(self, stage: int) -> bool:
         """Whether the gradient of a stage's input is made, and goes to the stage before."""
         return stage > self.frozen_stages
@@ -258,13 +274,10 @@ class Schedule:
         name: str = "csv",
         placement: Placement | None = None,
         num_microbatches: int | None = None,
-        capacities: Mapping[Channel, int] | None = None,
-        batched: bool = False,
     ) -> Schedule:
         """Read one line per pp_rank, in torch's spelling; empty cells, UNSHARD and RESHARD are ignored.
 
         A cell with an overlapped forward and backward, `(2F1;1B0)OVERLAP_F_B`, becomes two actions and one of `pairs`.
-
         Without `placement` the rows determine which rank owns which stage (loop or V); without `num_microbatches` the
         largest microbatch does. Raises ScheduleError with every bad cell. The schedule is not verified.
         """
@@ -277,9 +290,8 @@ class Schedule:
             placement = _placement_of(rows)
         elif len(rows) != placement.pp:
             raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows for pp {placement.pp}: one row per pp_rank"))
-        if num_microbatches is None:
-            num_microbatches = 1 + max((action.mb for row in rows for action in row), default=0)
-        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {}, batched, pairs)
+        count = num_microbatches or 1 + max((action.mb for row in rows for action in row), default=0)
+        return cls(name, placement, count, tuple(map(tuple, rows)), pairs=pairs)
 
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:

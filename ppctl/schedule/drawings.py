@@ -53,7 +53,6 @@ def _packed(picture: Picture) -> dict[str, Any]:
         return [[[_ms(time - begin), held] for time, held in rank] for rank in memory_over_time(trace, memory)]
 
     total = step_time(trace) or 1.0
-    busy = [busy_time(span for span in trace.spans if span.pp_rank == rank) for rank in range(trace.pp)]
     longest = total if planned is None else max(total, step_time(planned))
     return {
         "title": picture.title,
@@ -63,7 +62,7 @@ def _packed(picture: Picture) -> dict[str, Any]:
         "step": _ms(step_time(trace)),
         "bubble": bubble_fraction(trace),
         "plan": None if planned is None else [_ms(step_time(planned)), bubble_fraction(planned)],
-        "idle": [1.0 - seconds / total for seconds in busy],
+        "idle": [1.0 - busy_time(row) / total for row in trace.rows()],
         "spans": _rows(trace),
         "planned": [] if planned is None else _rows(planned),
         "memory": levels(picture.memory),
@@ -77,10 +76,10 @@ def _packed(picture: Picture) -> dict[str, Any]:
 def _rows(trace: Trace) -> list[list[list[float]]]:
     """The spans of each rank, in ms from the first action on."""
     begin = min((span.start for span in trace.spans), default=0.0)
-    rows: list[list[list[float]]] = [[] for _ in range(trace.pp)]
-    for pp_rank, (op, stage, mb), start, end in trace.spans:
-        rows[pp_rank].append([_OPS.index(op), stage, mb, _ms(start - begin), _ms(end - begin)])
-    return rows
+    return [
+        [[_OPS.index(op), stage, mb, _ms(start - begin), _ms(end - begin)] for _, (op, stage, mb), start, end in row]
+        for row in trace.rows()
+    ]
 
 
 def _ms(seconds: float) -> float:
@@ -133,12 +132,12 @@ def _panel(picture: Picture, scale: float) -> Iterator[str]:
     yield f'<text y="28" fill="{_COLOUR["soft"]}">{escape(picture.subtitle)}</text>'
     blocks: defaultdict[tuple[Op, int], list[str]] = defaultdict(list)
     digits: list[str] = []
-    for pp_rank in range(trace.pp):
+    for pp_rank, row in enumerate(trace.rows()):
         top = _HEAD + _ROW * pp_rank
         yield f'<text y="{top + 11}" fill="{_COLOUR["soft"]}">rank {pp_rank}</text>'
         wide = scale * step_time(trace)
         yield f'<rect x="{_LABEL}" y="{top}" width="{wide:.1f}" height="{_LANE}" fill="{_COLOUR["lane"]}"/>'
-        spans = [span for span in trace.spans if span.pp_rank == pp_rank and span.end > span.start]
+        spans = [span for span in row if span.end > span.start]
         drawn = [(span, _LABEL + scale * (span.start - begin), scale * (span.end - span.start)) for span in spans]
         for (_, action, _, _), left, wide in drawn:
             shape = f"M{left:.1f} {top}h{max(wide - 1, 0.5):.1f}v{_LANE}h-{max(wide - 1, 0.5):.1f}z"
@@ -157,7 +156,7 @@ def _panel(picture: Picture, scale: float) -> Iterator[str]:
 
 
 def _bars(picture: Picture, scale: float, begin: float) -> Iterator[str]:
-    """A bar below the two of every pair."""
+    """Yield the path of a bar below the two blocks of every pair."""
     at: dict[Action, Span] = {span.action: span for span in picture.trace.spans}
     for forward, backward in sorted(picture.trace.pairs):
         left = _LABEL + scale * (at[forward].start - begin) + 2

@@ -9,16 +9,13 @@ Must not know where a schedule or its costs come from. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from sys import maxsize
 from typing import NamedTuple
 
-from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Action, Channel, Op, Schedule, send_slots
-
-_END = Action(Op.REDUCE_GRAD, -1)
-"""Behind the last action of a list: whatever is open is waited for."""
+from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Channel, Op, Schedule, send_slots
 
 _Ready = list[float | None]
 """Per microbatch: when a stage's input, or the gradient of its output, is there; None until that is known."""
@@ -120,8 +117,7 @@ def execute(
     stuck = dict.fromkeys(awake, 0)
     starts: list[list[float]] = [[] for _ in awake]
     ends: list[list[float]] = [[] for _ in awake]
-    run = _run_batched if schedule.batched else _run
-    ranks = [run(r, row, tables, starts[r], ends[r], stuck) for r, row in enumerate(schedule.actions)]
+    ranks = [_run(schedule, r, tables, starts[r], ends[r], stuck) for r in awake]
     while awake:
         pp_rank = awake.pop()
         waits_for = next(ranks[pp_rank], None)
@@ -131,18 +127,20 @@ def execute(
 
 
 def _run(
-    pp_rank: int,
-    row: Sequence[Action],
-    tables: _Lookup,
-    starts: list[float],
-    ends: list[float],
-    stuck: dict[int, int],
+    schedule: Schedule, pp_rank: int, tables: _Lookup, starts: list[float], ends: list[float], stuck: dict[int, int]
 ) -> Iterator[_ChannelState]:
-    """One rank, from its first action to its last; yields the line whose next message it waits for."""
+    """One rank, from its first action to its last; yields the line whose next message it waits for.
+
+    The neighbouring messages of a batched schedule are started together and waited for together, sends and receives
+    alike.
+    """
     work, sends, receives = tables
     clock = 0.0
-    for index, (op, stage, mb) in enumerate(row):
+    batch: list[_Open] = []
+    for index, (op, stage, mb) in enumerate(schedule.actions[pp_rank]):
         if op in work:
+            if batch:
+                clock = yield from _through(batch, pp_rank, clock, stuck)
             needs, line, seconds, gives, goes_by = work[op][stage]
             while (ready := needs[mb]) is None:
                 stuck[pp_rank] = index
@@ -156,57 +154,33 @@ def _run(
         elif op in sends:
             line = sends[op][stage]
             through = line.send(clock)
-            while len(line.delivered) < through:
-                stuck[pp_rank] = index
-                yield line
-            if through > 0 and line.delivered[through - 1] > clock:
-                clock = line.delivered[through - 1]
+            if schedule.batched:
+                batch.append((index, line, len(line.sent)))
+            elif through > 0 and (len(line.delivered) < through or line.delivered[through - 1] > clock):
+                clock = yield from _through([(index, line, through)], pp_rank, clock, stuck)
         else:
             line, wanted = receives[op][stage]
             line.post(clock, wanted, mb)
+            if schedule.batched:
+                batch.append((index, line, len(line.posted)))
+    clock = yield from _through(batch, pp_rank, clock, stuck)
     del stuck[pp_rank]
 
 
-def _run_batched(
-    pp_rank: int,
-    row: Sequence[Action],
-    tables: _Lookup,
-    starts: list[float],
-    ends: list[float],
-    stuck: dict[int, int],
-) -> Iterator[_ChannelState]:
-    """One rank whose neighbouring messages are started together and waited for together, sends and receives alike."""
-    work, sends, receives = tables
-    clock = 0.0
-    batch: list[tuple[int, _ChannelState, int]] = []
-    for index, (op, stage, mb) in enumerate((*row, _END)):
-        if op in sends:
-            line = sends[op][stage]
-            line.send(clock)
-            batch.append((index, line, len(line.sent)))
-            continue
-        if op in receives:
-            line, wanted = receives[op][stage]
-            line.post(clock, wanted, mb)
-            batch.append((index, line, len(line.posted)))
-            continue
-        for stuck[pp_rank], line, through in batch:
-            while len(line.delivered) < through:
-                yield line
-            clock = max(clock, line.delivered[through - 1])
-        batch.clear()
-        if index < len(row):
-            needs, line, seconds, gives, goes_by = work[op][stage]
-            while (ready := needs[mb]) is None:
-                stuck[pp_rank] = index
-                yield line
-            clock = max(clock, ready)
-            starts.append(clock)
-            clock += seconds
-            ends.append(clock)
-            if goes_by is not None:
-                goes_by.carry(clock, gives, mb)
-    del stuck[pp_rank]
+_Open = tuple[int, _ChannelState, int]
+"""A message that its rank waits for: its index in the list, its line, and how many of the line's must be through."""
+
+
+def _through(
+    batch: list[_Open], pp_rank: int, clock: float, stuck: dict[int, int]
+) -> Generator[_ChannelState, None, float]:
+    """Wait until these messages are through, and forget them; returns when that is."""
+    for stuck[pp_rank], line, through in batch:
+        while len(line.delivered) < through:
+            yield line
+        clock = max(clock, line.delivered[through - 1])
+    batch.clear()
+    return clock
 
 
 def _tables(

@@ -1,4 +1,4 @@
-"""Orders of a step in the form that a search can try quickly: rows of lane numbers, and when each rank ends.
+"""The task of a search for a schedule, and the orders that it tries: rows of lane numbers, and when each rank ends.
 
 A lane is one operation of one stage for all microbatches, which run in order: what is left to choose is in which order
 a rank's lanes take turns. Knows prices and activation sizes. Must not know how orders are found (`search`). Its clock
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, B, Channel, F, I, Op, Placement, Schedule, W
+from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs
 
 KINDS = 3
@@ -27,6 +29,85 @@ Rows = list[list[int]]
 
 Block = tuple[int, int, int]
 """A pp_rank, and the first and last index of consecutive entries of its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The stages, costs and limits for which a schedule is searched."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    sizes: Sequence[float]
+    """What one microbatch holds on each stage from its F to its I, in any unit."""
+    limits: Sequence[float]
+    """What each pp_rank may hold of that at once."""
+    group: int | None = None
+    """`microbatch_group_size` of the named schedules."""
+    deferred: Sequence[float] | None = None
+    """What it holds from its I to its W. None: as much as before, activations count whole until their W."""
+
+
+def placements(pp: int, vpp: int) -> list[Placement]:
+    """The possible placements: a loop, and a V for two chunks per rank."""
+    return [Placement(kind, pp, pp * vpp) for kind in ("loop", "v") if kind == "loop" or vpp == 2]
+
+
+def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> float:
+    """The memory of 1F1B's first rank: min(pp, num_microbatches) microbatches on the first pp-th of the stages."""
+    return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
+
+
+def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
+    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
+
+    Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
+    """
+    later = sizes if deferred is None else deferred
+    stages_of = [placement.stages_of(r) for r in range(placement.pp)]
+    return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
+
+
+def named_schedules(task: Task) -> Iterator[Schedule]:
+    """Every schedule with a name that runs on this placement."""
+    place = task.placement
+    vpp = place.num_stages // place.pp
+    for name, policy in POLICIES.items():
+        if not policy.trains or policy.placement != place.kind or not policy.runs(vpp):
+            continue
+        try:
+            yield make_schedule(
+                name,
+                pp=place.pp,
+                vpp=vpp,
+                num_microbatches=task.num_microbatches,
+                microbatch_group_size=task.group,
+            )
+        except ScheduleError:
+            continue  # not made for so few microbatches, or for this size of groups
+
+
+def one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
+    """One microbatch through all stages and back after another: no rank ever holds more than its part of one."""
+    rows = []
+    for r in range(placement.pp):
+        own = placement.stages_of(r)
+        order = [*((F, stage) for stage in own), *((B, stage) for stage in reversed(own))]
+        rows.append(tuple(Action(op, stage, mb) for mb in range(num_microbatches) for op, stage in order))
+    return Schedule(AUTO, placement, num_microbatches, tuple(rows))
+
+
+def check_limits(task: Task) -> None:
+    """Raise ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank."""
+    least = least_limits(task.placement, task.sizes, task.deferred)
+    short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
+    if short:
+        rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)
+        message = (
+            f"pp_rank {rank} may hold {task.limits[rank]:.4g} of activations, and one microbatch on its stages "
+            f"takes {least[rank]:.4g}: no schedule needs less"
+        )
+        raise ScheduleError(Problem("PP-E321", message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +136,9 @@ class Lanes:
     """Seconds that every pp_rank takes to sum gradients, behind its last entry."""
 
     @classmethod
-    def of(
-        cls,
-        placement: Placement,
-        num_microbatches: int,
-        costs: Costs,
-        sizes: Sequence[float],
-        limits: Sequence[float],
-        deferred: Sequence[float] | None = None,
-    ) -> Lanes:
-        """The lanes of these stages at these costs. Without `deferred` a microbatch holds as much until its W."""
+    def of(cls, task: Task) -> Lanes:
+        """The task in the form that orders are tried in."""
+        placement, costs = task.placement, task.costs
         stages = range(placement.num_stages)
         rank_of = [placement.rank_of(stage) for stage in stages]
         of_op = costs.seconds()
@@ -75,27 +149,21 @@ class Lanes:
             here, there = rank_of[lane // KINDS], rank_of[target // KINDS]
             if here != there:
                 line[lane] = channels.setdefault(Channel(here, there, direction), len(channels))
-        line_seconds = [costs.messages.get(channel, costs.message) for channel in channels]
         stages_of = [placement.stages_of(pp_rank) for pp_rank in range(placement.pp)]
-        room = [limit * (1 + ROUNDING) for limit in limits]
-        sums = [sum(of_op[Op.REDUCE_GRAD][stage] for stage in stages) for stages in stages_of]
+        kept = zip(task.sizes, task.sizes if task.deferred is None else task.deferred, strict=True)
         return cls(
             placement,
-            num_microbatches,
+            task.num_microbatches,
             seconds,
             goes_to,
             line,
-            line_seconds,
+            [costs.messages.get(channel, costs.message) for channel in channels],
             rank_of,
             stages_of,
-            sizes,
-            [
-                more
-                for pair in zip(sizes, sizes if deferred is None else deferred, strict=True)
-                for more in _growths(*pair)
-            ],
-            room,
-            sums,
+            task.sizes,
+            [more for size, deferred in kept for more in (size, deferred - size, -deferred)],
+            [limit * (1 + ROUNDING) for limit in task.limits],
+            [sum(of_op[Op.REDUCE_GRAD][stage] for stage in stages) for stages in stages_of],
         )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
@@ -144,6 +212,12 @@ class Lanes:
         """The most that every pp_rank holds."""
         return [max(self._held(row), default=0.0) for row in rows]
 
+    def held_by(self, schedule: Schedule) -> list[float]:
+        """The most that every pp_rank holds under a schedule whose microbatches run in order."""
+        rows = rows_of(schedule)
+        assert rows is not None
+        return self.peaks(rows)
+
     def reserve(self, pp_rank: int) -> float:
         """The most that an I of a rank adds to what it holds."""
         return max(0.0, *(self.grows[KINDS * stage + 1] for stage in self.stages_of[pp_rank]))
@@ -168,11 +242,6 @@ class Lanes:
                 return False
             count[lane] += 1
         return True
-
-
-def _growths(size: float, deferred: float) -> tuple[float, float, float]:
-    """How much memory an F, an I and a W add."""
-    return size, deferred - size, -deferred
 
 
 def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:

@@ -92,6 +92,7 @@ class _StepInProgress:
         heappush(self._queue, (at, pp_rank))
 
     def _start(self, pp_rank: int, lane: int, now: float) -> None:
+        """Let a rank work on the next entry of a lane from now on, and look at it again at the end of that."""
         lanes = self.lanes
         self.rows[pp_rank].append(lane)
         self.count[lane] += 1
@@ -100,10 +101,13 @@ class _StepInProgress:
         self.latest[pp_rank] += lanes.seconds[lane]
         self._busy_until[pp_rank] = end
         self._wake(pp_rank, end)
+        if lane % KINDS == 1:
+            self.ready[lane + 1].append(end)
         if (target := lanes.goes_to[lane]) >= 0:
             self._hand_on(lane, target, end)
 
     def _hand_on(self, lane: int, target: int, end: float) -> None:
+        """Send a result that is made at `end` to the lane that uses it, and wake the rank of that lane."""
         channel = self.lanes.line[lane]
         if channel < 0:
             self.ready[target].append(end)
@@ -117,7 +121,12 @@ class _StepInProgress:
             self._wake(receiver, at)
 
 
-class _ByRule(_StepInProgress):
+class OrderByRule(_StepInProgress):
+    """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
+
+    None is `made` where a limit has no room for one microbatch on all stages of its rank.
+    """
+
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
         super().__init__(lanes)
         self.rule = rule
@@ -128,10 +137,10 @@ class _ByRule(_StepInProgress):
         self.after_gradient = [False] * lanes.placement.pp
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The lane that the rule picks."""
-        forward, next_forward, held_up = self._forward(pp_rank, now)
-        gradient, next_gradient = self._gradient(pp_rank, now)
-        weights = self._weights(pp_rank)
+        """Return the lane that the rule picks; or -1, and when to ask again."""
+        forward, next_forward, held_up = self._first(0, pp_rank, now)
+        gradient, next_gradient, _ = self._first(1, pp_rank, now)
+        weights, _, _ = self._first(2, pp_rank, now)
         rule, seconds = self.rule, self.lanes.seconds
         lane = -1
         full = gradient >= 0 and self.held[pp_rank] + self.lanes.grows[gradient] > self.limits[pp_rank]
@@ -152,50 +161,24 @@ class _ByRule(_StepInProgress):
             self.after_gradient[pp_rank] = lane == gradient
         return lane, now
 
-    def _forward(self, pp_rank: int, now: float) -> tuple[int, float, bool]:
-        """The forward that goes first, when another one arrives, and whether memory holds one up that is there."""
+    def _first(self, kind: int, pp_rank: int, now: float) -> tuple[int, float, bool]:
+        """The lane of F (kind 0), I (1) or W (2) that goes first, -1 for none; when another one can start; and whether
+        memory holds up a forward that could."""
         count, ready, held = self.count, self.ready, self.held[pp_rank]
-        best, best_key, arrives, held_up = -1, 0.0, _NEVER, False
+        best, best_key, later, held_up = -1, 0.0, _NEVER, False
         for stage in self.lanes.stages_of[pp_rank]:
-            lane = KINDS * stage
+            lane = KINDS * stage + kind
             mb = count[lane]
             if mb >= len(ready[lane]):
                 continue
-            arrival = ready[lane][mb]
-            if held > self.room[stage]:
-                held_up = held_up or arrival <= now
-            elif arrival > now:
-                arrives = min(arrives, arrival)
+            at = ready[lane][mb]
+            if kind == 0 and held > self.room[stage]:
+                held_up = held_up or at <= now
+            elif at > now:
+                later = min(later, at)
             elif best < 0 or mb * self.stride + self.offset[lane] < best_key:
                 best, best_key = lane, mb * self.stride + self.offset[lane]
-        return best, arrives, held_up
-
-    def _gradient(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The I that goes first, and when another one arrives."""
-        count, ready = self.count, self.ready
-        best, best_key, arrives = -1, 0.0, _NEVER
-        for stage in self.lanes.stages_of[pp_rank]:
-            lane = KINDS * stage + 1
-            mb = count[lane]
-            if mb >= len(ready[lane]):
-                continue
-            arrival = ready[lane][mb]
-            if arrival > now:
-                arrives = min(arrives, arrival)
-            elif best < 0 or mb * self.stride + self.offset[lane] < best_key:
-                best, best_key = lane, mb * self.stride + self.offset[lane]
-        return best, arrives
-
-    def _weights(self, pp_rank: int) -> int:
-        """The W that goes first among those whose I is done."""
-        count = self.count
-        best, best_key = -1, 0.0
-        for stage in self.lanes.stages_of[pp_rank]:
-            lane = KINDS * stage + 2
-            mb = count[lane]
-            if mb < count[lane - 1] and (best < 0 or mb * self.stride + self.offset[lane] < best_key):
-                best, best_key = lane, mb * self.stride + self.offset[lane]
-        return best
+        return best, later, held_up
 
 
 def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
@@ -222,16 +205,14 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
     return room
 
 
-def list_schedule(lanes: Lanes, rule: Rule, limits: Sequence[float]) -> Rows | None:
-    """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
+class WeightsPlaced(_StepInProgress):
+    """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
 
-    None where a limit has no room for one microbatch on all stages of its rank.
+    `late_weights` as in `Rule`. None are `made` where memory would hold an F up for ever, or the step end behind
+    `latest`.
     """
-    return _ByRule(lanes, rule, limits).made()
 
-
-class _InOrder(_StepInProgress):
-    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float) -> None:
+    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> None:
         super().__init__(lanes, latest)
         self.order = [[lane for lane in row if lane % KINDS != 2] for row in rows]
         self.at = [0] * len(rows)
@@ -261,11 +242,3 @@ class _InOrder(_StepInProgress):
         if owed and (full or now + (1.0 - self.late_weights) * lanes.seconds[owed[0]] <= arrival):
             return owed.popleft(), now
         return -1, _NEVER if full else arrival
-
-
-def with_weights_placed(lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> Rows | None:
-    """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
-
-    `late_weights` as in `Rule`. None where memory would hold an F up for ever, or the step end behind `latest`.
-    """
-    return _InOrder(lanes, rows, late_weights, latest).made()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from ppctl.records.json_reader import Count, read
-from ppctl.schedule.action import COMPUTE, PASSED_ON, Op, Placement, Schedule
-from ppctl.schedule.trace import Span, Trace
+from ppctl.schedule.action import COMPUTE, Action, Schedule
+from ppctl.schedule.trace import Span, Trace, makers
 
 _VERSION = 1
 
@@ -78,7 +78,7 @@ class _File(TypedDict):
 
 
 def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Sequence[_Stamp]) -> RankStamps:
-    """From microseconds."""
+    """Return the stamps of a rank, given in microseconds."""
     timed = [(index, 1e-6 * start, 1e-6 * over) for index, start, over in stamps]
     return RankStamps(1e-6 * begin, 1e-6 * pipeline_end, 1e-6 * agreed, 1e-6 * end, timed)
 
@@ -113,7 +113,7 @@ class TimeLedger:
         return sum(self.rows().values())
 
     def rows(self) -> dict[str, float]:
-        """Name -> seconds, as they are shown."""
+        """The seconds of each row by its name, in the order in which rows are shown."""
         waits = {f"waiting for pp_rank {rank}": seconds for rank, seconds in sorted(self.waiting.items())}
         rest = {name: getattr(self, name) for name in ("messages", "host", "drain", "agreement", "optimizer", "others")}
         return {"compute": self.compute, "gradients": self.gradients, **waits, **rest}
@@ -122,22 +122,20 @@ class TimeLedger:
 def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> list[TimeLedger]:
     """The ledgers of one pipeline, by pp_rank."""
     trace = step.trace(schedule, pipeline)
-    made = {(op is Op.F, stage, mb): over for _, (op, stage, mb), _, over in trace.spans if op in PASSED_ON}
+    made = makers(trace.spans)
     last = max((span.end for span in trace.spans), default=0.0)
     begin, end = min(rank.begin for rank in step.ranks), max(rank.end for rank in step.ranks)
-    own = [[span for span in trace.spans if span.pp_rank == pp_rank] for pp_rank in range(len(pipeline))]
     return [
-        _ledger(spans, step.ranks[rank], made, last, schedule.placement, begin, end)
-        for spans, rank in zip(own, pipeline, strict=True)
+        _ledger(spans, step.ranks[rank], made, last, begin, end)
+        for spans, rank in zip(trace.rows(), pipeline, strict=True)
     ]
 
 
 def _ledger(
     spans: Sequence[Span],
     rank: RankStamps,
-    made: Mapping[tuple[bool, int, int], float],
+    made: Mapping[Action, Span],
     last: float,
-    placement: Placement,
     begin: float,
     end: float,
 ) -> TimeLedger:
@@ -151,15 +149,14 @@ def _ledger(
         clock += passed
         return passed
 
-    for pp_rank, (op, stage, mb), start, over in spans:
-        maker = stage - 1 if op is Op.F else stage + 1
-        sent = made.get((op is Op.F, maker, mb)) if op in PASSED_ON else None
-        if sent is not None and placement.rank_of(maker) != pp_rank and sent > clock:
-            source = placement.rank_of(maker)
-            ledger.waiting[source] = ledger.waiting.get(source, 0.0) + until(min(sent, start))
+    for pp_rank, action, start, over in spans:
+        source = made.get(action)
+        if source is not None and source.pp_rank != pp_rank and source.end > clock:
+            waited = ledger.waiting.get(source.pp_rank, 0.0)
+            ledger.waiting[source.pp_rank] = waited + until(min(source.end, start))
             ledger.messages += until(start)
         ledger.host += until(start)
-        if op in COMPUTE:
+        if action.op in COMPUTE:
             ledger.compute += until(over)
         else:
             ledger.gradients += until(over)

@@ -7,15 +7,15 @@ the dependency rule (`action`). Must not know how pairs are run, or time. Standa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, pairwise
 
 from ppctl.errors import Problem
-from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, grouped
+from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
 
-_SHOWN = 6
-"""How many pairs one problem names; the rest are counted."""
+SHOWN = 6
+"""How many pairs, actions or ranks one problem names; the rest are counted."""
 
 
 def pair_up(schedule: Schedule) -> Schedule:
@@ -68,11 +68,11 @@ def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
         ("a pair's two stand side by side in a rank's list", schedule.pairs - together),
     ):
         if broken:
-            yield Problem("PP-E318", f"{rule}: not so {_some(broken)}")
+            yield Problem("PP-E318", f"{rule}: not so {some(sorted(broken))}")
             return
     plain = replace(schedule, actions=rows, capacities={}, batched=False)
     if stuck := [each for each in _circle(plain, groups) if isinstance(each, Pair)]:
-        message = f"the backward cannot start before a forward of these pairs is through: {_some(stuck)}"
+        message = f"the backward cannot start before a forward of these pairs is through: {some(sorted(stuck))}"
         yield Problem("PP-E318", message)
 
 
@@ -88,10 +88,11 @@ def _of_both_kinds(pair: Pair) -> bool:
     return pair.forward.op is Op.F and pair.backward.op in INPUT_GRADIENTS
 
 
-def _some(pairs: Collection[Pair]) -> str:
-    named = list(map(str, sorted(pairs)))
-    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-    return ", ".join(named[:_SHOWN]) + more
+def some(things: Iterable[object]) -> str:
+    """Return the texts of the first things, and the number of the others."""
+    named = [str(thing) for thing in things]
+    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
@@ -109,9 +110,9 @@ def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> 
 
     The lists of a compute-only schedule are run without times, each as far as it gets.
     """
-    made = _Made(plain.placement.num_stages, plain.num_microbatches)
+    done = set[Action]()
     waits: dict[int, tuple[Action | Pair, int]] = {}
-    waiting: dict[_Result, list[int]] = {}
+    waiting: dict[Action, list[int]] = {}
     at = [0] * len(groups)
     awake = list(range(len(groups)))
     while awake:
@@ -119,47 +120,14 @@ def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> 
         waits.pop(pp_rank, None)
         for each in islice(groups[pp_rank], at[pp_rank], None):
             actions = each if isinstance(each, Pair) else (each,)
-            missing = made.lacking(actions)
+            needs = chain.from_iterable(deps(action, plain) for action in actions)
+            missing = next((need for need in needs if need not in done), None)
             if missing is not None:
-                waits[pp_rank] = (each, missing[1])
+                waits[pp_rank] = (each, missing.stage)
                 waiting.setdefault(missing, []).append(pp_rank)
                 break
             at[pp_rank] += 1
-            for result in made.run(actions):
-                awake += waiting.pop(result, ())
+            done.update(actions)
+            for action in actions:
+                awake += waiting.pop(action, ())
     return waits
-
-
-_Result = tuple[bool, int, int]
-"""A result: (whether it is an activation, else a gradient; its stage; its microbatch)."""
-
-
-class _Made:
-    """The results that stages have made: bytes by stage and microbatch, because a schedule has many actions."""
-
-    def __init__(self, num_stages: int, num_microbatches: int) -> None:
-        self.ahead = [bytearray(num_microbatches) for _ in range(num_stages)]
-        self.ahead.append(bytearray(b"\1") * num_microbatches)  # at index -1: the first stage's input, always there
-        self.back = [bytearray(num_microbatches) for _ in range(num_stages)]
-        self.back.append(self.ahead[-1])  # after the last stage: its output needs no gradient
-
-    def lacking(self, actions: Sequence[Action]) -> _Result | None:
-        """The first thing that one of `actions` needs and nobody has made yet (`action.deps`). A W never lacks its I,
-        which stands ahead of it in the same list."""
-        for op, stage, mb in actions:
-            if op is Op.F:
-                if not self.ahead[stage - 1][mb]:
-                    return (True, stage - 1, mb)
-            elif op is not Op.W:
-                if not self.ahead[stage][mb]:
-                    return (True, stage, mb)
-                if not self.back[stage + 1][mb]:
-                    return (False, stage + 1, mb)
-        return None
-
-    def run(self, actions: Sequence[Action]) -> Iterator[_Result]:
-        """Run `actions`: what they make."""
-        for op, stage, mb in actions:
-            if op is not Op.W:
-                (self.ahead if op is Op.F else self.back)[stage][mb] = 1
-                yield (op is Op.F, stage, mb)

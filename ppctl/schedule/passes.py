@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,15 +18,12 @@ from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
     FORWARDS,
-    INPUT_GRADIENTS,
     MESSAGES,
     PASSED_ON,
-    TIMED,
     Action,
     Channel,
     Op,
     Pair,
-    Placement,
     Schedule,
     grouped,
     lane,
@@ -56,9 +53,8 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     if capacity < 1:
         message = f"a channel of capacity {capacity} carries nothing: its receiver must be able to post one receive"
         raise ScheduleError(Problem("PP-E308", message, "pipeline.p2p_capacity=1"))
-    return add_messages(
-        place_gradient_sync(schedule), dict.fromkeys((line.channel for line in _sent(schedule).lines), capacity)
-    )
+    channels = (line.channel for line in _routes(schedule, _in_lists(schedule)).lines)
+    return add_messages(place_gradient_sync(schedule), dict.fromkeys(channels, capacity))
 
 
 def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
@@ -97,6 +93,7 @@ def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
 
 
 def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ...]:
+    """Return a rank's list in which at most `most` Ws are deferred at any time."""
     owed: deque[Action] = deque()
     ordered: list[Action] = []
     for each in row:
@@ -136,7 +133,7 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
     earlier. On a GPU a posted receive is a running kernel: the first launch of another kernel and a retry of the
     allocator wait until the device is idle, and so for the message. No message is placed between the actions of a pair.
     """
-    routes = _sent(schedule)
+    routes = _routes(schedule, _in_lists(schedule))
     slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}
     ready = _first_of_use(schedule, routes)
     rows: list[tuple[Action, ...]] = []
@@ -153,9 +150,9 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
             index += len(actions)
             full += actions
             for op, stage, mb in actions:
-                if (goes := routes.goes[op][stage]) is not None:
+                if (goes := routes.goes.get((op, stage))) is not None:
                     full.append(goes.sends[mb])
-                if (comes := routes.comes[op][stage]) is not None:
+                if (comes := routes.comes.get((op, stage))) is not None:
                     ends[comes.line.channel].free += 1
             for end in ends.values():
                 if end.free and end.due:
@@ -187,53 +184,24 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
     rank's stage behind it.
     """
     place = schedule.placement
-    ahead, back = _made_at(schedule)
-    neighbours = _neighbours_on_rank(place)
+    timed = ((index, *action) for row in schedule.actions for index, action in enumerate(row))
+    made = {(op is Op.F, stage, mb): index for index, op, stage, mb in timed if op in PASSED_ON}
+    beside = dict[tuple[bool, int], int]()
+    for before, after in (pair for pp_rank in range(place.pp) for pair in pairwise(place.stages_of(pp_rank))):
+        beside[True, after], beside[False, before] = before, after
     ready: dict[Action, int] = {}
     for row in schedule.actions:
         used: dict[int, int] = {}
         for op, stage, mb in row:
-            if (comes := routes.comes[op][stage]) is not None:
+            ahead = op is Op.F
+            if (comes := routes.comes.get((op, stage))) is not None:
                 source = comes.line.channel.source
-                made = ahead[stage - 1][mb] if op is Op.F else back[stage + 1][mb]
-                if made > used.get(source, -1):
-                    used[source] = made
-            if (goes := routes.goes[op][stage]) is not None:
+                used[source] = max(used.get(source, -1), made.get((ahead, stage - 1 if ahead else stage + 1, mb), -1))
+            if (goes := routes.goes.get((op, stage))) is not None:
                 receive = goes.receives[mb]
-                before, behind = neighbours[receive.stage]
-                own = -1
-                if op is Op.F and before is not None:
-                    own = ahead[before][mb]
-                elif op is not Op.F and behind is not None:
-                    own = back[behind][mb]
+                own = made.get((ahead, beside.get((ahead, receive.stage), -1), mb), -1)
                 ready[receive] = max(own, used.get(goes.line.channel.target, -1))
     return ready
-
-
-def _made_at(schedule: Schedule) -> tuple[list[list[int]], list[list[int]]]:
-    """By stage and microbatch, the index in its rank's list of the action that makes the stage's activation, and of the
-    one that makes the gradient of its input; -1 where there is none."""
-    ahead, back = ([[-1] * schedule.num_microbatches for _ in range(schedule.placement.num_stages)] for _ in range(2))
-    for row in schedule.actions:
-        for index, (op, stage, mb) in enumerate(row):
-            if op in PASSED_ON:
-                (ahead if op is Op.F else back)[stage][mb] = index
-    return ahead, back
-
-
-def _neighbours_on_rank(place: Placement) -> list[tuple[int | None, int | None]]:
-    """Stage -> the previous and the next stage of the same rank."""
-    before: list[int | None] = []
-    behind: list[int | None] = [None] * place.num_stages
-    last: dict[int, int] = {}
-    for stage in range(place.num_stages):
-        pp_rank = place.rank_of(stage)
-        earlier = last.get(pp_rank)
-        before.append(earlier)
-        if earlier is not None:
-            behind[earlier] = stage
-        last[pp_rank] = stage
-    return list(zip(before, behind, strict=True))
 
 
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:
@@ -243,7 +211,8 @@ def least_capacities(schedule: Schedule) -> dict[Channel, int]:
     wait for an older one, and no message would come later than it is needed. Linear in the schedule's length for each
     capacity tried; those are few, since they double until one will do. Raises ScheduleError if the schedule hangs.
     """
-    return {line.channel: _least_capacity(line) for line in _timed(schedule).lines}
+    timed = ((action, start, end) for _, action, start, end in simulate(schedule, _costs(schedule)).spans)
+    return {line.channel: _least_capacity(line) for line in _routes(schedule, timed).lines}
 
 
 @dataclass(slots=True, eq=False)
@@ -279,60 +248,39 @@ class _Route(NamedTuple):
 class _Routes(NamedTuple):
     """(operation, stage) -> the routes of its input and of its result; and the lines."""
 
-    comes: dict[Op, list[_Route | None]]
-    goes: dict[Op, list[_Route | None]]
+    comes: dict[tuple[Op, int], _Route]
+    goes: dict[tuple[Op, int], _Route]
     lines: list[_ChannelMessages]
 
 
-def _routes(schedule: Schedule) -> _Routes:
-    place, count = schedule.placement, schedule.num_microbatches
+def _routes(schedule: Schedule, timed: Iterable[tuple[Action, float, float]]) -> _Routes:
+    """The routes of a schedule, with the messages that these actions (action, start, end) send and use, and when."""
+    count = schedule.num_microbatches
     lines: dict[Channel, _ChannelMessages] = {}
+    routes = _Routes({}, {}, [])
+    for edge in schedule.edges:
+        line = lines.setdefault(edge.channel, _ChannelMessages(edge.channel))
+        route = _Route(line, lane(edge.send, edge.sender, count), lane(edge.receive, edge.receiver, count))
+        for op in edge.ops:
+            routes.goes[op, edge.sender] = routes.comes[op, edge.receiver] = route
+    for (op, stage, mb), start, end in timed:
+        if (goes := routes.goes.get((op, stage))) is not None:
+            goes.line.sent.append(goes.receives[mb])
+            goes.line.sent_at.append(end)
+        if (comes := routes.comes.get((op, stage))) is not None:
+            comes.line.used.append(comes.receives[mb])
+            comes.line.needed_at.append(start)
+            comes.line.used_at.append(end)
+    return routes._replace(lines=[line for line in lines.values() if line.sent])
 
-    def route(send: Op, sender: int, receive: Op, receiver: int) -> _Route | None:
-        source, target = place.rank_of(sender), place.rank_of(receiver)
-        if source == target or (send is Op.SEND_B and not schedule.gradient_leaves(sender)):
-            return None
-        channel = Channel(source, target, "F" if send is Op.SEND_F else "B")
-        line = lines.setdefault(channel, _ChannelMessages(channel))
-        return _Route(line, lane(send, sender, count), lane(receive, receiver, count))
 
-    edges = list(pairwise(range(place.num_stages)))
-    ahead = [route(Op.SEND_F, before, Op.RECV_F, after) for before, after in edges]
-    back = [route(Op.SEND_B, after, Op.RECV_B, before) for before, after in edges]
-    alone: dict[Op, list[_Route | None]] = dict.fromkeys(TIMED - PASSED_ON, [None] * place.num_stages)
-    comes = {Op.F: [None, *ahead], **{op: [*back, None] for op in INPUT_GRADIENTS}, **alone}
-    goes = {Op.F: [*ahead, None], **{op: [None, *back] for op in INPUT_GRADIENTS}, **alone}
-    return _Routes(comes, goes, list(lines.values()))
-
-
-def _sent(schedule: Schedule) -> _Routes:
-    """The routes, with what is sent over their lines."""
-    routes = _routes(schedule)
-    for row in schedule.actions:
-        for op, stage, mb in row:
-            if (route := routes.goes[op][stage]) is not None:
-                route.line.sent.append(route.receives[mb])
-    return routes._replace(lines=[line for line in routes.lines if line.sent])
+def _in_lists(schedule: Schedule) -> Iterator[tuple[Action, float, float]]:
+    """All actions in the order of the lists, without times."""
+    return ((action, 0.0, 0.0) for row in schedule.actions for action in row)
 
 
 def _costs(schedule: Schedule) -> Costs:
     return Costs.uniform(schedule.placement.num_stages, FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS)
-
-
-def _timed(schedule: Schedule) -> _Routes:
-    """The routes, with what goes over their lines, and when, in a run without limits."""
-    routes = _routes(schedule)
-    for _, (op, stage, mb), start, end in simulate(schedule, _costs(schedule)).spans:
-        if (goes := routes.goes[op][stage]) is not None:
-            line = goes.line
-            line.sent.append(goes.receives[mb])
-            line.sent_at.append(end)
-        if (comes := routes.comes[op][stage]) is not None:
-            line = comes.line
-            line.used.append(comes.receives[mb])
-            line.needed_at.append(start)
-            line.used_at.append(end)
-    return routes._replace(lines=[line for line in routes.lines if line.sent])
 
 
 def _least_capacity(line: _ChannelMessages) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ppctl.schedule.action import PASSED_ON, Op
+from ppctl.schedule.action import Op
 from ppctl.schedule.picture import KINDS, Picture, StageNote, memory_over_time
-from ppctl.schedule.trace import Span
+from ppctl.schedule.trace import Span, makers
 
 
 def perfetto_json(picture: Picture) -> str:
@@ -54,16 +54,14 @@ def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
 
 def _messages(picture: Picture) -> Iterator[dict[str, Any]]:
     """Arrows from what made a message to what used it, on another pp_rank."""
-    made = {
-        (op is Op.F, stage, mb): (rank, end) for rank, (op, stage, mb), _, end in picture.trace.spans if op in PASSED_ON
-    }
-    for rank, (op, stage, mb), start, _ in picture.trace.spans:
-        source, sent = made.get((op is Op.F, stage - 1 if op is Op.F else stage + 1, mb), (rank, 0.0))
-        if op not in PASSED_ON or source == rank:
+    made = makers(picture.trace.spans)
+    for rank, action, start, _ in picture.trace.spans:
+        if (source := made.get(action)) is None or source.pp_rank == rank:
             continue
+        op, stage, mb = action
         arrow = {"pid": 0, "cat": "message", "name": f"{'activations' if op is Op.F else 'gradients'} of {mb}"}
         arrow["id"] = f"{op.value}{stage}.{mb}"
-        yield {"ph": "s", "tid": source, "ts": 1e6 * sent, **arrow}
+        yield {"ph": "s", "tid": source.pp_rank, "ts": 1e6 * source.end, **arrow}
         yield {"ph": "f", "bp": "e", "tid": rank, "ts": 1e6 * start, **arrow}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ppctl.schedule.action import LIFE_ENDS, Op
 from ppctl.schedule.trace import Trace
@@ -53,11 +52,8 @@ class RankMemory:
     """Split backwards: (operation, stage) -> what it frees, and its extra memory while it runs. Else W frees all."""
 
 
-class Level(NamedTuple):
-    """From `time` (seconds) on, a rank holds `held` bytes."""
-
-    time: float
-    held: int
+Level = tuple[float, int]
+"""(time in seconds, the bytes that a rank holds from then on)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +105,8 @@ def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple
 
 def _levels(fixed: int, changes: list[tuple[float, int]]) -> tuple[Level, ...]:
     """Bytes that are held after each change, frees before allocations of the same moment."""
-    levels = [Level(0.0, fixed)]
+    levels = {0.0: fixed}
+    held = fixed
     for time, change in sorted(changes):
-        level = Level(time, levels[-1].held + change)
-        if levels[-1].time == time:
-            levels[-1] = level
-        else:
-            levels.append(level)
-    return tuple(levels)
+        levels[time] = held = held + change
+    return tuple(levels.items())

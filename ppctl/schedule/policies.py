@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
@@ -138,10 +139,12 @@ class Policy:
 
     @property
     def chunks_in_words(self) -> str:
-        """Such as `one chunk per rank`."""
+        """The number of chunks in words, such as `one chunk per rank`."""
         number = {1: "one chunk", 2: "two chunks"}.get(self.chunks, f"{self.chunks} chunks")
         return f"{number} per rank" + (", down a V and back up" if self.placement == "v" else "")
 
+
+_ON_A_V: dict[str, Any] = {"chunks": 2, "fixed": True, "placement": "v", "splits": True}
 
 _ROWS = (
     Policy(
@@ -199,10 +202,7 @@ _ROWS = (
     Policy(
         "zbv_zero_bubble",
         zbv_zero_bubble,
-        chunks=2,
-        fixed=True,
-        placement="v",
-        splits=True,
+        **_ON_A_V,
         other_names=("ZBVZeroBubble", "v_schedule", "ZBV"),
         least_microbatches=fills_zbv,
         use="no bubble but filling and draining for 1F1B's memory, where F, I and W take about the same time",
@@ -210,30 +210,21 @@ _ROWS = (
     Policy(
         "v_half",
         v_half,
-        chunks=2,
-        fixed=True,
-        placement="v",
-        splits=True,
+        **_ON_A_V,
         other_names=("VHalf",),
         use="half of 1F1B's memory, with about half of its bubble",
     ),
     Policy(
         "v_min",
         v_min,
-        chunks=2,
-        fixed=True,
-        placement="v",
-        splits=True,
+        **_ON_A_V,
         other_names=("VMin",),
         use="a third of 1F1B's memory; its bubble grows with the microbatches where F, I and W differ",
     ),
     Policy(
         "dualpipev",
         dualpipev,
-        chunks=2,
-        fixed=True,
-        placement="v",
-        splits=True,
+        **_ON_A_V,
         pairs=True,
         needs_microbatches=fills_dualpipev,
         use="experts on several ranks: forwards stand beside backwards, to hide exchanges; at least 2 pp microbatches",

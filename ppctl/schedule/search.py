@@ -30,10 +30,23 @@ from typing import NamedTuple
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.lane_orders import KINDS, ROUNDING, Block, Clock, Lanes, Rows, critical_blocks, rows_of, schedule_of
-from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
+from ppctl.schedule.lane_orders import (
+    KINDS,
+    ROUNDING,
+    Block,
+    Clock,
+    Lanes,
+    Rows,
+    Task,
+    check_limits,
+    critical_blocks,
+    least_limits,
+    named_schedules,
+    rows_of,
+    schedule_of,
+)
+from ppctl.schedule.list_scheduler import First, OrderByRule, Rule, WeightsPlaced
 from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search_task import Task, check_limits, lanes_of, least_limits, named_schedules
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import longest_span, step_time
 
@@ -88,7 +101,7 @@ class FoundSchedule:
 
     @property
     def best_named(self) -> Named | None:
-        """The fastest of them, if there is one."""
+        """The fastest named schedule that fits, if there is one."""
         return self.named[0] if self.named else None
 
 
@@ -128,8 +141,8 @@ def find_schedule(task: Task, allowance: int = ALLOWANCE) -> FoundSchedule:
 
 def first_order(task: Task) -> Schedule | None:
     """The order that the first rule makes; None where a limit has no room for it."""
-    lanes = lanes_of(task)
-    rows = list_schedule(lanes, Rule(), lanes.limits)
+    lanes = Lanes.of(task)
+    rows = OrderByRule(lanes, Rule(), lanes.limits).made()
     return None if rows is None else schedule_of(rows, lanes, AUTO)
 
 
@@ -154,7 +167,7 @@ def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedul
 class _OrderSearch:
     def __init__(self, task: Task, allowance: int) -> None:
         self.task = task
-        self.lanes = lanes_of(task)
+        self.lanes = Lanes.of(task)
         self.least = least_limits(task.placement, task.sizes, task.deferred)
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
@@ -179,7 +192,7 @@ class _OrderSearch:
 
     @property
     def at_bound(self) -> bool:
-        """Whether no step can be shorter."""
+        """Whether the best order takes no longer than the bound, which no order undercuts."""
         return self.value.step <= 1.0
 
     def judge(self, rows: Rows) -> _Value | None:
@@ -209,7 +222,7 @@ class _OrderSearch:
         for late in _LATE:
             self.left -= _PLACE_UNITS * self.length
             latest = self.value.step * self.unit * (1 + 2 * ROUNDING)
-            placed = with_weights_placed(self.lanes, rows, late, latest)
+            placed = WeightsPlaced(self.lanes, rows, late, latest).made()
             self.tried += placed is None
             self.consider(placed)
 
@@ -249,7 +262,7 @@ class _OrderSearch:
             return
         self.points.add(point)
         self.left -= _LIST_UNITS * self.length
-        rows = list_schedule(self._seen(point), point.rule, self._limits(point))
+        rows = OrderByRule(self._seen(point), point.rule, self._limits(point)).made()
         if rows is None or (value := self.consider(rows)) is None:
             return
         insort(self.best, (value, number, point))
@@ -270,6 +283,7 @@ class _OrderSearch:
         return [least + point.memory * (limit - least) for least, limit in pairs]
 
     def _changed(self, point: _Point) -> _Point:
+        """Return a point with one random change: of its rule, or of the costs or the memory that its rule sees."""
         chance = self.random
         rule = point.rule
         kind = chance.randrange(6)
@@ -292,6 +306,7 @@ class _OrderSearch:
             self._anneal(self.rows, self.value, moves)
 
     def _anneal(self, rows: Rows, value: _Value, moves: int) -> None:
+        """Simulated annealing from these rows: keep a moved entry where that is faster, else by chance."""
         blocks = critical_blocks(self.lanes, rows)
         for number in range(moves):
             warmth = self.warmth * (1.0 - number / moves) ** 2 + ROUNDING

@@ -13,7 +13,6 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
-    INPUT_GRADIENTS,
     LIFE_ENDS,
     MESSAGES,
     Action,
@@ -23,21 +22,9 @@ from ppctl.schedule.action import (
     Pair,
     Schedule,
     grouped,
-    input_gradient_of,
 )
 from ppctl.schedule.executor import execute
-from ppctl.schedule.trace import Span, Trace, bubble_fraction, spans_of, step_time
-
-__all__ = [
-    "Costs",
-    "bubble_fraction",
-    "critical_path",
-    "in_flight",
-    "seconds_by_kind",
-    "simulate",
-    "step_time",
-    "to_slots",
-]
+from ppctl.schedule.trace import Span, Trace, makers, spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,36 +102,22 @@ def _most_alive(row: Sequence[Action], ending: Set[Op]) -> int:
 _KINDS = ("forward", "backward", "messages", "gradients")
 
 
-def critical_path(schedule: Schedule, trace: Trace) -> list[Span]:
+def critical_path(trace: Trace) -> list[Span]:
     """The spans that end in the last one, in order, each started by the end (and the message) of the one before it."""
-    ends: dict[Action, Span] = {}
+    made = makers(trace.spans)
     before: dict[Action, Span | None] = {}
     last: dict[int, Span] = {}
     for span in trace.spans:
-        ends[span.action] = span
         before[span.action] = last.get(span.pp_rank)
         last[span.pp_rank] = span
-    if not ends:
-        return []
-    last_span = max(trace.spans, key=lambda span: span.end)
-    path = {last_span.action: last_span}  # of a file that lies an action may wait for itself
-    while (reason := _reason(next(reversed(path)), schedule, ends, before)) and reason.action not in path:
+    path: dict[Action, Span] = {}
+    reason = max(trace.spans, key=lambda span: span.end, default=None)
+    while reason is not None and reason.action not in path:  # of a file that lies an action may wait for itself
         path[reason.action] = reason
+        # Its rank's previous one, or what made its input, whichever is later.
+        waited_for = [span for span in (before[reason.action], made.get(reason.action)) if span is not None]
+        reason = max(waited_for, key=lambda span: span.end, default=None)
     return list(path.values())[::-1]
-
-
-def _reason(
-    action: Action, schedule: Schedule, ends: dict[Action, Span], before: dict[Action, Span | None]
-) -> Span | None:
-    """The span that an action waited for: its rank's previous one or what its neighbour sends, whichever is later."""
-    op, stage, mb = action
-    needed = None
-    if op is F and stage > 0:
-        needed = Action(F, stage - 1, mb)
-    elif op in INPUT_GRADIENTS and stage < schedule.placement.num_stages - 1:
-        needed = input_gradient_of(stage + 1, mb, schedule)
-    candidates = [span for span in (before[action], ends.get(needed) if needed else None) if span is not None]
-    return max(candidates, key=lambda span: span.end, default=None)
 
 
 def seconds_by_kind(path: list[Span]) -> dict[str, float]:

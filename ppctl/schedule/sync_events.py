@@ -1,7 +1,7 @@
-"""When data parallelism may and must communicate during a step: a value beside a rank's list, made before it runs.
+"""Values beside a rank's list, made before it runs: when data parallelism communicates, which forwards are recomputed.
 
-Knows the order of a rank's forwards and backwards. Must not know what holding back, reducing or gathering does: the
-rules are Megatron's, the actors are a user's functions. Standard library only.
+Knows the order of a rank's forwards and backwards. Must not know what holding back, reducing, gathering or recomputing
+does: the rules are Megatron's, the actors are a user's functions. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
+from ppctl.schedule.action import BACKWARDS, INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
 
 
 class SyncKind(StrEnum):
@@ -136,3 +136,25 @@ def _gather_events(forwards: list[Action], pp_rank: int, stages: Sequence[int]) 
             when = forwards[max(index - pp_rank, 0)]
             ahead[when] = (*ahead.get(when, ()), Sync(SyncKind.GATHER, following[action.stage]))
     return ahead
+
+
+def checkpoint_flags(row: Sequence[Action], partial: int | None, window: int) -> dict[Action, bool]:
+    """For every forward of a rank's list whether all its layers are recomputed; empty where `partial` is None.
+
+    The rule is Megatron's `num_microbatches_with_partial_activation_checkpoints`: of every `window` forwards, which is
+    how many are in flight at most, the first `partial` keep more activations.
+    """
+    if partial is None:
+        return {}
+    forwards = [action for action in row if action.op is Op.F]
+    return {action: index % window >= partial for index, action in enumerate(forwards)}
+
+
+def forwards_in_flight(row: Sequence[Action]) -> int:
+    """How many forwards stand before a rank's first backward; without a backward, one more than there are forwards."""
+    forwards = 0
+    for action in row:
+        if action.op in BACKWARDS:
+            return forwards
+        forwards += action.op is Op.F
+    return forwards + 1

@@ -30,7 +30,7 @@ def timeline_text(trace: Trace, width: int = 100, seconds: float | None = None) 
     time, blanks are time that it spends on its other stages.
     """
     paired = {pair.backward for pair in trace.pairs}
-    rows = [[span for span in trace.spans if span.pp_rank == r and span.action.op in COMPUTE] for r in range(trace.pp)]
+    rows = [[span for span in row if span.action.op in COMPUTE] for row in trace.rows()]
     owned = [sorted({span.action.stage for span in row}) for row in rows]
     labels = [[_label(r, stage, first=stage == stages[0]) for stage in stages] for r, stages in enumerate(owned)]
     margin = max((len(label) for column in labels for label in column), default=0) + 1

@@ -13,7 +13,7 @@ from itertools import repeat
 from statistics import median
 from typing import Any, NamedTuple
 
-from ppctl.schedule.action import COMPUTE, PASSED_ON, Action, Channel, F, Pair, Placement
+from ppctl.schedule.action import COMPUTE, PASSED_ON, Action, Channel, F, Pair
 
 
 class Span(NamedTuple):
@@ -42,6 +42,13 @@ class Trace:
     pairs: frozenset[Pair] = frozenset()
     """The pairs of the schedule that ran."""
 
+    def rows(self) -> list[list[Span]]:
+        """The spans of every pp_rank, in their order."""
+        rows: list[list[Span]] = [[] for _ in range(self.pp)]
+        for span in self.spans:
+            rows[span.pp_rank].append(span)
+        return rows
+
     def to_json(self) -> dict[str, Any]:
         """`{"pp": 2, "spans": [[0, "0F0", 0.0, 1.5], ...]}`, and `"pairs": ["(2F1;1B0)OVERLAP_F_B"]` if any."""
         pairs = {"pairs": [str(pair) for pair in sorted(self.pairs)]} if self.pairs else {}
@@ -63,21 +70,13 @@ def step_time(trace: Trace) -> float:
 
 def longest_span(trace: Trace) -> float:
     """Seconds from the first action's start to the last one's end on the pp_rank where that is longest."""
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for pp_rank, _, start, end in trace.spans:
-        first.setdefault(pp_rank, start)
-        last[pp_rank] = end
-    return max((last[pp_rank] - start for pp_rank, start in first.items()), default=0.0)
+    return max((row[-1].end - row[0].start for row in trace.rows() if row), default=0.0)
 
 
 def bubble_rate(trace: Trace) -> float:
     """1 - (time in F, B, I, W of the busiest pp_rank) / the longest span of one: the bubble of arXiv 2401.10241."""
     longest = longest_span(trace)
-    spans: dict[int, list[Span]] = {}
-    for span in trace.spans:
-        spans.setdefault(span.pp_rank, []).append(span)
-    return max(0.0, 1.0 - max(map(busy_time, spans.values())) / longest) if longest > 0 else 0.0
+    return max(0.0, 1.0 - max(map(busy_time, trace.rows())) / longest) if longest > 0 else 0.0
 
 
 def busy_time(spans: Iterable[Span]) -> float:
@@ -91,7 +90,20 @@ def bubble_fraction(trace: Trace) -> float:
     return 1.0 - busy_time(trace.spans) / total if total > 0 else 0.0
 
 
-def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict[Channel, float]:
+def makers(spans: Iterable[Span]) -> dict[Action, Span]:
+    """Action -> the span on a neighbouring stage that made its input; first stages' forwards have none, nor have Ws."""
+    listed = [span for span in spans if span.action.op in PASSED_ON]
+    made = {(op is F, stage, mb): span for span in listed for op, stage, mb in (span.action,)}
+    sources: dict[Action, Span] = {}
+    for span in listed:
+        op, stage, mb = span.action
+        source = made.get((op is F, stage - 1 if op is F else stage + 1, mb))
+        if source is not None:
+            sources[span.action] = source
+    return sources
+
+
+def message_times(steps: Iterable[Iterable[Span]]) -> dict[Channel, float]:
     """Median seconds from the end of what makes a message to the start of what uses it, by channel.
 
     Counted are messages that a rank stood idle for, between two of its actions: sending, waiting and waking up, as a
@@ -99,19 +111,12 @@ def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict
     are on a common clock, those of a rank in the order in which it ran them.
     """
     waits: dict[Channel, list[float]] = {}
-    for spans in steps:
-        for channel, seconds in _waits(list(spans), placement):
-            waits.setdefault(channel, []).append(seconds)
+    for spans in map(list, steps):
+        made, idle_since = makers(spans), dict[int, float]()
+        for pp_rank, action, start, end in spans:
+            before, idle_since[pp_rank] = idle_since.get(pp_rank), end
+            source = made.get(action)
+            if source is not None and source.pp_rank != pp_rank and before is not None and before <= source.end:
+                channel = Channel(source.pp_rank, pp_rank, "F" if action.op is F else "B")
+                waits.setdefault(channel, []).append(start - source.end)
     return {channel: median(each) for channel, each in sorted(waits.items())}
-
-
-def _waits(spans: list[Span], placement: Placement) -> Iterator[tuple[Channel, float]]:
-    made = {(op is F, stage, mb): end for _, (op, stage, mb), _, end in spans if op in PASSED_ON}
-    idle_since: dict[int, float] = {}
-    for pp_rank, (op, stage, mb), start, end in spans:
-        before, idle_since[pp_rank] = idle_since.get(pp_rank), end
-        maker = stage - 1 if op is F else stage + 1
-        sent = made.get((op is F, maker, mb)) if op in PASSED_ON else None
-        source = placement.rank_of(maker) if sent is not None else pp_rank
-        if sent is not None and source != pp_rank and before is not None and before <= sent:
-            yield Channel(source, pp_rank, "F" if op is F else "B"), start - sent

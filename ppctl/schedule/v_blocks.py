@@ -56,7 +56,7 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
     that the oldest unfinished microbatch needs next is there, and it has room on either stage.
     """
     placement = Placement("v", len(blocks), 2 * len(blocks))
-    done = _Finished.nothing(placement.num_stages)
+    done: _Done = {op: [0] * placement.num_stages for op in (Op.F, Op.I, Op.W)}
     ranks = [
         _OpenRow(placement.stages_of(pp_rank), block, most, num_microbatches, done)
         for pp_rank, block in enumerate(blocks)
@@ -71,16 +71,8 @@ def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int)
     return Schedule(name, placement, num_microbatches, tuple(tuple(rank.row) for rank in ranks))
 
 
-class _Finished(NamedTuple):
-    """Stage -> how many microbatches have finished F, I and W."""
-
-    forward: list[int]
-    gradient: list[int]
-    weights: list[int]
-
-    @classmethod
-    def nothing(cls, num_stages: int) -> _Finished:
-        return cls([0] * num_stages, [0] * num_stages, [0] * num_stages)
+_Done = dict[Op, list[int]]
+"""F, I and W -> how many microbatches each stage is through with."""
 
 
 @dataclass(slots=True)
@@ -91,7 +83,7 @@ class _OpenRow:
     block: _Block
     most: int
     num_microbatches: int
-    done: _Finished
+    done: _Done
     row: list[Action] = field(default_factory=list)
     owed: deque[int] = field(default_factory=deque)
     """The stages of which a weight gradient is deferred, the oldest first."""
@@ -99,7 +91,7 @@ class _OpenRow:
     def next(self) -> tuple[Op, int] | None:
         """The operation and the stage to run next; None where all that is left waits for other ranks."""
         down, up = self.stages
-        forward, gradient, weights = self.done
+        forward, gradient, weights = self.done.values()
         held_down, held_up = forward[down] - weights[down], forward[up] - weights[up]
         room = held_down + held_up < self.most
         due: list[tuple[int, Op, int]] = []
@@ -126,7 +118,7 @@ class _OpenRow:
 
     def run(self, op: Op, stage: int) -> None:
         """Add the action to the list, for the stage's next microbatch."""
-        through = {Op.F: self.done.forward, Op.I: self.done.gradient, Op.W: self.done.weights}[op]
+        through = self.done[op]
         self.row.append(Action(op, stage, through[stage]))
         through[stage] += 1
         if op is Op.I:

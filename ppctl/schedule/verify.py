@@ -7,13 +7,13 @@ Standard library only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
-from operator import lt
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import itemgetter, lt
 
 from ppctl.errors import Problem
 from ppctl.schedule.action import (
+    BACKWARDS,
     INPUT_GRADIENTS,
     MESSAGES,
     RECEIVES,
@@ -22,18 +22,17 @@ from ppctl.schedule.action import (
     WEIGHT_GRADIENTS,
     Action,
     Channel,
+    Edge,
     Op,
     Schedule,
     deps,
+    lane,
     receive_slots,
     send_slots,
 )
 from ppctl.schedule.executor import execute
-from ppctl.schedule.lanes import Key, Lanes, Wanted, located, wanted_lanes
-from ppctl.schedule.pairs import wrong_pairs
+from ppctl.schedule.pairs import SHOWN, some, wrong_pairs
 
-_SHOWN = 6
-"""How many actions or ranks one problem names; the rest are counted."""
 _RANKS_SHOWN = 8
 """How many ranks' rows are shown around a mark."""
 _BEFORE, _AFTER = 2, 2
@@ -55,11 +54,10 @@ def verify(schedule: Schedule) -> list[Problem]:
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
         return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
-    wanted = wanted_lanes(schedule)
-    placed = [located(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
-    lanes = [own for own in placed if own is not None]
-    if len(lanes) < pp:
+    wanted = _wanted(schedule)
+    if any(len(row) != len(own) or set(row) != own for row, own in zip(schedule.actions, wanted, strict=True)):
         return list(_incomplete(schedule, wanted))
+    lanes = [_lanes_of(row, schedule.num_microbatches) for row in schedule.actions]
     wrong = [*_disordered(schedule, lanes), *_crossed(schedule, lanes), *_beyond_slots(schedule, lanes)]
     return wrong or _hanging(schedule) or [*wrong_pairs(schedule)]
 
@@ -82,28 +80,44 @@ def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
     return misplaced
 
 
-def _some(things: Iterable[object]) -> str:
-    """The first few, and how many more there are."""
-    named = [str(thing) for thing in things]
-    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-    return ", ".join(named[:_SHOWN]) + more
+def _wanted(schedule: Schedule) -> list[set[Action]]:
+    """The actions that every rank has to run. What a schedule has anywhere (messages, and on trained stages backwards
+    and sync) it has everywhere."""
+    place, count = schedule.placement, schedule.num_microbatches
+    ops = set(map(itemgetter(0), chain.from_iterable(schedule.actions)))
+    messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
+    sync = backward and (messages or Op.REDUCE_GRAD in ops)
+    wanted: list[set[Action]] = [set() for _ in range(place.pp)]
+    for stage in range(place.num_stages):
+        own = wanted[place.rank_of(stage)]
+        own.update(lane(Op.F, stage, count))
+        if backward and stage >= schedule.frozen_stages:
+            halves = {mb for mb in range(count) if (stage, mb) in schedule.split}
+            own.update(action for action in lane(Op.B, stage, count) if action.mb not in halves)
+            own.update(Action(op, stage, mb) for mb in halves for op in (Op.I, Op.W))
+            own.update([Action(Op.REDUCE_GRAD, stage)] * sync)
+    for edge in schedule.edges if messages else ():
+        if backward or edge.send is Op.SEND_F:
+            wanted[edge.channel.source].update(lane(edge.send, edge.sender, count))
+            wanted[edge.channel.target].update(lane(edge.receive, edge.receiver, count))
+    return wanted
 
 
-def _incomplete(schedule: Schedule, lanes: Sequence[Wanted]) -> Iterator[Problem]:
+def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[Problem]:
     """Per rank: what is missing, what stands there twice, and what does not belong there."""
-    for pp_rank, (row, own) in enumerate(zip(schedule.actions, lanes, strict=True)):
-        present, wanted = set(row), set(chain.from_iterable(own.values()))
-        if missing := sorted(wanted - present):
-            place = _rows_around(schedule, pp_rank, len(row), f"the end, without {_some(missing)}")
-            yield Problem("PP-E310", f"rank {pp_rank} lacks {_some(missing)}", place=place)
+    for pp_rank, (row, own) in enumerate(zip(schedule.actions, wanted, strict=True)):
+        present = set(row)
+        if missing := sorted(own - present):
+            place = _rows_around(schedule, pp_rank, len(row), f"the end, without {some(missing)}")
+            yield Problem("PP-E310", f"rank {pp_rank} lacks {some(missing)}", place=place)
         if len(present) < len(row):
             twice = [action for action, times in Counter(row).items() if times > 1]
             place = _rows_around(schedule, pp_rank, row.index(twice[0], row.index(twice[0]) + 1), "once more")
-            yield Problem("PP-E311", f"rank {pp_rank} has more than once: {_some(twice)}", place=place)
-        if foreign := sorted(present - wanted):
+            yield Problem("PP-E311", f"rank {pp_rank} has more than once: {some(twice)}", place=place)
+        if foreign := sorted(present - own):
             reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
             place = _rows_around(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
-            yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {_some(reasons)}", place=place)
+            yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {some(reasons)}", place=place)
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
@@ -120,91 +134,66 @@ def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
     return "a stage has backwards to reduce, or none" if op is Op.REDUCE_GRAD else "a backward is B, or I and W"
 
 
-def _disordered(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
+_Lanes = dict[tuple[Op, int], list[int]]
+"""(operation, stage) -> the index in a rank's list for each microbatch, -1 for none: compared at C speed."""
+
+
+def _lanes_of(row: Sequence[Action], count: int) -> _Lanes:
+    """Return where a rank's list has each action, of `count` microbatches."""
+    lanes: _Lanes = {}
+    for index, (op, stage, mb) in enumerate(row):
+        if op is Op.REDUCE_GRAD:  # once for all microbatches
+            lanes[op, stage] = [index] * count
+        else:
+            lanes.setdefault((op, stage), [-1] * count)[mb] = index
+    return lanes
+
+
+def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem]:
     """Per rank: actions that stand before one of the same list that they need."""
-    halved = Counter(stage for stage, _ in schedule.split)
-    mixed = {stage for stage, number in halved.items() if number < schedule.num_microbatches}
+    split, stages = schedule.split, range(schedule.placement.num_stages)
+    examples = [
+        {((s, mb) in split, (s + 1, mb) in split): mb for mb in range(schedule.num_microbatches)}.values()
+        for s in stages
+    ]
+    """By stage a microbatch of every kind: those that are split alike need the same."""
     for pp_rank, own in enumerate(lanes):
-        if early := sorted(_early(schedule, own, mixed)):
+        early: list[tuple[int, Action, Action]] = []
+        for (op, stage), at in own.items():
+            needs = (deps(Action(op, stage, mb), schedule) for mb in examples[stage] if op not in RECEIVES)
+            for key in {(need.op, need.stage) for need in chain.from_iterable(needs)} & own.keys():
+                if any(map(lt, at, own[key])):
+                    named = repeat(Action(op, stage)) if op is Op.REDUCE_GRAD else lane(op, stage, len(at))
+                    pairs = zip(named, at, lane(*key, len(at)), own[key], strict=False)
+                    early += [(i, action, need) for action, i, need, j in pairs if 0 <= i < j]
+        if early:
+            early.sort()
             index, _, need = early[0]
-            pairs = [f"{action} before {other}" for _, action, other in early]
-            message = f"rank {pp_rank} has things before what they need: {_some(pairs)}"
+            message = f"rank {pp_rank} has things before what they need: "
+            message += some(f"{action} before {other}" for _, action, other in early)
             yield Problem("PP-E313", message, place=_rows_around(schedule, pp_rank, index, f"before {need}"))
 
 
-def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[int, Action, Action]]:
-    """Actions that are too early in a rank's list: (index, action, the later action of the list that it needs).
-
-    `mixed` are the stages of which some backwards are split and some whole. Of others every microbatch needs the same,
-    and the lane is judged whole.
-    """
-    for (op, stage), at in own.items():
-        if op in RECEIVES:
-            continue
-        if op is Op.REDUCE_GRAD:  # once for all microbatches
-            for need in deps(Action(op, stage), schedule):
-                other = own.get((need.op, need.stage))
-                if other and at[0] < other[need.mb]:
-                    yield at[0], Action(op, stage), need
-            continue
-        needs = [own.get((need.op, need.stage), ()) for need in deps(Action(op, stage, 0), schedule)]
-        if not mixed.isdisjoint((stage, stage + 1)) or any(any(map(lt, at, other)) for other in needs):
-            yield from _early_in_lane(schedule, own, (op, stage), at)
+def _edges_of(
+    schedule: Schedule, lanes: Sequence[_Lanes], way: Callable[[Channel], Channel]
+) -> dict[Channel, list[Edge]]:
+    """The edges whose messages are in the lists, by `way` of their channels."""
+    edges: dict[Channel, list[Edge]] = {}
+    for edge in schedule.edges:
+        if (edge.receive, edge.receiver) in lanes[edge.channel.target]:
+            edges.setdefault(way(edge.channel), []).append(edge)
+    return edges
 
 
-def _early_in_lane(
-    schedule: Schedule, own: Lanes, lane: Key, at: Sequence[int]
-) -> Iterator[tuple[int, Action, Action]]:
-    """Actions of one lane that are too early, microbatch by microbatch: those that are split alike need the same."""
-    op, stage = lane
-    alike: dict[tuple[bool, bool], list[tuple[Key, Sequence[int]]]] = {}
-    for mb, index in enumerate(at):
-        if index < 0:
-            continue
-        kind = (stage, mb) in schedule.split, (stage + 1, mb) in schedule.split
-        if kind not in alike:
-            keys = [(need.op, need.stage) for need in deps(Action(op, stage, mb), schedule)]
-            alike[kind] = [(key, own[key]) for key in keys if own.get(key)]
-        for key, other in alike[kind]:
-            if index < other[mb]:
-                yield index, Action(op, stage, mb), Action(*key, mb)
-
-
-class _Edge(NamedTuple):
-    """The messages of one stage boundary in one direction: how they are sent, received, and where they are used."""
-
-    send: Key
-    receive: Key
-    used_by: tuple[Key, ...]
-
-
-def _edges(schedule: Schedule, lanes: Sequence[Lanes]) -> dict[Channel, list[_Edge]]:
-    """The boundaries that every channel serves, as far as its messages are in the lists."""
-    place = schedule.placement
-    channels: dict[Channel, list[_Edge]] = {}
-    for before, after in pairwise(range(place.num_stages)):
-        for edge in (
-            _Edge((Op.SEND_F, before), (Op.RECV_F, after), ((Op.F, after),)),
-            _Edge((Op.SEND_B, after), (Op.RECV_B, before), tuple((op, before) for op in INPUT_GRADIENTS)),
-        ):
-            channel = place.channel(Action(*edge.send))
-            if edge.receive in lanes[channel.target]:
-                channels.setdefault(channel, []).append(edge)
-    return channels
-
-
-def _crossed(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
+def _crossed(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem]:
     """Per queue: messages that are sent in one order and received in another."""
-    queues: dict[Channel, list[_Edge]] = {}
-    for channel, edges in _edges(schedule, lanes).items():
-        queues.setdefault(schedule.queue(channel), []).extend(edges)
-    for queue, edges in queues.items():
-        sent = _in_order(lanes[queue.source][edge.send] for edge in edges)
-        posted = _in_order(lanes[queue.target][edge.receive] for edge in edges)
+    for queue, edges in _edges_of(schedule, lanes, schedule.queue).items():
+        sent = _in_order(lanes[queue.source][edge.send, edge.sender] for edge in edges)
+        posted = _in_order(lanes[queue.target][edge.receive, edge.receiver] for edge in edges)
         if sent != posted:
             number = next(n for n, pair in enumerate(zip(sent, posted, strict=True)) if pair[0] != pair[1])
             differing = [divmod(order[number], schedule.num_microbatches) for order in (sent, posted)]
-            sent_for, received_by = (Action(*edges[edge].receive, mb) for edge, mb in differing)
+            sent_for, received_by = (Action(edges[n].receive, edges[n].receiver, mb) for n, mb in differing)
             message = f"channel {queue}: message {number + 1} is sent for {sent_for} but received by {received_by}"
             yield Problem("PP-E314", message)
 
@@ -215,22 +204,21 @@ def _in_order(lanes: Iterable[list[int]]) -> list[int]:
     return sorted(range(len(at)), key=at.__getitem__)
 
 
-def _beyond_slots(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
+def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem]:
     """Per channel: no capacity, or more receives posted and not yet used than it has slots."""
-    for channel, edges in _edges(schedule, lanes).items():
+    for channel, edges in _edges_of(schedule, lanes, lambda channel: channel).items():
         if channel not in schedule.capacities:
             yield Problem("PP-E315", f"channel {channel} carries messages and has no capacity")
             continue
         own, slots = lanes[channel.target], receive_slots(schedule.capacities[channel])
-        posted = sorted(chain.from_iterable(own[edge.receive] for edge in edges))
-        users = [own[key] for edge in edges for key in edge.used_by if key in own]
+        posted = sorted(chain.from_iterable(own[edge.receive, edge.receiver] for edge in edges))
+        users = (own.get((op, edge.receiver), ()) for edge in edges for op in edge.ops)
         used = sorted(at for at in chain.from_iterable(users) if at >= 0)
         # A receive has a slot where the use of the one so many before it stands ahead of it.
         if any(map(lt, posted[slots:], used)):
             beyond = next(at for at, free in zip(posted[slots:], used, strict=False) if at < free)
             needs = schedule.actions[channel.target][beyond]
-            message = f"channel {channel} has {slots} receive slots and {needs} needs one more"
-            yield Problem("PP-E316", message)
+            yield Problem("PP-E316", f"channel {channel} has {slots} receive slots and {needs} needs one more")
 
 
 def _hanging(schedule: Schedule) -> list[Problem]:
@@ -240,13 +228,13 @@ def _hanging(schedule: Schedule) -> list[Problem]:
     if not stuck:
         return []
     at = {pp_rank: schedule.actions[pp_rank][index] for pp_rank, index in sorted(stuck.items())}
-    message = "the schedule hangs: " + _some(f"rank {pp_rank} waits at {action}" for pp_rank, action in at.items())
+    message = "the schedule hangs: " + some(f"rank {pp_rank} waits at {action}" for pp_rank, action in at.items())
     lines = [
         _marked(schedule.actions[pp_rank], pp_rank, index, f"waits for {_awaited(schedule, pp_rank, index)}")
         for pp_rank, index in sorted(stuck.items())
     ]
     sends = not schedule.batched and any(action.op in SENDS for action in at.values())
-    return [Problem("PP-E317", message, "pipeline.p2p_capacity=null" if sends else "", "\n".join(lines[:_SHOWN]))]
+    return [Problem("PP-E317", message, "pipeline.p2p_capacity=null" if sends else "", "\n".join(lines[:SHOWN]))]
 
 
 def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:

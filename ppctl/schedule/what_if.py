@@ -5,9 +5,9 @@ Knows spans, and the simulator. Must not know how a trace came about. Standard l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.simulate import Costs, simulate
@@ -47,7 +47,7 @@ def measured_costs(trace: Trace, schedule: Schedule) -> Costs:
     means, stages = mean_seconds(trace), range(schedule.placement.num_stages)
     halves = {op: [means[op].get(s, means[Op.B].get(s, 0.0) / 2) for s in stages] for op in (Op.I, Op.W)}
     whole = [means[Op.B].get(s, halves[Op.I][s] + halves[Op.W][s]) for s in stages]
-    channels = message_times([trace.spans], schedule.placement)
+    channels = message_times([trace.spans])
     usual = sorted(channels.values())[len(channels) // 2] if channels else 0.0
     return Costs(
         [means[Op.F].get(s, 0.0) for s in stages],
@@ -74,13 +74,11 @@ def stage_changes(schedule: Schedule, costs: Costs) -> tuple[float, list[StageCh
 
 
 def _scaled(costs: Costs, stage: int, factor: float) -> Costs:
+    """The costs with `factor` times the seconds of one stage's work."""
+
     def scaled(seconds: Sequence[float] | None) -> list[float] | None:
         return None if seconds is None else [each * (factor if s == stage else 1) for s, each in enumerate(seconds)]
 
-    named: Mapping[str, Sequence[float] | None] = {
-        "forward": costs.forward,
-        "backward": costs.backward,
-        "input_gradient": costs.input_gradient,
-        "weight_gradient": costs.weight_gradient,
-    }
-    return replace(costs, **{name: scaled(seconds) for name, seconds in named.items()})  # type: ignore[arg-type]
+    names = ("forward", "backward", "input_gradient", "weight_gradient")
+    changed: dict[str, Any] = {name: scaled(getattr(costs, name)) for name in names}
+    return replace(costs, **changed)

@@ -121,7 +121,7 @@ class _Words:
         self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
-        """The words of `phase`, that many times."""
+        """Add the actions of the words in `phase`, so many times."""
         for word in phase.split() * times:
             if "+" in word:
                 self.pairs.append(Pair(*map(self._one, word.split("+"))))
@@ -142,6 +142,7 @@ class _Words:
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
+    """Return the schedule on a V whose rows `fill` writes, without the microbatches that do not exist."""
     placement = Placement("v", pp, 2 * pp)
     rows = []
     pairs: list[Pair] = []

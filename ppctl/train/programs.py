@@ -29,8 +29,7 @@ from ppctl.model.router import Router
 from ppctl.parallel.tensor import SharedTokens
 from ppctl.plan import StageSpec
 from ppctl.schedule.action import Op
-from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
-from ppctl.schedule.sync_events import gathers_ahead
+from ppctl.schedule.sync_events import checkpoint_flags, forwards_in_flight, gathers_ahead
 from ppctl.sequence_halves import Halves
 from ppctl.tensors.tensor_halves import own_halves
 from ppctl.train.mixed_precision import in_precision

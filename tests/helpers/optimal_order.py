@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ppctl.schedule.search_task import Task
+from ppctl.schedule.lane_orders import Task
 
 _NO_LINE = -1
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import ppctl
 from ppctl.errors import PpctlError
 from ppctl.schedule.action import Placement, Schedule
+from ppctl.schedule.lane_orders import Task
 from ppctl.schedule.policies import POLICIES, schedule_policy
 from ppctl.schedule.search import find_schedule
-from ppctl.schedule.search_task import Task
 from ppctl.schedule.simulate import Costs
 
 WIDTH, MICROBATCH = 6, 2

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from ppctl.megatron import get_pp_rank_microbatches
-from ppctl.schedule.partial_recompute import forwards_in_flight
 from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.sync_events import forwards_in_flight
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "schedule.json").read_text())["records"]
 

@@ -12,7 +12,8 @@ from ppctl.cost.layout_scores import Candidate, Price, StagePrice, worst_moments
 from ppctl.cost.layout_search import search_layout
 from ppctl.schedule.action import Channel, Op, Schedule
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import step_time
 
 
 def every_layout(num_layers: int, schedule: Schedule, *, has_mtp: bool) -> Iterator[Candidate]:

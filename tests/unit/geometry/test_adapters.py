@@ -82,10 +82,6 @@ def test_remedies_that_are_typed_in_the_place_of_what_is_wrong_lead_to_adapters(
     assert said.get("layers_to_transform") in (None, list(found.layers))
 
 
-def test_adapters_of_before_there_were_layers_are_read():
-    assert Adapters.from_list([3, 5.0, ["q_proj"]]) == Adapters(3, 5.0, ("q_proj",))
-
-
 def test_a_layers_weights_are_frozen_and_adapters_stand_behind_theirs():
     rows = [Parameter("h.{layer}.c_attn.weight", (8, 24), "matrix"), Parameter("h.{layer}.c_attn.bias", (24,), "bias")]
     made = {"h.{layer}.c_attn.lora_A.weight": (2, 8), "h.{layer}.c_attn.lora_B.weight": (24, 2)}

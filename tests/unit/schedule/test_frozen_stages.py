@@ -12,7 +12,8 @@ from ppctl.schedule.action import BACKWARDS, MESSAGES, Op, Schedule
 from ppctl.schedule.pairs import pair_up
 from ppctl.schedule.passes import lower, without_frozen
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.simulate import Costs, in_flight, simulate, step_time
+from ppctl.schedule.simulate import Costs, in_flight, simulate
+from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
 
 TRAINING = [policy for policy in POLICIES.values() if policy.trains]

@@ -9,7 +9,8 @@ from schedule_sizes import made, out_of_order, sample, v_shaped
 
 from ppctl.schedule.action import COMPUTE, MESSAGES, RECEIVES, SENDS, Action, Channel, Op, Placement, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
 
 SIZES = sample(300)

@@ -14,7 +14,8 @@ from ppctl.schedule.action import BACKWARDS, Op
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, Policy, make_schedule
 from ppctl.schedule.schedule_table import convert_schedule_table_to_order, get_schedule_table, warmup_counts
-from ppctl.schedule.simulate import Costs, in_flight, simulate, step_time
+from ppctl.schedule.simulate import Costs, in_flight, simulate
+from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
 
 GOLDEN = Path(__file__).parents[2] / "golden"

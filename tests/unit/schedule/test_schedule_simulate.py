@@ -12,8 +12,8 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Action, Channel, Op, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.simulate import Costs, bubble_fraction, in_flight, simulate, step_time
-from ppctl.schedule.trace import Span, Trace
+from ppctl.schedule.simulate import Costs, in_flight, simulate
+from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
 
 PAPER = json.loads((Path(__file__).parents[2] / "golden" / "zero_bubble_tables.json").read_text())["rows"]
 

@@ -12,12 +12,20 @@ from optimal_order import Pipeline
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Placement
-from ppctl.schedule.lane_orders import Clock, Lanes, critical_blocks, rows_of, schedule_of
-from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
+from ppctl.schedule.lane_orders import (
+    Clock,
+    Lanes,
+    Task,
+    critical_blocks,
+    least_limits,
+    named_schedules,
+    rows_of,
+    schedule_of,
+)
+from ppctl.schedule.list_scheduler import First, OrderByRule, Rule, WeightsPlaced
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.search import FoundSchedule, find_schedule
-from ppctl.schedule.search_task import Task, least_limits, named_schedules
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
@@ -182,17 +190,17 @@ def test_a_limit_below_one_microbatch_is_refused_by_rank() -> None:
 def test_the_clock_is_the_simulation_and_rules_keep_to_memory(seed: int) -> None:
     chance = Random(seed)
     task = drawn(chance, any_placement(chance, 5), 8)
-    lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits)
+    lanes = Lanes.of(task)
     for first in First:
         rule = Rule(first, chance.random() < 0.5, chance.random() < 0.5, chance.random(), chance.random())
-        rows = list_schedule(lanes, rule, lanes.limits)
+        rows = OrderByRule(lanes, rule, lanes.limits).made()
         assert rows is not None and lanes.fit(rows)
         assert all(lanes.sound(pp_rank, row) for pp_rank, row in enumerate(rows))
         ends = Clock(lanes, rows).ends
         schedule = schedule_of(rows, lanes, "made")
         assert ends is not None and rows_of(schedule) == rows
         assert max(ends) == pytest.approx(step_time(simulate(schedule, task.costs)), rel=1e-12)
-        placed = with_weights_placed(lanes, rows, 0.5)
+        placed = WeightsPlaced(lanes, rows, 0.5).made()
         assert placed is not None and lanes.fit(placed)
         assert [[lane for lane in row if lane % 3 < 2] for row in placed] == [
             [lane for lane in row if lane % 3 < 2] for row in rows
@@ -201,7 +209,7 @@ def test_the_clock_is_the_simulation_and_rules_keep_to_memory(seed: int) -> None
 
 def test_critical_blocks_lead_from_the_first_action_to_the_last_one() -> None:
     task = Task(Placement("loop", 3, 3), 4, equal_costs(3, 0.5), [1.0] * 3, [3.0] * 3)
-    lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits)
+    lanes = Lanes.of(task)
     rows = rows_of(make_schedule("zb_h1", pp=3, num_microbatches=4))
     assert rows is not None
     blocks = critical_blocks(lanes, rows)
@@ -213,5 +221,5 @@ def test_critical_blocks_lead_from_the_first_action_to_the_last_one() -> None:
 
 def test_rows_that_wait_for_each_other_have_no_end() -> None:
     task = Task(Placement("loop", 2, 2), 2, equal_costs(2), [1.0] * 2, [9.0] * 2)
-    lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits)
+    lanes = Lanes.of(task)
     assert Clock(lanes, [[0, 1, 0, 1, 2, 2], [3, 3, 4, 4, 5, 5]]).ends is None
