@@ -19,7 +19,7 @@ import torch
 
 from ppctl.comm.buffers import Message, MessageSpec, TensorLike
 from ppctl.comm.channels import Arrival
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.engine.stage import Stage, StageProgram
 from ppctl.schedule.action import Action, B, F, I, W
 

@@ -13,15 +13,13 @@ from functools import partial
 from ppctl.comm.buffers import MessageSpec, Shelf
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.message_batches import ChannelEnd, MessageBatch
+from ppctl.engine.engine_error import EngineError
 from ppctl.engine.pace import DevicePace, Heartbeat, HostPace, make_pace
 from ppctl.engine.pair_runner import PairRunner, pairs_of
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
-from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
+from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import BACKWARDS, INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Schedule
-
-_SHOWN_BEFORE = 4
-_SHOWN_AFTER = 2
 
 Timed = Callable[[str], AbstractContextManager[object]]
 
@@ -39,29 +37,6 @@ _COMBINED = {
 }
 _ALL_COMBINED = "forward-backward-send-forward-backward-recv"
 """Megatron's names for the timers of messages, and of several in one exchange."""
-
-
-class EngineError(TrainingError):
-    """An action failed. `action`, `index` (in the rank's list) and `pp_rank` say which; `__cause__` says why."""
-
-    def __init__(self, pp_rank: int, actions: Sequence[Action], index: int, cause: Exception) -> None:
-        self.pp_rank = pp_rank
-        self.index = index
-        self.action = actions[index]
-        code = cause.problems[0].code if isinstance(cause, PpctlError) else "PP-E710"
-        text = cause.problems[0].message if isinstance(cause, PpctlError) else f"{type(cause).__name__}: {cause}"
-        remedy = cause.problems[0].remedy if isinstance(cause, PpctlError) else ""
-        message = f"pp_rank {pp_rank} (stage {self.action.stage}) failed in {self.action}: {text}"
-        super().__init__(Problem(code, message, remedy, _row(pp_rank, actions, index)))
-
-
-def _row(pp_rank: int, actions: Sequence[Action], index: int) -> str:
-    """The rank's row of the schedule around an action, one action a line, with a mark."""
-    first, last = max(0, index - _SHOWN_BEFORE), min(len(actions), index + 1 + _SHOWN_AFTER)
-    lines = [f"pp_rank {pp_rank}, action {index + 1} of {len(actions)}:"]
-    lines += ["  ..."] * (first > 0)
-    lines += [f"  {actions[i]}" + ("  <-- here" if i == index else "") for i in range(first, last)]
-    return "\n".join(lines + ["  ..."] * (last < len(actions)))
 
 
 class Engine:

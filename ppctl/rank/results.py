@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ppctl.comm.channels import PeerLost
 from ppctl.comm.groups import gather_values
 from ppctl.config.mapping import to_mapping
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.errors import PpctlError
 from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.model.kernels import Kernels

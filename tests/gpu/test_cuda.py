@@ -42,7 +42,7 @@ from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
 from ppctl.tensors.host_numbers import HostNumbers
-from ppctl.tensors.row_order import inverse_of, repeat_in_order, weighted_sum
+from ppctl.tensors.row_copies import LocalCopies, copied, summed
 from ppctl.train.optimizer import AdamW
 
 pytestmark = [
@@ -306,15 +306,17 @@ def close_to_the_cpus(function: Any, *inputs: torch.Tensor, share: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_scaled_and_summed_over_bags_as_on_the_cpu(dtype: torch.dtype):
-    times, tokens, width = 8, 128, 256
-    order = torch.randperm(tokens * times, generator=torch.Generator().manual_seed(0))
-    back = inverse_of(order)
-    results, weights = torch.randn(tokens * times, width).to(dtype), torch.rand(tokens, times).to(dtype)
-    share = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
-    close_to_the_cpus(weighted_sum, results, weights, order, back, share=share)
-    rows = torch.randn(tokens, width).to(dtype)
-    close_to_the_cpus(lambda rows, *orders: repeat_in_order(rows, times, *orders), rows, order, back, share=share)
+def test_rows_are_copied_and_summed_over_bags_as_on_the_cpu(dtype: torch.dtype):
+    times, tokens, width, experts = 8, 128, 256, 32
+    draw = torch.Generator().manual_seed(0)
+    chosen = torch.stack([torch.randperm(experts, generator=draw)[:times].sort().values for _ in range(tokens)])
+
+    def there_and_back(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        copies = LocalCopies.of(numbers, experts // 8, times)
+        return summed(copied(rows, copies), copies)
+
+    rows = torch.randn(tokens, width, generator=draw).to(dtype)
+    close_to_the_cpus(there_and_back, rows, chosen, share=2.0**-7 if dtype == torch.bfloat16 else 2.0**-20)
 
 
 def test_the_routers_product_of_16_bit_numbers_is_that_of_float32():

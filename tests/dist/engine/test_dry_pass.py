@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.config.mapping import from_mapping, to_mapping
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.engine.stage import Stage
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.plan.build import build_plan

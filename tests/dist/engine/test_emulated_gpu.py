@@ -30,7 +30,7 @@ from unit_plan import plan
 from ppctl.comm import connections
 from ppctl.comm.channels import DirectEnd, PeerLost
 from ppctl.comm.modes import Modes
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.engine.pace import AHEAD
 from ppctl.engine.stage import StageProgram
 from ppctl.hang.verdict import verdict

@@ -13,7 +13,7 @@ from torch import nn
 
 from ppctl.comm.groups import make_group
 from ppctl.config.model_parallel_config import ModelParallelConfig
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.errors import ConfigError
 from ppctl.megatron import (
     forward_backward_pipelining_with_interleaving,

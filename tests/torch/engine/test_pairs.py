@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.comm.turns import Turns, hand_over
-from ppctl.engine.interpreter import EngineError, run_schedule
+from ppctl.engine.engine_error import EngineError
+from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.plan.types import TensorSpec

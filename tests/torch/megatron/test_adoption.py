@@ -11,7 +11,8 @@ from ppctl.megatron import functions
 from ppctl.megatron.pipelines import on_v, v_channels
 from ppctl.megatron.wishes import lowered_schedule
 from ppctl.schedule.action import Op
-from ppctl.schedule.simulate import bubble_fraction, simulate
+from ppctl.schedule.simulate import simulate
+from ppctl.schedule.trace import bubble_fraction
 
 NAMES = (
     "get_forward_backward_func",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.errors import ConfigError
 from ppctl.megatron import (
     forward_backward_no_pipelining,

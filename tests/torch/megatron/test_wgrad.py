@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.engine.interpreter import EngineError
+from ppctl.engine.engine_error import EngineError
 from ppctl.errors import ConfigError, TrainingError
 from ppctl.megatron import (
     clear_embedding_activation_buffer,
