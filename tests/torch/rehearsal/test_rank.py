@@ -234,7 +234,8 @@ def test_the_places_of_experts_norms_are_made_once():
 
 def test_both_halves_of_pairs_are_counted_each_as_its_own():
     """The backward of a pair runs in a thread of its own, in turns with the forward."""
-    config, paired = composed(*EXPERTS, "gbs=8", "mbs=1", "parallel.overlap_moe_expert_parallel_comm=true")
+    overlapped = ("launch.transport=channels", "parallel.overlap_moe_expert_parallel_comm=true")
+    config, paired = composed(*EXPERTS, "gbs=8", "mbs=1", *overlapped)
     alone = replace(paired, schedule=replace(paired.schedule, pairs=frozenset()))
     assert paired.schedule.pairs
     beside, behind = (rehearsal.rehearse(config, plan, 0) for plan in (paired, alone))

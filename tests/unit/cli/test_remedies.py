@@ -83,8 +83,10 @@ WRONG = [
     for typed in (
         f"{OVERLAP} pipeline.pp_schedule=zb_h1", f"{OVERLAP} pipeline.pp_schedule=v_half",
         f"{OVERLAP} pipeline.pp_schedule=auto", f"{OVERLAP} vpp=2 pipeline.pp_schedule=gpipe", DELAY,
-        f"{OVERLAP} parallel.batch_p2p_comm=true parallel.overlap_p2p_comm=false",
-        f"{OVERLAP} pipeline.extra_warmup=2",
+        f"launch.device=cpu {OVERLAP} parallel.batch_p2p_comm=true parallel.overlap_p2p_comm=false",
+        f"launch.device=cpu {OVERLAP} pipeline.extra_warmup=2",
+        "launch.transport=plain pipeline.p2p_capacity=4",
+        "launch.transport=channels parallel.batch_p2p_comm=true parallel.overlap_p2p_comm=false",
     )
 ]  # fmt: skip
 
