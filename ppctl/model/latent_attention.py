@@ -106,7 +106,7 @@ class _KeysValues(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, turned: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, heads: Tensor, turned: Tensor, widths: list[int]) -> tuple[Tensor, Tensor]:
         plain, values = torch.split(heads, widths, dim=-1)
         ctx.plain = plain.shape[-1]
         keys = torch.cat((plain, turned.expand(-1, heads.shape[1], -1, -1)), dim=-1)

@@ -128,7 +128,10 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
             replace(
                 each,
                 passes=times(each.during, each.passes),
-                **{name: times(each.during, getattr(each, name)) for name in each.COUNTED},
+                kernels=times(each.during, each.kernels),
+                others=times(each.during, each.others),
+                other_bytes=times(each.during, each.other_bytes),
+                host_waits=times(each.during, each.host_waits),
             )
             for each in measured.layers
         ),

@@ -92,6 +92,7 @@ def _scaled_rows(rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
 def _sum_of_rows(rows: Tensor, numbers: Tensor, times: int) -> Tensor:
     """The sums of each `times` neighbours of the rows [n, h] with these numbers, in float32 and then rounded."""
     if rows.device.type == "cpu":
-        return rows.index_select(0, numbers).unflatten(0, (-1, times)).sum(1)
+        gathered: Tensor = rows.index_select(0, numbers).unflatten(0, (-1, times))
+        return gathered.sum(1)
     bags = torch.arange(0, len(numbers), times, device=numbers.device)
     return torch.embedding_bag(rows.detach(), numbers, bags, False, 0, False)[0]
