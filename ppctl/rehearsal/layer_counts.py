@@ -113,24 +113,18 @@ class LayerMarks:
 
     def kind(self) -> str | None:
         """The kind of layer of the present operation; None outside of layers."""
-        node = torch._C._current_autograd_node()
-        kind: str | None = getattr(self._here, "kind", None) if node is None else _metadata(node).get(_MARK)
+        node: Any = torch._C._current_autograd_node()
+        kind: str | None = getattr(self._here, "kind", None) if node is None else node.metadata.get(_MARK)
         return kind
 
 
 def _mark(output: Any, inputs: Sequence[Any], kind: str) -> None:
     """Name the layer in every node of its graph: from its output back to its inputs, or to nodes of a layer before."""
     outside = {tensor.grad_fn for tensor in tensors_in(inputs)}
-    waiting = [tensor.grad_fn for tensor in tensors_in(output)]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
     while waiting:
         node = waiting.pop()
-        if node is None or node in outside or _MARK in _metadata(node):
+        if node is None or node in outside or _MARK in node.metadata:
             continue
-        _metadata(node)[_MARK] = kind
+        node.metadata[_MARK] = kind
         waiting.extend(each for each, _ in node.next_functions)
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    """A node's dictionary, which torch's stubs call a method."""
-    found: dict[str, Any] = node.metadata
-    return found

@@ -98,10 +98,9 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        out: Tensor
-        out, _, scales = _aten.native_layer_norm(x, x.shape[-1:], weight, None, 1e-5)
-        ctx.save_for_backward(x, weight, scales)
-        return out
+        made: tuple[Tensor, ...] = _aten.native_layer_norm(x, x.shape[-1:], weight, None, 1e-5)
+        ctx.save_for_backward(x, weight, made[2])
+        return made[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:

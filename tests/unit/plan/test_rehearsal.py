@@ -221,7 +221,7 @@ def test_the_report_has_the_fields_that_it_promises():
     assert rank["measured"]["kept_bytes_per_microbatch"] == {1: 2 * MIB}
     assert {*rank} == {
         *("rank", "same_as", "stages", "planned", "measured", "peak_action", "host_waits", "operations", "launches"),
-        *("messages", "seconds"),
+        *("layers", "messages", "seconds"),
     }
     assert {*rank["host_waits"][0]} == {"file", "line", "count", "during"}
     assert {*rank["messages"][0]} == {"kind", "group", "count", "bytes", "during"}
