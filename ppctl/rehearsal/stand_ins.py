@@ -165,10 +165,10 @@ class EvenExchange(ExpertExchange):
         shares = [range(len(each)) for each in numbers]
         return [[(n + part) // len(own) for part in own] for n, own in zip(totals, shares, strict=True)]
 
-    def __call__(self, rows: Tensor, *more: Any) -> Tensor:
+    def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Any) -> Tensor:
         """Exchange as in a run, and remember how many rows there are."""
         self.rows = len(rows)
-        return super().__call__(rows, *more)
+        return super().__call__(rows, chosen, weights, counts, experts)
 
 
 class Samples:
