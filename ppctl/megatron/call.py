@@ -20,10 +20,12 @@ from ppctl.engine.stage import StageProgram
 from ppctl.megatron.message_shapes import Edges, group_size
 from ppctl.megatron.models import misuse, per_chunk, setting, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.megatron.split_products import split_products
 from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
+from ppctl.weight_gradients.left_whole import telling_what_stays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +116,8 @@ class CallOnRank:
             contexts.enter_context(main_gradients(self._call.chunks))
         if self._deferral is not None:
             contexts.enter_context(self._deferral.applied())
+        if self._schedule.split:
+            split_products(self._call.chunks)
 
     def _program(self, chunk: int) -> StageProgram:
         """The program that the engine runs for a chunk."""
@@ -133,7 +137,8 @@ class CallOnRank:
                 run()
             self._sync.after(backward)
 
-        return StageProgram(stage, forward, edges.receives, edges.sends, around_backward)
+        tell = telling_what_stays(stage, self._call.chunks[chunk]) if self._schedule.split else None
+        return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
 
     def _forward(self, chunk: int, mb: int, inputs: list[Tensor | None]) -> Message:
         call, stage = self._call, self._stages[chunk]

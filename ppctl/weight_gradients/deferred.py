@@ -224,11 +224,15 @@ def keep_collecting() -> Callable[[], None]:
     return restore
 
 
+def collector() -> DeferredGradients | None:
+    """The collector of what runs now with gradients, in an F or an I; None in any other backward or forward."""
+    return _collecting if torch.is_grad_enabled() else None
+
+
 def deferring(weight: Tensor) -> DeferredGradients | None:
     """The collector of the deferred weight gradient of a product with `weight`; None if it is not deferred."""
-    if _collecting is None or not torch.is_grad_enabled() or not _collecting.takes(weight):
-        return None
-    return _collecting
+    gradients = collector()
+    return None if gradients is None or not gradients.takes(weight) else gradients
 
 
 class _Store:

@@ -21,8 +21,8 @@ TOGETHER = 2**19
 """Bytes of weights whose gradients are made together in such a call: the next ones are made when these are stored. More
 would have left the processor's cache by then; for less, going on to the next takes longer than what it saves."""
 
-Make = Callable[[], Tensor]
-"""Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
+Make = Callable[[], Tensor | None]
+"""Computes one use's part of a weight's gradient, a new tensor of its shape; None if it has stored that elsewhere."""
 
 LEAVE_WHOLE = "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))"
 
@@ -97,10 +97,12 @@ class _Sums(autograd.Function):
 _apply_sums: Callable[..., Tensor] = super(autograd.Function, _Sums).apply
 
 
-def _sum(makes: list[Make]) -> Tensor:
+def _sum(makes: list[Make]) -> Tensor | None:
     """The sum of the parts in their order; each is forgotten when it is made."""
     makes.reverse()
     total = makes.pop()()
     while makes:
-        total.add_(makes.pop()())
+        part = makes.pop()()
+        if part is not None:
+            total = part if total is None else total.add_(part)
     return total

@@ -1,0 +1,218 @@
+"""Others' autograd functions and modules whose weight gradients are deferred: one registration, `split_backward`.
+
+Knows how an autograd function runs, and the modules that compute weight gradients when `backward_dw()` is called. Must
+not know any function's formulas.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.weight_gradients.deferred import DeferredGradients, WeightGradStore, collector
+
+Half = Callable[..., Any]
+
+
+def split_backward(
+    target: Any,
+    *,
+    weights: Sequence[int | str] = (),
+    of_input: Half | None = None,
+    of_weights: Half | None = None,
+    applies: Callable[..., bool] | None = None,
+) -> None:
+    """Let an autograd function, or the modules of a model, take part in backwards that are split into I and W.
+
+    `target` is a subclass of `torch.autograd.Function`, whose arguments at the positions (or of the names, in
+    `forward`) `weights` are parameters: where a backward is split their gradients are computed in W. `of_input(ctx,
+    *gradients)` returns what the function's backward returns, in which the weights' places are ignored, and
+    `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
+    gradient that it has stored itself. `ctx` has what forward put there. Without the two the function's own backward
+    runs twice, first with `ctx.needs_input_grad` False for the weights, then True for them alone: right for a backward
+    that computes what is needed. Calls for which `applies(*arguments)` is false are left whole.
+
+    Or `target` is a module: in it and in its submodules whatever keeps the operands of weight gradients in a
+    `wgrad_store` until `backward_dw()` is called (Transformer Engine's modules with `delay_wgrad_compute=True`) gets
+    that called in W; where a backward is whole, at its end.
+
+    Another registration of a function replaces the first. Raises ConfigError (PP-E130) for anything else.
+    """
+    if isinstance(target, nn.Module):
+        for module in target.modules():
+            if delays(module) and module not in _HOOKED:
+                _HOOKED.add(module)
+                module.register_forward_hook(_call_later)
+        return
+    if not (isinstance(target, type) and issubclass(target, Function)):
+        message = f"{target!r} is no autograd function and no module"
+        raise ConfigError(Problem("PP-E130", message, "ppctl.split_backward(MyFunction, weights=(1,))"))
+    names = list(inspect.signature(target.forward).parameters)
+    names = names[1:] if _takes_context(target) else names
+    unknown = [each for each in weights if isinstance(each, str) and each not in names]
+    if unknown or not weights:
+        message = f"weights={weights!r} of {target.__name__}, whose arguments are {', '.join(names)}"
+        raise ConfigError(Problem("PP-E130", message, f"weights=({names[min(1, len(names) - 1)]!r},)"))
+    places = tuple(names.index(each) if isinstance(each, str) else each for each in weights)
+    rule = _Rule(target, places, of_input, of_weights, applies)
+    whole = getattr(target.apply, "whole", target.apply)
+    apply = partial(_apply, rule, whole)
+    apply.whole = whole  # type: ignore[attr-defined]  # a partial takes attributes
+    target.apply = apply  # type: ignore[method-assign]  # in a class it is no method: nothing is bound
+
+
+class _Rule(NamedTuple):
+    function: type[Function]
+    weights: tuple[int, ...]
+    of_input: Half | None
+    of_weights: Half | None
+    applies: Callable[..., bool] | None
+
+
+def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
+    """`Function.apply`, split while an F runs whose backward is, if all of its weights can wait."""
+    gradients = collector()
+    if gradients is None:
+        return whole(*args)
+    weights = [args[place] for place in rule.weights]
+    fits = all(isinstance(each, Tensor) for each in weights) and (rule.applies is None or rule.applies(*args))
+    if not fits or not all([gradients.takes(each) for each in weights]):
+        return whole(*(gradients.elsewhere(each) if isinstance(each, Tensor) else each for each in args))
+    places = [gradients.place(each, cast=False) for each in weights]
+    given = [each if index not in rule.weights else None for index, each in enumerate(args)]
+    if gradients.intercepted:
+        given = [gradients.elsewhere(each) if isinstance(each, Tensor) else each for each in given]
+    trained = any(isinstance(each, Tensor) and each.requires_grad for each in given)
+    anchor = None if trained else torch.empty(0, device=weights[0].device, requires_grad=True)
+    return _Split.apply(*given, anchor, _Call(rule, gradients, weights, places))  # type: ignore[no-untyped-call]
+
+
+class _Call(NamedTuple):
+    rule: _Rule
+    gradients: DeferredGradients
+    weights: list[Tensor]
+    places: list[Tensor]
+
+
+class _Context:
+    """Stands in for autograd's context in the forward, the I and the W of a function that is split."""
+
+    def __init__(self, real: Any, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.mark_non_differentiable, self.mark_dirty = real.mark_non_differentiable, real.mark_dirty
+        self.set_materialize_grads = real.set_materialize_grads
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors, which autograd's own context saves when the forward is over."""
+        self.saved_tensors = tensors
+
+    def release(self) -> None:
+        """Forget autograd's own context, which holds the graph."""
+        del self.mark_non_differentiable, self.mark_dirty, self.set_materialize_grads
+
+
+class _Split(Function):
+    """A function whose weights are no part of the graph: its backward is the I, and leaves the W to the collector."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        *args, _, call = given
+        for place, weight in zip(call.rule.weights, call.weights, strict=True):
+            args[place] = weight
+        needs = tuple(isinstance(each, Tensor) and each.requires_grad for each in args)
+        context = _Context(ctx, needs)
+        function: Any = call.rule.function
+        if _takes_context(function):
+            outputs = function.forward(context, *args)
+        else:
+            outputs = function.forward(*args)
+            function.setup_context(context, tuple(args), outputs)
+        context.release()
+        saved, context.saved_tensors = context.saved_tensors, ()
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.context = call, context
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        call, context = ctx.call, ctx.context
+        rule = call.rule
+        saved = ctx.saved_tensors  # recomputation may run here, and is watched
+        with torch._C.DisableTorchFunction():
+            context.saved_tensors = saved
+            needs = context.needs_input_grad
+            context.needs_input_grad = tuple(need and i not in rule.weights for i, need in enumerate(needs))
+            found = (rule.of_input or rule.function.backward)(context, *gradients)
+            of_args = list(found) if isinstance(found, tuple | list) else [found]
+            for place in rule.weights:
+                of_args[place] = None
+        context.saved_tensors = ()
+        # Tensors are the arguments of what W calls: whoever looks what is kept, or has changed, finds them there.
+        later = _Later(rule, context, len(saved))
+        for index, (weight, place) in enumerate(zip(call.weights, call.places, strict=True)):
+            call.gradients.put(weight, place, partial(later, *saved, *gradients, index=index))
+        return *of_args, None, None
+
+
+class _Later:
+    """The W of one call of a function: the gradients of all its weights, made when the first is asked for."""
+
+    def __init__(self, rule: _Rule, context: _Context, saved: int) -> None:
+        self._rule, self._context, self._saved = rule, context, saved
+        self._made: dict[int, Tensor | None] = {}
+
+    def __call__(self, *tensors: Any, index: int) -> Tensor | None:
+        if index not in self._made:
+            rule, context = self._rule, self._context
+            context.saved_tensors = tensors[: self._saved]
+            context.needs_input_grad = tuple(i in rule.weights for i in range(len(context.needs_input_grad)))
+            with torch._C.DisableTorchFunction():
+                if rule.of_weights is not None:
+                    made = rule.of_weights(context, *tensors[self._saved :])
+                else:
+                    whole: Any = rule.function.backward(context, *tensors[self._saved :])
+                    made = [whole[place] for place in rule.weights]
+            self._made = dict(enumerate(made))
+            context.saved_tensors = ()
+        return self._made.pop(index)
+
+
+def _takes_context(function: Any) -> bool:
+    """Whether its forward gets the context, and not `setup_context`."""
+    return bool(function.setup_context is Function.setup_context)
+
+
+_HOOKED: WeakSet[nn.Module] = WeakSet()
+
+
+def delays(module: Any) -> bool:
+    """Whether a module itself defers weight gradients: those around it have `backward_dw`, too."""
+    store = getattr(module, "wgrad_store", None)
+    if store is None or not callable(getattr(module, "backward_dw", None)):
+        return False
+    asked = getattr(store, "delay_wgrad_compute", None)
+    return bool(asked()) if callable(asked) else True
+
+
+def _call_later(module: nn.Module, _: Any, outputs: Any) -> None:
+    """Have `backward_dw` called when the backward of this call of the module has run: in W, or at its end."""
+    tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    node = next((each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None), None)
+    if node is not None:
+        node.register_prehook(partial(_delay, module))
+
+
+def _delay(module: Any, _: Any) -> None:
+    if WeightGradStore.enabled:
+        WeightGradStore.put(module.backward_dw)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(module.backward_dw)
