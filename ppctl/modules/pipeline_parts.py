@@ -145,7 +145,7 @@ def _comparable(config: PipelineConfig) -> list[str]:
 def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
     """The placement of the stages. Raises ConfigError (PP-E130) if the schedule needs another number per rank."""
     if config.pp_schedule_csv is not None:
-        place = _schedule_in(config.pp_schedule_csv).placement
+        place = schedule_from_file(config.pp_schedule_csv).placement
         if (place.pp, place.num_stages) != (pp, num_stages):
             message = f"{config.pp_schedule_csv} runs {place.num_stages} stages on {place.pp} ranks, "
             raise ConfigError(Problem(CODE, message + f"and there are {num_stages} on {pp}", "pp_schedule_csv=None"))
@@ -165,7 +165,7 @@ def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int)
     if config.pp_schedule_csv is None:
         vpp = place.num_stages // place.pp
         return lower(make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches))
-    given = _schedule_in(config.pp_schedule_csv)
+    given = schedule_from_file(config.pp_schedule_csv)
     if given.num_microbatches != num_microbatches:
         message = (
             f"{config.pp_schedule_csv} runs {given.num_microbatches} microbatches, and the batch has {num_microbatches}"
@@ -176,7 +176,8 @@ def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int)
     return lower(given)
 
 
-def _schedule_in(path: str) -> Schedule:
+def schedule_from_file(path: str) -> Schedule:
+    """The compute-only schedule in a file. Raises ConfigError (PP-E130) where it cannot be read, and ScheduleError."""
     from ppctl.plan.schedule_file import schedule_in
 
     try:

@@ -54,6 +54,32 @@ def test_the_script_of_the_page_trains_as_one_process_does(script: Path) -> None
     assert float(losses[-1]) < 0.6 * float(losses[0]), "it learns"
 
 
+def test_the_script_for_torchs_stages_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    code = code_of("docs/inside-torch.md", 24)
+    (tmp_path / "inside.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(tmp_path / "inside.py")], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    stages = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        stages.append(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    model = nn.Sequential(*stages)
+    torch.manual_seed(9)
+    x, optimizer = torch.randn(32, 16), torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(5):
+        losses = [nn.functional.mse_loss(model(part), 0.5 * part.flip(-1)) for part in x.split(4)]
+        for loss in losses:
+            loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(8)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(f"{torch.stack(losses).mean():.6f}")
+    assert re.findall(r"step \d+: loss (\S+)", done.stdout) == expected
+
+
 def gradients_of_one_process(num_stages: int) -> list[float]:
     """The norm of each stage's gradient in the README's example, in a plain loop."""
     stages = []

@@ -1,0 +1,302 @@
+"""`ppctl.TorchSchedule`: stages of torch.distributed.pipelining in, a schedule with torch's interface out.
+
+Knows torch's stages, their metadata and its multi-stage schedules. Must not know how an action is carried out. Only
+`ppctl/__init__.py` imports it: torch.distributed.pipelining takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
+from ppctl.comm.buffers import TensorLike
+from ppctl.comm.communicator import Communicator
+from ppctl.comm.connections import moves_on_device
+from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.engine.stage import AroundBackward, StageProgram
+from ppctl.errors import ConfigError, Problem
+from ppctl.modules.rank_agreement import CODE, agreed
+from ppctl.modules.torch_schedule_choice import Asked, found_schedule, misuse, name_of, schedule_of
+from ppctl.schedule.action import BACKWARDS, COMPUTE, Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import AUTO, forwards_alone
+from ppctl.weight_gradients.left_whole import telling_what_stays
+
+
+class _Prepared(NamedTuple):
+    """The schedule of a training step or of an evaluation, and what its messages are like, by stage."""
+
+    schedule: Schedule
+    receives: dict[int, Sequence[TensorLike]]
+    sends: dict[int, Sequence[TensorLike]]
+
+
+class _Batch(NamedTuple):
+    """The microbatches of one call, and what the last stage makes of them."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any] | None
+    loss_kwargs: dict[str, Any]
+    outputs: dict[int, Any] | None
+    """None where nobody asks for them."""
+    losses: dict[int, Tensor]
+
+
+class TorchSchedule(PipelineScheduleMulti):
+    """A multi-stage schedule of torch.distributed.pipelining that ppctl's engine executes.
+
+    `stages` is this rank's `PipelineStage`, or the list of them. `schedule` is a policy of ppctl, torch's name for one,
+    the path of a CSV file of forwards and backwards, or `auto`: the first step then measures the stages, and the steps
+    after it run the order that a search finds for these times. `memory` bounds that search: how many microbatches may
+    be in flight, in multiples of what 1F1B's first rank holds. None is `1f1b`, and `interleaved_1f1b` for several
+    stages per rank. All other arguments, `step` and `eval` are those of torch's classes, except that the losses and
+    outputs that they return have no graph.
+
+    Raises ConfigError (PP-E130): from the constructor for what this rank alone can see, and from the first `step` or
+    `eval` on all ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        schedule: str | PathLike[str] | None = None,
+        memory: float = 1.0,
+    ) -> None:
+        stages = list(stages) if isinstance(stages, list | tuple) else [stages]
+        if not stages or not all(hasattr(stage, "submod") and hasattr(stage, "stage_index") for stage in stages):
+            message = "stages are this rank's stages of torch.distributed.pipelining, as a list"
+            raise misuse(message, "ppctl.TorchSchedule([PipelineStage(module, index, num_stages, device)], ...)")
+        _refuse_others(stages)
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads=scale_grads,
+        )
+        indices = [stage.stage_index for stage in stages]
+        wanted = name_of(schedule, len(indices))
+        replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
+        self._asked = Asked(wanted, memory, n_microbatches, self._num_stages, indices, replicated)
+        self._by_index = {stage.stage_index: stage for stage in stages}
+        self._ranks, self._device = AgreeingRanks(stages[0].group), torch.device(stages[0].device)
+        self._schedule: Schedule | None = None
+        self._prepared: dict[bool, _Prepared] = {}
+        self._communicator: Communicator | None = None
+        self._measures = wanted == AUTO
+        self._ran: set[bool] = set()
+
+    def close(self) -> None:
+        """End the pipeline's connections. All ranks call it before they destroy the process group; NCCL needs it."""
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+            self._prepared.clear()
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run one step, or without a loss function or in `eval` the forwards alone."""
+        args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        trains = self._has_backward
+        batch = _Batch(args, kwargs, target_mbs, loss_kwargs or {}, {} if return_outputs else None, {})
+        if trains not in self._prepared:
+            self._prepare(batch, trains)
+        schedule = self._prepared[trains].schedule
+        schedule = schedule if trains in self._ran else self._first(schedule)
+        measures = trains and self._measures
+        # Making one for a GPU waits for it.
+        recorder = make_recorder(self.rank, schedule.actions[self.rank], self._device) if measures else None
+        run_schedule(
+            schedule,
+            [self._program(stage, batch, trains) for stage in self._stages],
+            self._communicator,
+            reduce_grad=self._reduce,
+            recorder=recorder,
+        )
+        self._ran.add(trains)
+        if recorder is not None:
+            self._search(recorder)
+        if self._num_stages - 1 in self._by_index:
+            if batch.outputs is not None:
+                self._by_index[self._num_stages - 1].output_chunks[:] = [batch.outputs[mb] for mb in range(len(args))]
+            self._internal_losses[:] = [loss for _, loss in sorted(batch.losses.items())]
+        self._update_losses(self._stages, losses if batch.losses else None)  # type: ignore[no-untyped-call]  # torch's
+
+    # --- how it runs -------------------------------------------------------------------------------------------------
+
+    def _program(self, stage: Any, batch: _Batch, trains: bool) -> StageProgram:
+        index, prepared = stage.stage_index, self._prepared[trains]
+
+        def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            args = batch.args[mb] if stage.is_first else received
+            output = stage.forward_maybe_with_nosync(*args, **batch.kwargs[mb])
+            kept = tree_map_only(Tensor, partial(_own, received), output)
+            if not stage.is_last:
+                return tuple(kept) if isinstance(kept, list | tuple) else (kept,)
+            if batch.outputs is not None:
+                batch.outputs[mb] = tree_map_only(Tensor, Tensor.detach, kept)
+            if self._loss_fn is None or batch.targets is None:
+                return ()
+            loss = self._compute_loss(output, batch.targets[mb], batch.loss_kwargs)  # type: ignore[no-untyped-call]  # torch's
+            batch.losses[mb] = loss.detach()
+            return (loss,)
+
+        around = self._around_backward(stage, prepared.schedule) if trains else None
+        tell = telling_what_stays(index, stage.submod) if trains and prepared.schedule.split else None
+        edges = prepared.receives[index], prepared.sends[index]
+        return StageProgram(index, forward, *edges, around_backward=around, on_deferred=tell)
+
+    def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
+        """Tells what has sharded or replicated a stage which of its backwards is the last: as torch's runtime does."""
+        module = stage.submod
+        if isinstance(module, FSDPModule):
+            return partial(_without_sum, module)  # the sum follows in `_reduce`
+        if isinstance(module, DistributedDataParallel):
+            of_stage = [a.mb for a in schedule.actions[self.rank] if a.op in BACKWARDS and a.stage == stage.stage_index]
+            return partial(_summing_after, module, of_stage[-1])
+        return None
+
+    def _reduce(self, index: int) -> None:
+        self._by_index[index].perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+
+    def _first(self, schedule: Schedule) -> Schedule:
+        """The schedule as it runs for the first time.
+
+        On a GPU kernels are loaded then, for which the device has to drain: nothing may be under way meanwhile.
+        """
+        if self._communicator is None or not moves_on_device(self._communicator.pp_group):
+            return schedule
+        rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
+        return lower(replace(schedule, actions=rows, capacities={}), batched=True)
+
+    # --- what is agreed on before the first step ---------------------------------------------------------------------
+
+    def _prepare(self, batch: _Batch, trains: bool) -> None:
+        """Agree on the schedule, let torch look at the stages' tensors, and check these. A collective."""
+        if self._schedule is None:
+            self._schedule = agreed(
+                self._ranks, "make the schedule", lambda: self._asked, of=Asked, to=Schedule, joined=schedule_of
+            )
+        place = self._schedule.placement
+        self.stage_index_to_group_rank = {number: place.rank_of(number) for number in range(place.num_stages)}
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        target = None if batch.targets is None else batch.targets[0]
+        agreed(self._ranks, "look at the batch", partial(self._check_target, target), own=True)
+        self._initialize_stages(batch.args[0], batch.kwargs[0], target, batch.loss_kwargs)
+        agreed(self._ranks, "look at the stages", partial(self._check_stages, trains), own=True)
+        schedule = self._schedule if trains else lower(forwards_alone(place, self._n_microbatches))
+        metas = {index: stage._stage_meta for index, stage in self._by_index.items()}
+        receives = {index: () if index == 0 else meta.inputs for index, meta in metas.items()}
+        sends = {index: () if index == place.num_stages - 1 else meta.outputs for index, meta in metas.items()}
+        self._prepared[trains] = _Prepared(schedule, receives, sends)
+        for stage in self._stages:  # torch's buffers, one for every microbatch
+            stage.args_recv_info.clear()
+            stage.grad_recv_info.clear()
+        if self._communicator is None and self._ranks.size > 1:
+            group = self._ranks.group or dist.group.WORLD
+            assert group is not None  # there are several ranks
+            self._communicator = Communicator(group, channels=self._schedule.capacities, device=self._device)
+
+    def _check_target(self, target: Any) -> None:
+        if target is None and self._has_backward and self._num_stages - 1 in self._by_index:
+            raise misuse("the last stage computes a loss, and step() was given no target", "schedule.step(target=...)")
+
+    def _check_stages(self, trains: bool) -> None:
+        """Raise ConfigError (PP-E130) for tensors between stages that the engine's messages do not carry."""
+        problems = []
+        for index, stage in self._by_index.items():
+            meta = stage._stage_meta
+            edges = [("receives", meta.inputs if index else ()), ("sends", () if stage.is_last else meta.outputs)]
+            for verb, number, each in [(verb, n, each) for verb, metas in edges for n, each in enumerate(metas)]:
+                what = f"stage {index} {verb} tensor {number}, {each.dtype} {list(each.shape)},"
+                if hasattr(each, "placements"):
+                    message, remedy = f"{what} as a DTensor", "output.to_local() in the stage that sends it"
+                    problems.append(Problem(CODE, message, remedy))
+                elif trains and not each.requires_grad:
+                    message = f"{what} without a gradient, and every tensor between stages gets one back"
+                    problems.append(Problem(CODE, message, "schedule.step(..., NAME=tensor) on every rank"))
+        if problems:
+            raise ConfigError(problems)
+
+    def _search(self, recorder: Recorder) -> None:
+        """Replace the schedule by what a search finds for this step's times. A collective of the pipeline's ranks."""
+        if recorder.device.type == "cuda":
+            torch.cuda.synchronize(recorder.device)
+        times: dict[tuple[str, int], list[float]] = {}
+        for index, start, end in recorder.stamps_now():
+            op, stage, _ = recorder.actions[index]
+            times.setdefault((str(op), stage), []).append(end - start)
+        measured = [(op, stage, median(each)) for (op, stage), each in times.items()]
+        assert self._schedule is not None  # it has run
+        found = partial(found_schedule, self._schedule, self._asked.memory)
+        kind = list[tuple[str, int, float]]
+        self._schedule = agreed(
+            self._ranks, "search for a schedule", lambda: measured, of=kind, to=Schedule, joined=found
+        )
+        self._prepared[True] = self._prepared[True]._replace(schedule=self._schedule)
+        self._measures = False
+
+
+def _refuse_others(stages: Sequence[Any]) -> None:
+    """Raise ConfigError (PP-E130) for stages that only torch's runtime runs."""
+    for stage in stages:
+        if stage.dw_builder is not None:
+            message = f"stage {stage.stage_index} has a dw_builder, and ppctl finds products with weights by itself"
+            raise misuse(message, "PipelineStage(..., dw_builder=None)")
+        if getattr(stage.submod, "find_unused_parameters", False):
+            message = f"stage {stage.stage_index} looks for unused parameters, from outputs that are not kept"
+            raise misuse(message, "DistributedDataParallel(..., find_unused_parameters=False)")
+
+
+def _own(received: Sequence[Tensor], tensor: Tensor) -> Tensor:
+    """A result, copied where it lies in the memory of a received tensor, which other messages will come into."""
+    memory = tensor.untyped_storage()._cdata
+    return tensor.clone() if any(each.untyped_storage()._cdata == memory for each in received) else tensor
+
+
+def _without_sum(module: Any, _: int, run: Callable[[], None]) -> None:
+    module.set_is_last_backward(False)
+    module.set_reshard_after_backward(False)
+    module.set_requires_gradient_sync(False)
+    run()
+
+
+def _summing_after(module: Any, last: int, mb: int, run: Callable[[], None]) -> None:
+    if mb == last:
+        module.reducer.prepare_for_backward([])
+        run()
+        return
+    with module.no_sync():
+        run()
