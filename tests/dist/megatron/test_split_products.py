@@ -7,11 +7,14 @@ import logging
 
 import pytest
 from ranks import run_ranks
-from real_megatron import Case, differences, forget_scales, initialise, needs_megatron, on_cpus, train
 
 import ppctl
 
-pytestmark = needs_megatron
+# The helper and `ppctl.adopt` come with Megatron's extra of the tests.
+real = pytest.importorskip("real_megatron")
+Case = real.Case
+
+pytestmark = real.needs_megatron
 
 
 class Told(logging.Handler):
@@ -30,18 +33,18 @@ class Told(logging.Handler):
 
 
 def compared(case, schedule):
-    on_cpus()
-    initialise(case)
+    real.on_cpus()
+    real.initialise(case)
     from megatron.core.pipeline_parallel import schedules
 
     told = Told()
     ppctl.adopt(schedule)
-    ours = train(case, lambda: schedules.get_forward_backward_func())
+    ours = real.train(case, lambda: schedules.get_forward_backward_func())
     ppctl.release()
-    forget_scales()
-    theirs = train(case, lambda: schedules.get_forward_backward_func())
+    real.forget_scales()
+    theirs = real.train(case, lambda: schedules.get_forward_backward_func())
     nonzero = sum(bool(each.any()) for name, each in theirs.items() if " gradient " in name)
-    return differences(ours, theirs), told.lines, nonzero
+    return real.differences(ours, theirs), told.lines, nonzero
 
 
 ALL = "stage {} defers {} of {} matrices to W"

@@ -69,11 +69,11 @@ def data(n: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(MICROBATCH * n, WIDTH, generator=generator) for _ in range(3))  # type: ignore[return-value]
 
 
-def results(schedule: Any, stages: list[Any], n: int, steps: int = 2, **more: Any) -> dict[str, Any]:
+def results(schedule: Any, stages: list[Any], n: int, kind: str, **more: Any) -> dict[str, Any]:
     """What two steps and an evaluation leave: losses, gradients that add up, outputs."""
     first, last = stages[0].is_first, any(stage.is_last for stage in stages)
     found: dict[str, Any] = {}
-    for step in range(steps):
+    for step in range(2):
         x, target, factor = data(n, step)
         losses: list[Tensor] = []
         given = {"target": target, "losses": losses} if last else {}
@@ -86,20 +86,13 @@ def results(schedule: Any, stages: list[Any], n: int, steps: int = 2, **more: An
     x, target, factor = data(n, 9)
     losses = []
     given = {"target": target, "losses": losses} if last else {}
-    if isinstance(schedule, ppctl.TorchSchedule) or placement_of(stages) == "loop":
+    if isinstance(schedule, ppctl.TorchSchedule) or kind == "loop":
         output = schedule.eval(*((x,) if first else ()), **given, factor=factor)
     else:  # torch's runtime raises: "can't steal_bwd_input if this stage doesn't have backward"
         output = by_hand(stages[0].num_stages, x, target, factor, losses) if last else None
     found["evaluated"] = None if output is None else output.detach().clone()
     found["evaluated losses"] = [loss.detach() for loss in losses]
     return found
-
-
-def placement_of(stages: list[Any]) -> str:
-    """Of stages on two ranks or more."""
-    place = Placement("v", stages[0].group_size, stages[0].num_stages)
-    indices = tuple(stage.stage_index for stage in stages)
-    return "v" if len(stages) > 1 and indices == place.stages_of(dist.get_rank()) else "loop"
 
 
 def by_hand(num_stages: int, *given: Any) -> Tensor:
@@ -128,10 +121,11 @@ def against_torch(names: tuple[str, ...], n: int, more: dict[str, Any]) -> dict[
     found = {}
     for name in names:
         chunks = 1 if name in SINGLE else 2
-        theirs, ours = (stages_of(placement_kind(name), chunks) for _ in range(2))
-        expected = results(torchs_schedule(name, theirs, n, **more), theirs, n)
+        kind = placement_kind(name)
+        theirs, ours = (stages_of(kind, chunks) for _ in range(2))
+        expected = results(torchs_schedule(name, theirs, n, **more), theirs, n, kind)
         schedule = ppctl.TorchSchedule(ours, n, loss_of, schedule=name, **more)
-        found[name] = unlike(expected, results(schedule, ours, n))
+        found[name] = unlike(expected, results(schedule, ours, n, kind))
         assert len(expected) > 6  # gradients are there
     return found
 
@@ -161,9 +155,9 @@ def ours_against_torchs(names: list[str], n: int) -> dict[str, list[str]]:
         kind, chunks = ("v", 2) if policy is None else (policy.placement, policy.chunks)
         like = {"v": "ZBVZeroBubble", "loop": "1F1B" if chunks == 1 else "Interleaved1F1B"}[kind]
         theirs, ours = (stages_of(kind, chunks) for _ in range(2))
-        expected = results(torchs_schedule(like, theirs, n), theirs, n)
+        expected = results(torchs_schedule(like, theirs, n), theirs, n, kind)
         schedule = ppctl.TorchSchedule(ours, n, loss_of, schedule=name, memory=2.0)
-        found[name] = unlike(expected, results(schedule, ours, n))
+        found[name] = unlike(expected, results(schedule, ours, n, kind))
         if name == "auto":
             assert not schedule._measures and schedule._schedule is not None
         schedule.close()
@@ -195,10 +189,10 @@ def loaded_by_torch(kind: str, n: int, csv: str) -> list[str]:
 
     theirs, loaded = (stages_of(kind, 2) for _ in range(2))
     like = "ZBVZeroBubble" if kind == "v" else "Interleaved1F1B"
-    expected = results(torchs_schedule(like, theirs, n), theirs, n)
+    expected = results(torchs_schedule(like, theirs, n), theirs, n, kind)
     runtime = _PipelineScheduleRuntime(loaded, n, loss_of)
     runtime._load_csv(csv)
-    return unlike(expected, results(runtime, loaded, n))
+    return unlike(expected, results(runtime, loaded, n, kind))
 
 
 @pytest.mark.parametrize(
