@@ -122,12 +122,13 @@ def release() -> Sequence[Place]:
 
     Returns the places; none where nothing was adopted. A place that has been given something else since is left alone.
     """
-    restored = []
+    restored: list[Place] = []
     while _replaced:
         module, name, before, after = _replaced.pop()
+        place = Place(module.__name__, name, after.__name__)
         if vars(module).get(name) is after:
             setattr(module, name, before)
-            restored.append(Place(module.__name__, name, after.__name__))
+            restored.append(place)
     functions.use(Wish())
     return restored[::-1]
 

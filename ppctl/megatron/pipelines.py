@@ -164,7 +164,7 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
         if setting(config, "pipeline_model_parallel_layout") is not None:
             return "pipeline_model_parallel_layout numbers the layers of a loop, and the schedule is a V"
         first, due_first = _first_layer(chunk), first_layer(config, number, stage % placement.pp)
-        if None not in (first, due_first) and first != due_first:
+        if first is not None and due_first is not None and first != due_first:
             return (
                 f"stage {stage} of a V begins with layer {due_first}, and the chunk's first is {first}: build it with "
                 f"pg_collection=ppctl.on_v(groups, {number})"
