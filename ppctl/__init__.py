@@ -29,6 +29,7 @@ _HOMES = {
     "ppctl.megatron.p2p_communication": ("P2PCommunicator", "Shape"),
     "ppctl.megatron.exchange": ("is_single_shape",),
     "ppctl.megatron": (
+        "adopt",
         "backward_step",
         "check_first_val_step",
         "clear_embedding_activation_buffer",
@@ -45,6 +46,8 @@ _HOMES = {
         "get_pp_rank_microbatches",
         "get_schedule_table",
         "get_tensor_shapes",
+        "on_v",
+        "release",
         "set_current_microbatch",
     ),
 }

@@ -31,6 +31,14 @@ _TIMERS = {
     Op.RECV_B: "backward-recv",
     Op.SEND_B: "backward-send",
 }
+_COMBINED = {
+    frozenset({Op.SEND_F, Op.RECV_B}): "forward-send-backward-recv",
+    frozenset({Op.SEND_B, Op.RECV_F}): "backward-send-forward-recv",
+    frozenset({Op.SEND_F, Op.RECV_F}): "forward-send-forward-recv",
+    frozenset({Op.SEND_B, Op.RECV_B}): "backward-send-backward-recv",
+}
+_ALL_COMBINED = "forward-backward-send-forward-backward-recv"
+"""Megatron's names for the timers of messages, and of several in one exchange."""
 
 
 class EngineError(TrainingError):
@@ -213,6 +221,14 @@ class Engine:
                 spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
                 self._incoming[op, number] = (end, communicator.pool.shelf(spec))
 
+    def _batch_timer(self) -> str:
+        """The timer's name for the batch that ends with the current action: Megatron's for these messages together."""
+        first = self._index
+        while first and self.actions[first - 1].op in MESSAGES:
+            first -= 1
+        ops = frozenset(action.op for action in self.actions[first : self._index + 1])
+        return _TIMERS[next(iter(ops))] if len(ops) == 1 else _COMBINED.get(ops, _ALL_COMBINED)
+
 
 def _make_stages(
     schedule: Schedule, programs: Sequence[StageProgram], *, deallocates: bool, variable: bool
@@ -286,10 +302,16 @@ _WAITS = {
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
-    """The handler, with a timer around its sending or, where it works on a message, around the wait for it."""
+    """The handler, with a timer around its sending or, where it works on a message, around the wait for it.
+
+    Of a batch the last message waits for all: it is timed under the name of the batch.
+    """
 
     def around(engine: Engine, action: Action) -> None:
-        with timed(_TIMERS[op]):
+        if engine._batch is not None and engine._index not in engine._batch_ends:
+            handler(engine, action)
+            return
+        with timed(_TIMERS[op] if engine._batch is None else engine._batch_timer()):
             handler(engine, action)
 
     if op in MESSAGES:
@@ -299,7 +321,7 @@ def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
     received, wait = _WAITS[op]
 
     def wait_first(engine: Engine, action: Action) -> None:
-        if (received, action.stage) in engine._incoming:
+        if engine._batch is None and (received, action.stage) in engine._incoming:
             with timed(_TIMERS[received]):
                 wait(engine._stages[action.stage], action.mb)
         handler(engine, action)

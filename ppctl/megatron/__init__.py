@@ -1,9 +1,11 @@
 """Megatron-core's functions: one step of training or evaluation through a pipeline, under Megatron's own names.
 
 Every function builds a schedule value and this rank's stages, and hands them to the one interpreter (`run_schedule`),
-as `ppctl train` does, with `P2PCommunicator` for the messages. Must not know files or ppctl's own models.
+as `ppctl train` does, with `P2PCommunicator` for the messages; `adopt` puts both in Megatron's places. Must not know
+ppctl's own models.
 """
 
+from ppctl.megatron.adoption import adopt, release
 from ppctl.megatron.functions import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -12,6 +14,7 @@ from ppctl.megatron.functions import (
 )
 from ppctl.megatron.loss_function import forward_step_calc_loss
 from ppctl.megatron.message_shapes import get_tensor_shapes
+from ppctl.megatron.pipelines import on_v
 from ppctl.megatron.steps import (
     backward_step,
     check_first_val_step,
@@ -25,6 +28,7 @@ from ppctl.megatron.wgrad import clear_embedding_activation_buffer, finish_embed
 from ppctl.schedule.schedule_table import convert_schedule_table_to_order, get_schedule_table
 
 __all__ = [
+    "adopt",
     "backward_step",
     "check_first_val_step",
     "clear_embedding_activation_buffer",
@@ -41,5 +45,7 @@ __all__ = [
     "get_pp_rank_microbatches",
     "get_schedule_table",
     "get_tensor_shapes",
+    "on_v",
+    "release",
     "set_current_microbatch",
 ]

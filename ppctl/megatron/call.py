@@ -22,7 +22,7 @@ from ppctl.megatron.models import misuse, per_chunk, setting, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
 from ppctl.megatron.wgrad import Deferral, main_gradients
-from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
+from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
 
 
@@ -126,8 +126,12 @@ class CallOnRank:
             self._sync.after(Action(Op.F, stage, mb))
             return outputs
 
+        halved: set[int] = set()
+
         def around_backward(mb: int, run: Callable[[], None]) -> None:
-            backward = weight_gradient_of(stage, mb, self._schedule)
+            splits = (stage, mb) in self._schedule.split
+            backward = Action((Op.W if mb in halved else Op.I) if splits else Op.B, stage, mb)
+            halved.add(mb)
             self._sync.before(backward)
             with timed(self._call.config, "backward-compute"):
                 run()

@@ -8,8 +8,11 @@ lists with one per chunk where the schedule interleaves. `num_microbatches` coun
 `decoder_seq_length`, unless None), `micro_batch_size` and the config's `hidden_size` are the shape of messages between
 stages. `forward_only` runs no backward, under no_grad. `collect_non_loss_data` stores what the loss function returns
 for other purposes. `first_val_step` goes to models that treat the first microbatch differently. `p2p_communicator` is
-the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`, `tp`, `cp`) and
+the pipeline's, ours or Megatron's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection`
+(`pp`, `tp`, `cp`), by default the groups of Megatron's `parallel_state` where a program has made them, and
 `force_all_reduce`, unless None, are passed to `finalize_model_grads_func`.
+
+Schedules are Megatron's unless `ppctl.adopt` has named another one.
 
 The scale of losses inside layers (expert load balancing, multi-token prediction) is set on Megatron's own autograd
 functions if they are imported, and on modules with `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)`.
@@ -24,28 +27,30 @@ rank, stage and action, for whatever fails within.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
-from ppctl.comm.connections import moves_on_device
-from ppctl.errors import ScheduleError
 from ppctl.megatron.call import Call, CallOnRank
+from ppctl.megatron.loaded import groups_or_own, pipeline_sizes
 from ppctl.megatron.message_shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
 from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.megatron.pipelines import agree, misplaced_on_v, pipeline_of
 from ppctl.megatron.steps import ForwardStep
+from ppctl.megatron.wishes import Wish, lowered_schedule
 from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
-from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync_events import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
-from ppctl.schedule.verify import verify
+
+_wished = Wish()
+"""The schedule of every call: Megatron's own, unless a program has adopted another one."""
+
+
+def use(wish: Wish) -> None:
+    """Let all calls from now on run the schedule that `wish` names. Every rank says the same."""
+    global _wished
+    _wished = wish
 
 
 def forward_backward_no_pipelining(
@@ -75,9 +80,10 @@ def forward_backward_no_pipelining(
         raise misuse(message, "get_forward_backward_func()")
     chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    options = (sizes, forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    groups = groups_or_own(pg_collection, p2p_communicator)
+    options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
     call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
-    schedule = _lowered(call, None)
+    schedule = _lowered(call, None, Wish())
     sync = sync_without_pipelining(schedule.actions[0])
     return CallOnRank(call, schedule, 0, sync, {}, lambda stage: Edges((), ())).run(None)
 
@@ -106,7 +112,8 @@ def forward_backward_pipelining_without_interleaving(
     """
     chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    options = (sizes, forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    groups = groups_or_own(pg_collection, p2p_communicator)
+    options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
     call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
     return _run_pipeline(call, p2p_communicator, adjust_tensor_shapes_fn)
 
@@ -135,7 +142,8 @@ def forward_backward_pipelining_with_interleaving(
     _refuse_adjusting(adjust_tensor_shapes_fn)
     chunks, iterators = all_chunks(model, data_iterator)
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    options = (sizes, forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    groups = groups_or_own(pg_collection, p2p_communicator)
+    options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
     call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options, True)
     return _run_pipeline(call, p2p_communicator, None)
 
@@ -143,12 +151,15 @@ def forward_backward_pipelining_with_interleaving(
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is a number, even 1.
 
-    Without `pp_size` the returned function chooses when it is called: by the size of the communicator or the world,
-    and by whether `model` is a list. Raises ConfigError for a size below 1.
+    Without both sizes they are those of Megatron's `parallel_state`, where a program has made its groups. Otherwise,
+    without `pp_size`, the returned function chooses when it is called: by the size of the communicator or the world,
+    and by the chunks. Raises ConfigError for a size below 1.
     """
     for name, size in (("pp_size", pp_size), ("vp_size", vp_size)):
         if size is not None and whole_number(size, name) < 1:
             raise misuse(f"{name} is {size}, and is at least 1", f"{name}=1")
+    if pp_size is None and vp_size is None and (sizes := pipeline_sizes()) is not None:
+        pp_size, vp_size = sizes
     if pp_size is None:
         return _choose_and_call
     if pp_size == 1:
@@ -159,16 +170,17 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 
 def _choose_and_call(**arguments: Any) -> list[Any]:
-    """Call the function that fits the model and the pipeline of these arguments."""
+    """Call the function that fits the model and the pipeline of these arguments. A list of one model is one chunk."""
     model = arguments.get("model")
     chunks = model if isinstance(model, list) else [model]
     if not chunks or chunks[0] is None:
         raise misuse("there is no model", "model=...")
-    communicator = pipeline_of(chunks[0], arguments.get("p2p_communicator"), arguments.get("pg_collection"))
-    if communicator is None and len(chunks) == 1:
-        return forward_backward_no_pipelining(**arguments)
-    if isinstance(model, list):
+    communicator = arguments.get("p2p_communicator")
+    groups = groups_or_own(arguments.get("pg_collection"), communicator)
+    if len(chunks) > 1:
         return forward_backward_pipelining_with_interleaving(**arguments)
+    if pipeline_of(chunks[0], communicator, groups, _wished.kind) is None:
+        return forward_backward_no_pipelining(**arguments)
     return forward_backward_pipelining_without_interleaving(**arguments)
 
 
@@ -178,41 +190,50 @@ def _refuse_adjusting(adjust: AdjustShapes | None) -> None:
         raise misuse(message, "forward_backward_pipelining_without_interleaving")
 
 
-def _run_pipeline(call: Call, communicator: P2PCommunicator | None, adjust: AdjustShapes | None) -> list[Any]:
+def _run_pipeline(call: Call, communicator: Any, adjust: AdjustShapes | None) -> list[Any]:
     """Run a call on its pipeline, when all ranks have agreed on its sizes."""
-    communicator = pipeline_of(call.chunks[0], communicator, call.groups)
-    pp, pp_rank = (1, 0) if communicator is None else (communicator.total_stages, communicator.current_stage)
-    schedule = _lowered(call, communicator)
+    wish = _wished
+    pipeline = pipeline_of(call.chunks[0], communicator, call.groups, wish.kind)
+    pp, pp_rank = (1, 0) if pipeline is None else (pipeline.total_stages, pipeline.current_stage)
+    schedule = _lowered(call, pipeline, wish)
     row = schedule.actions[pp_rank]
     trains = not call.forward_only
     reduces = setting(call.config, "grad_sync_func") is not None
     if call.interleaved:
-        window = forwards_in_flight(row)
         sync = sync_of_chunks(
             row,
             pp_rank,
             stages=schedule.placement.stages_of(pp_rank),
-            num_microbatches=call.num_microbatches,
             reduces=trains and reduces,
             gathers=trains and setting(call.config, "param_sync_func") is not None,
         )
     else:
-        window = min(pp - pp_rank - 1, call.num_microbatches) + 1
         sync = sync_of_one_chunk(row, reduces=reduces)
+    if call.interleaved or schedule.name not in ("1f1b", "forward_only"):
+        window = forwards_in_flight(row)
+    else:
+        window = min(pp - pp_rank - 1, call.num_microbatches) + 1
     flags, edges = _checkpoint_flags(call.config, row, window), _edges(call, pp * len(call.chunks), adjust)
-    agree(communicator, _must_agree(call, varying=adjust is not None))
-    return CallOnRank(call, schedule, pp_rank, sync, flags, edges).run(communicator)
+    misplaced = misplaced_on_v(call.chunks, schedule.placement, pp_rank)
+    agree(pipeline, _must_agree(call, varying=adjust is not None), misplaced)
+    return CallOnRank(call, schedule, pp_rank, sync, flags, edges).run(pipeline)
 
 
-def _lowered(call: Call, communicator: P2PCommunicator | None) -> Schedule:
+def _lowered(call: Call, pipeline: P2PCommunicator | None, wish: Wish) -> Schedule:
     """The call's schedule as the communicator carries it."""
-    pp, group, name = 1 if communicator is None else communicator.total_stages, None, "1f1b"
-    if call.interleaved:
-        name, group = "interleaved_1f1b", setting(call.config, "microbatch_group_size_per_vp_stage")
-    name = "forward_only" if call.forward_only else name
-    num_microbatches = whole_number(call.num_microbatches, "num_microbatches")
-    batched = communicator is not None and (communicator.batched or _is_first_on_device(communicator, name))
-    return _make(name, pp, len(call.chunks), num_microbatches, group, batched)
+    pp = 1 if pipeline is None else pipeline.total_stages
+    group = setting(call.config, "microbatch_group_size_per_vp_stage") if call.interleaved else None
+    kind = "forward_only" if call.forward_only else f"{wish}, {call.interleaved}"
+    return lowered_schedule(
+        wish,
+        pp,
+        len(call.chunks),
+        whole_number(call.num_microbatches, "num_microbatches"),
+        group,
+        trains=not call.forward_only,
+        interleaved=call.interleaved,
+        batched=pipeline is not None and (pipeline.batched or _is_first_on_device(pipeline, kind)),
+    )
 
 
 def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
@@ -225,16 +246,6 @@ def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
         return False
     communicator.ran.add(name)
     return True
-
-
-@lru_cache(maxsize=32)
-def _make(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, batched: bool) -> Schedule:
-    """A schedule, verified. It is a value: every step with the same arguments uses the same one."""
-    schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, microbatch_group_size=group)
-    lowered = lower(schedule, batched=batched)
-    if problems := verify(lowered):
-        raise ScheduleError(problems)
-    return lowered
 
 
 def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[Action, bool]:
@@ -269,90 +280,3 @@ def _edges(call: Call, num_stages: int, adjust: AdjustShapes | None) -> Callable
         cp_group=getattr(call.groups, "cp", None),
     )
     return lambda stage: edges_of(shapes, call.config, first=stage == 0, last=stage == num_stages - 1, adjust=adjust)
-
-
-_MODES = (
-    "pipeline_dtype",
-    "variable_seq_lengths",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "overlap_p2p_comm",
-    "overlap_p2p_comm_warmup_flush",
-    "use_ring_exchange_p2p",
-    "pipeline_model_parallel_comm_backend",
-    "mtp_standalone",
-)
-
-_made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDictionary()
-"""Communicators made for calls without one, by the rank's first chunk: channels and buffers outlive a step."""
-
-
-def pipeline_of(model: nn.Module, communicator: P2PCommunicator | None, groups: Any) -> P2PCommunicator | None:
-    """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank.
-
-    A communicator that is made here is kept as long as the model lives and its modes stay the same. Raises
-    ConfigError where the config says that the world is not one pipeline.
-    """
-    if communicator is None:
-        group = getattr(groups, "pp", None)
-        if group is None and dist.is_initialized():
-            group = _world(config_of(model))
-        communicator = None if group is None or group.size() == 1 else _kept(model, group)
-    if communicator is not None and not isinstance(communicator, P2PCommunicator):
-        message = f"p2p_communicator is a {type(communicator).__name__}"
-        raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
-    return None if communicator is None or communicator.total_stages == 1 else communicator
-
-
-def _world(config: Any) -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None  # distributed is initialised
-    size = setting(config, "pipeline_model_parallel_size", 1)
-    if size > 1 and size != world.size():
-        message = f"the config has {size} pipeline ranks and the world {world.size()}: which of them are this pipeline?"
-        raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
-    return world
-
-
-def _kept(model: nn.Module, group: ProcessGroup) -> P2PCommunicator:
-    config = config_of(model)
-    key = [group, *(setting(config, name) for name in _MODES)]
-    kept = _made.get(model)
-    if kept is None or kept[0] != key:
-        kept = (key, P2PCommunicator(group, config))
-        _made[model] = kept
-    return kept[1]
-
-
-_agreed: WeakSet[P2PCommunicator] = WeakSet()
-
-
-def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None]) -> None:
-    """Compare what this rank asks for, by name, with all others, at the first call over a communicator.
-
-    Ranks that differ in chunks, microbatches or shapes would wait for each other for ever, or fail in the transport.
-    Later calls are not compared: an exchange at every step would cost as much as a message. A collective of the
-    communicator's group. Raises ConfigError on every rank, naming what differs and on which pp_ranks.
-    """
-    if communicator is None or communicator in _agreed:
-        return
-    group = communicator.pp_group
-    device = communicator.device if moves_on_device(group) else torch.device("cpu")
-    own = torch.tensor([-1 if value is None else value for value in asked.values()], device=device)
-    table = torch.empty(group.size(), len(own), dtype=own.dtype, device=device)
-    dist.all_gather(list(table.unbind()), own, group=group)
-    columns = dict(zip(asked, table.T.tolist(), strict=True))
-    differing = {name: values for name, values in columns.items() if len(set(values)) > 1}
-    if differing:
-        listed = "; ".join(_difference(name, values) for name, values in differing.items())
-        name, (first, *_) = next(iter(differing.items()))
-        message = f"the ranks of a pipeline do not call for the same: {listed}"
-        raise misuse(message, f"{name}={None if first == -1 else first} on every rank")
-    _agreed.add(communicator)
-
-
-def _difference(name: str, values: list[int]) -> str:
-    """`num_microbatches is 4 on pp_rank 0 and 5 on pp_rank 1`."""
-    first = values[0]
-    rank = next(rank for rank, value in enumerate(values) if value != first)
-    return f"{name} is {first} on pp_rank 0 and {values[rank]} on pp_rank {rank}"

@@ -6,13 +6,17 @@ In the default mode every directed edge has a channel of its own for activations
 the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
 neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
 own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited for
-together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeline's own process group.
+together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeline's own process group. With
+CUDA_DEVICE_MAX_CONNECTIONS=1 they always are: a receive that was posted ahead would block the device's one queue.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
+from ppctl.comm.connections import moves_on_device
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem
+from ppctl.host.devices import QUEUES, why_one_queue_blocks
 from ppctl.megatron.exchange import NeighbourExchange, Sends, is_single_shape, shapes_in
 from ppctl.schedule.action import Channel
 
@@ -59,6 +65,8 @@ class P2PCommunicator(Communicator):
         if not isinstance(pp_group, ProcessGroup):
             message = f"P2PCommunicator is made over the pipeline's process group, and got {pp_group!r}"
             raise ConfigError(Problem("PP-E396", message, "P2PCommunicator(torch.distributed.group.WORLD, config)"))
+        if moves_on_device(pp_group) and not modes.batched and not modes.variable:
+            modes = modes._replace(batched=_one_queue_batches(pp_group.size()))
         super().__init__(pp_group, modes, channels=channels, device=device, connect=connect)
         self.config = config
         self.ran: set[str] = set()
@@ -216,6 +224,20 @@ class P2PCommunicator(Communicator):
         timers(name, log_level=2).start()
         yield
         timers(name, log_level=2).stop()
+
+
+@cache
+def _one_queue_batches(pp: int) -> bool:
+    """Whether messages have to be batched because all work of the GPU shares one queue. Says so once.
+
+    Megatron's overlap of tensor and sequence parallelism needs that queue. A batch is waited for before the rank goes
+    on, so that no posted receive can block it.
+    """
+    why = why_one_queue_blocks(pp, os.environ.get(QUEUES))
+    if why is not None and dist.get_rank() == 0:
+        text = f"{why}. Here messages are batched instead (as batch_p2p_comm=True does), and overlap nothing."
+        warnings.warn(text, stacklevel=4)
+    return why is not None
 
 
 def _nothing(sent: Any, shapes: Any) -> Any:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from ppctl.schedule.action import WEIGHT_GRADIENTS, Action, Op
+from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
 
 
 class SyncKind(StrEnum):
@@ -60,7 +60,7 @@ def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
 
 
 def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
-    """1F1B: held until the last backward, which starts the communication itself.
+    """One chunk: held until the last backward, which starts the communication itself (`_released`).
 
     Where gradients are reduced by a function (`reduces`), that is called when all is done, except on the first stage:
     it ends last, has no bubble left to hide a call in, and lets its last backward do it.
@@ -71,11 +71,22 @@ def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
     stage = backwards[-1].stage
     if reduces and stage > 0:
         return SyncPlan((HOLD,), end=(RELEASE, Sync(SyncKind.REDUCE, stage)))
-    return SyncPlan((HOLD,), before={backwards[-1]: (RELEASE,)})
+    released = _released(row)
+    return SyncPlan((HOLD,), released, {half: (HOLD,) for half in released if half.op is Op.I})
+
+
+def _released(row: Sequence[Action]) -> dict[Action, _Events]:
+    """The last backward of every stage; of a split one both halves.
+
+    Gradients that are not put off get their last share in the last I, the others theirs in the last W. Between the two
+    the Ws of earlier microbatches may run, which must not start anything.
+    """
+    ends = [{action.stage: action for action in _of(row, ops)} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)]
+    return {action: (RELEASE,) for last in ends for action in last.values()}
 
 
 def sync_of_chunks(
-    row: Sequence[Action], pp_rank: int, *, stages: Sequence[int], num_microbatches: int, reduces: bool, gathers: bool
+    row: Sequence[Action], pp_rank: int, *, stages: Sequence[int], reduces: bool, gathers: bool
 ) -> SyncPlan:
     """Interleaved: released for the last backward of every chunk.
 
@@ -86,13 +97,13 @@ def sync_of_chunks(
     backwards = _of(row, WEIGHT_GRADIENTS)
     start = (HOLD, *(Sync(SyncKind.GATHER, stage) for stage in stages[:2] if gathers))
     ahead = _gather_events(_of(row, _FORWARDS), pp_rank, stages) if gathers else {}
-    last = [index for index, action in enumerate(backwards) if action.mb == num_microbatches - 1]
     if not reduces:
-        released = {backwards[index]: (RELEASE,) for index in last}
+        released = _released(row)
         return SyncPlan(start, ahead | released, dict.fromkeys(released, (HOLD,)), (RELEASE,))
     after: dict[Action, _Events] = {}
     late = set()
-    for index in last:
+    last = {action.stage: index for index, action in enumerate(backwards)}
+    for index in last.values():
         stage = backwards[index].stage
         if index + pp_rank < len(backwards):
             after[backwards[index + pp_rank]] = (RELEASE, Sync(SyncKind.REDUCE, stage), HOLD)

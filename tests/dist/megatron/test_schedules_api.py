@@ -18,8 +18,8 @@ from ppctl.errors import ConfigError
 from ppctl.megatron import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
-    functions,
     get_forward_backward_func,
+    pipelines,
 )
 from ppctl.megatron.p2p_communication import P2PCommunicator
 
@@ -112,7 +112,7 @@ def on_the_world(vpp):
             model=chunks if vpp else chunks[0],
             **sizes(),
         )
-        (kept,) = [communicator for _, communicator in functions._made.values()]
+        (kept,) = [communicator for _, communicator in pipelines._made.values()]
         buffers.append((id(kept), kept.pool.allocated))
     assert buffers[0] == buffers[-1], "the model keeps its last input, and yet a step needs no new buffers"
     return store, [chunk.linear.weight.grad for chunk in chunks]
@@ -358,12 +358,20 @@ def timers_of_a_step(batched):
     return counts
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_configs_timers_run_around_compute_and_around_what_waits_for_messages(batched):
-    compute = {"forward-backward": 1, "forward-compute": M, "backward-compute": M}
+COMPUTE = {"forward-backward": 1, "forward-compute": M, "backward-compute": M}
+
+
+def test_the_configs_timers_run_around_compute_and_around_what_waits_for_messages():
     down, up = {"forward-send", "backward-recv"}, {"forward-recv", "backward-send"}
-    first, middle, last = run_ranks(timers_of_a_step, 3, batched)
+    first, middle, last = run_ranks(timers_of_a_step, 3, False)
     for counts, messages in ((first, down), (middle, down | up), (last, up)):
-        assert {name: counts[name] for name in compute} == compute
-        assert counts.keys() - compute.keys() == messages
+        assert {name: counts[name] for name in COMPUTE} == COMPUTE
+        assert counts.keys() - COMPUTE.keys() == messages
         assert all(counts[name] >= M for name in messages)
+
+
+def test_a_batch_of_messages_is_timed_once_under_megatrons_name_for_them_together():
+    first, middle, last = run_ranks(timers_of_a_step, 3, True)
+    assert first == COMPUTE | {"forward-send": 2, "forward-send-backward-recv": 2, "backward-recv": 2}
+    assert last == COMPUTE | {"forward-recv": 2, "backward-send-forward-recv": 2, "backward-send": 2}
+    assert middle.keys() - COMPUTE.keys() > {"forward-send-backward-recv"}

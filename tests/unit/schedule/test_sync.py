@@ -41,7 +41,6 @@ def plan_of(args, schedule, pp_rank):
         row,
         pp_rank,
         stages=schedule.placement.stages_of(pp_rank),
-        num_microbatches=args["m"],
         reduces=reduces,
         gathers=gathers,
     )
@@ -81,7 +80,7 @@ def test_every_chunk_is_gathered_before_its_first_forward_and_reduced_after_its_
     schedule = make_schedule("interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m)
     for pp_rank, row in enumerate(schedule.actions):
         stages = schedule.placement.stages_of(pp_rank)
-        plan = sync_of_chunks(row, pp_rank, stages=stages, num_microbatches=m, reduces=True, gathers=True)
+        plan = sync_of_chunks(row, pp_rank, stages=stages, reduces=True, gathers=True)
         ready = {sync.stage for sync in plan.start}
         reduced = []
         backwards = []
@@ -95,14 +94,25 @@ def test_every_chunk_is_gathered_before_its_first_forward_and_reduced_after_its_
         assert sorted(reduced) == list(stages)
 
 
-def test_where_backwards_are_split_gradients_are_held_until_the_last_weight_gradient():
+def test_where_backwards_are_split_gradients_are_held_but_in_both_halves_of_the_last_backward():
+    """What is not put off gets its last share in I; the Ws between that and the last one must not start anything."""
     row = make_schedule("zb_h1", pp=3, num_microbatches=4).actions[1]
-    assert sync_of_one_chunk(row, reduces=False).before == {Action(Op.W, 1, 3): (RELEASE,)}
+    plan = sync_of_one_chunk(row, reduces=False)
+    assert plan.before == dict.fromkeys([Action(Op.I, 1, 3), Action(Op.W, 1, 3)], (RELEASE,))
+    assert plan.after == {Action(Op.I, 1, 3): (HOLD,)}
+    assert row.index(Action(Op.W, 1, 2)) > row.index(Action(Op.I, 1, 3)), "or there would be nothing to hold back"
 
 
-def test_where_backwards_are_split_every_chunk_is_released_for_its_last_weight_gradient():
+def test_where_backwards_are_split_every_chunk_is_released_for_both_halves_of_its_last_backward():
     row = make_schedule("interleaved_zero_bubble", pp=2, vpp=2, num_microbatches=4).actions[1]
-    plan = sync_of_chunks(row, 1, stages=(1, 3), num_microbatches=4, reduces=False, gathers=False)
-    ends = {Action(Op.W, 1, 3), Action(Op.W, 3, 3)}
+    plan = sync_of_chunks(row, 1, stages=(1, 3), reduces=False, gathers=False)
+    ends = {Action(op, stage, 3) for op in (Op.I, Op.W) for stage in (1, 3)}
     assert plan.before == dict.fromkeys(ends, (RELEASE,))
     assert plan.after == dict.fromkeys(ends, (HOLD,))
+
+
+def test_a_backward_that_is_last_in_an_order_of_ones_own_is_released():
+    """The order of a file need not be that of the microbatches."""
+    row = tuple(map(Action.parse, ("0F0", "0F1", "0B1", "0B0")))
+    assert sync_of_one_chunk(row, reduces=False).before == {Action(Op.B, 0, 0): (RELEASE,)}
+    assert sync_of_chunks(row, 0, stages=(0,), reduces=False, gathers=False).before == {Action(Op.B, 0, 0): (RELEASE,)}

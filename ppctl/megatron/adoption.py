@@ -1,0 +1,149 @@
+"""ppctl's functions and communicator in the places where a loaded Megatron-core has its own, and back.
+
+Knows Megatron's modules by name and whatever else a program has imported. Imports nothing of Megatron.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ppctl.megatron import functions
+from ppctl.megatron.loaded import CORE, pipeline_sizes
+from ppctl.megatron.models import misuse
+from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.megatron.wishes import Wish, check_wish, wish_of
+from ppctl.schedule.simulate import Costs
+
+_SCHEDULES = f"{CORE}.pipeline_parallel.schedules"
+_MESSAGES = f"{CORE}.pipeline_parallel.p2p_communication"
+_NAMES = {
+    "get_forward_backward_func": _SCHEDULES,
+    "forward_backward_no_pipelining": _SCHEDULES,
+    "forward_backward_pipelining_without_interleaving": _SCHEDULES,
+    "forward_backward_pipelining_with_interleaving": _SCHEDULES,
+    "P2PCommunicator": _MESSAGES,
+}
+"""What is replaced -> the module of Megatron that defines it."""
+
+
+class Place(NamedTuple):
+    """A name in a module that stood for something of Megatron's, and stands for ppctl's."""
+
+    module: str
+    name: str
+    what: str
+    """Its name at home, and in ppctl."""
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What a call of `adopt` has done. `print` it for a table."""
+
+    places: tuple[Place, ...]
+    """The names that were replaced."""
+    pp: int | None
+    """Megatron's pipeline size; None where its groups are not made yet."""
+    vpp: int | None
+    """Its virtual pipeline size; None without interleaving, or where its groups are not made yet."""
+    schedule: str
+    """The schedule of every training step, in words."""
+    again: bool
+    """Whether it took the place of an earlier call."""
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The table: what, and what about it."""
+        if self.pp is None:
+            sizes = "read from Megatron's groups when the first step runs: they are not made yet"
+        else:
+            sizes = f"pp {self.pp}" + ("" if self.vpp is None else f" x vpp {self.vpp}")
+        idle = " (idle: one rank has no pipeline)" if self.pp == 1 else ""
+        rows = [("sizes", sizes), ("schedule", self.schedule + idle)]
+        rows += [("an earlier call", "undone: this one counts")] * self.again
+        return rows + [(f"{place.module}.{place.name}", f"ppctl.{place.what}") for place in self.places]
+
+    def __str__(self) -> str:
+        width = max(len(left) for left, _ in self.rows)
+        return "\n".join(f"{left:<{width}}  {right}" for left, right in self.rows)
+
+
+_replaced: list[tuple[ModuleType, str, Any, Any]] = []
+"""Module, name, what stood there, what was put there."""
+
+
+def adopt(
+    schedule: str | PathLike[str] | None = None, *, memory: float | None = None, costs: Costs | None = None
+) -> Adoption:
+    """Put ppctl's forward-backward functions and P2PCommunicator in every place that has Megatron-core's.
+
+    Call it on every rank, with the same arguments, after Megatron's imports and before `get_forward_backward_func` is
+    called: what a program has already taken stays what it is. Places are the attributes of all loaded modules, the main
+    program's among them. A second call undoes the first.
+
+    `schedule` is a policy (`zb_h1`), `auto`, or the path of a file `....csv`; None is Megatron's own choice, 1F1B or
+    interleaved 1F1B. `auto` searches for the schedule with the shortest step for `costs` (by default all stages alike,
+    with F, I and W of one length) that holds at most `memory` (1.0) times the activations of 1F1B's first rank.
+    Evaluation runs forwards alone. On a V (`zbv_zero_bubble`, `v_half`, `v_min`, `dualpipev`) the model must be built
+    for it, or the first step refuses.
+
+    Raises ConfigError (PP-E396) where Megatron's schedules are not loaded, ScheduleError for a schedule that is none
+    (PP-E304) or does not fit Megatron's sizes, which are checked here if its groups exist, else at the first step
+    (PP-E305, PP-E216). Nothing is replaced then.
+    """
+    wish = wish_of(schedule, memory, costs)
+    home = sys.modules.get(_SCHEDULES), sys.modules.get(_MESSAGES)
+    if None in home:
+        message = "adopt() comes after the imports of Megatron, and megatron.core.pipeline_parallel is not loaded"
+        raise misuse(message, "import megatron.core.pipeline_parallel")
+    sizes = pipeline_sizes()
+    if sizes is not None:
+        check_wish(wish, sizes.pp, sizes.vpp or 1)
+    again = bool(_replaced)
+    release()
+    functions.use(wish)
+    places = tuple(_replace())
+    pp, vpp = sizes if sizes is not None else (None, None)
+    return Adoption(places, pp, vpp, _in_words(str(wish), vpp, pp), again)
+
+
+def _in_words(wish: str, vpp: int | None, pp: int | None) -> str:
+    if wish != "Megatron's":
+        return wish
+    return "1f1b, interleaved where there are chunks" if pp is None else "interleaved_1f1b" if vpp else "1f1b"
+
+
+def release() -> Sequence[Place]:
+    """Undo `adopt`: Megatron's functions and communicator are back in their places, and schedules are Megatron's.
+
+    Returns the places; none where nothing was adopted. A place that has been given something else since is left alone.
+    """
+    restored: list[Place] = []
+    while _replaced:
+        module, name, before, after = _replaced.pop()
+        place = Place(module.__name__, name, after.__name__)
+        if vars(module).get(name) is after:
+            setattr(module, name, before)
+            restored.append(place)
+    functions.use(Wish())
+    return restored[::-1]
+
+
+def _replace() -> Iterator[Place]:
+    ours = {name: P2PCommunicator if name == "P2PCommunicator" else getattr(functions, name) for name in _NAMES}
+    found = ((id(vars(sys.modules[home]).get(name)), name) for name, home in _NAMES.items())
+    named = dict(found)
+    named.pop(id(None), None)  # a version without it
+    for module_name, module in sorted(sys.modules.items()):
+        if not isinstance(module, ModuleType) or module_name.partition(".")[0] == "ppctl":
+            continue
+        for attribute, value in list(vars(module).items()):
+            name = named.get(id(value))
+            if name is not None:
+                setattr(module, attribute, ours[name])
+                _replaced.append((module, attribute, value, ours[name]))
+                yield Place(module_name, attribute, name)

@@ -1,0 +1,194 @@
+"""The pipeline of a call: its process group, its communicator, and what its ranks must pass alike.
+
+Knows groups, communicators and the chunks of a rank. Must not know schedules' policies or how a call runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ppctl.comm.connections import moves_on_device
+from ppctl.megatron.loaded import first_layer
+from ppctl.megatron.models import config_of, holder_of, misuse, setting
+from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.schedule.action import Action, Channel, Op, Placement
+
+_MODES = (
+    "pipeline_dtype",
+    "variable_seq_lengths",
+    "batch_p2p_comm",
+    "batch_p2p_sync",
+    "overlap_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
+    "use_ring_exchange_p2p",
+    "pipeline_model_parallel_comm_backend",
+    "mtp_standalone",
+)
+
+_made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDictionary()
+"""Communicators made for calls without one, by the rank's first chunk: channels and buffers outlive a step."""
+
+
+def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "loop") -> P2PCommunicator | None:
+    """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank.
+
+    Another class's communicator (Megatron's) stands for its `pp_group` and `config`. `kind` is how stages are placed:
+    the channels of a V are made here where the communicator has not got them. A communicator that is made here is kept
+    as long as the model lives and its modes stay the same. Raises ConfigError where the config says that the world is
+    not one pipeline, and for a communicator without `pp_group` and `config`.
+    """
+    if communicator is None:
+        group = getattr(groups, "pp", None)
+        if group is None and dist.is_initialized():
+            group = _world(config_of(model))
+        return None if group is None or group.size() == 1 else _kept(model, group, config_of(model), kind)
+    group, config = getattr(communicator, "pp_group", None), getattr(communicator, "config", None)
+    if not isinstance(group, ProcessGroup) or config is None:
+        message = f"p2p_communicator is a {type(communicator).__name__}, and has not the pp_group and config of one"
+        raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
+    if group.size() == 1:
+        return None
+    if isinstance(communicator, P2PCommunicator) and _has_channels(communicator, kind):
+        return communicator
+    return _kept(model, group, config, kind)
+
+
+def _world(config: Any) -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # distributed is initialised
+    size = setting(config, "pipeline_model_parallel_size", 1)
+    if size > 1 and size != world.size():
+        message = f"the config has {size} pipeline ranks and the world {world.size()}: which of them are this pipeline?"
+        raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
+    return world
+
+
+def _has_channels(communicator: P2PCommunicator, kind: str) -> bool:
+    own = {end.channel for end in communicator.ends}
+    rank = communicator.pp_rank
+    return kind == "loop" or not own or {c for c in v_channels(communicator.pp) if rank in c[:2]} <= own
+
+
+def v_channels(pp: int) -> frozenset[Channel]:
+    """The channels of a V of two stages per rank: activations and gradients between neighbours, both ways."""
+    place = Placement("v", pp, 2 * pp)
+    crossing = [s for s in range(2 * pp - 1) if not place.is_local(s)]
+    sends = [Action(op, s + (op is Op.SEND_B), 0) for s in crossing for op in (Op.SEND_F, Op.SEND_B)]
+    return frozenset(map(place.channel, sends))
+
+
+def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
+    key = [group, kind, *(setting(config, name) for name in _MODES)]
+    kept = _made.get(model)
+    if kept is None or kept[0] != key:
+        channels = None if kind == "loop" else v_channels(group.size())
+        kept = (key, P2PCommunicator(group, config, channels=channels))
+        _made[model] = kept
+    return kept[1]
+
+
+_agreed: WeakSet[P2PCommunicator] = WeakSet()
+
+
+def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None], misplaced: str | None) -> None:
+    """Compare what this rank asks for, by name, with all others, at the first call over a communicator.
+
+    Ranks that differ in chunks, microbatches or shapes would wait for each other for ever, or fail in the transport;
+    so would those beside a rank that goes no further because its chunks are `misplaced`. Later calls are not compared:
+    an exchange at every step would cost as much as a message. A collective of the communicator's group. Raises
+    ConfigError on every rank, naming what differs and on which pp_ranks.
+    """
+    if communicator is None or communicator in _agreed:
+        return
+    group = communicator.pp_group
+    device = communicator.device if moves_on_device(group) else torch.device("cpu")
+    values = [0 if misplaced is None else 1, *(-1 if value is None else value for value in asked.values())]
+    own = torch.tensor(values, device=device)
+    table = torch.empty(group.size(), len(own), dtype=own.dtype, device=device)
+    dist.all_gather(list(table.unbind()), own, group=group)
+    wrong, *columns = table.T.tolist()
+    if any(wrong):
+        message = misplaced or f"pp_rank {wrong.index(1)} has chunks that are not in the places of the schedule"
+        raise misuse(message, 'ppctl.adopt(schedule="interleaved_zero_bubble")')
+    by_name = dict(zip(asked, columns, strict=True))
+    differing = {name: values for name, values in by_name.items() if len(set(values)) > 1}
+    if differing:
+        listed = "; ".join(_difference(name, values) for name, values in differing.items())
+        name, (first, *_) = next(iter(differing.items()))
+        message = f"the ranks of a pipeline do not call for the same: {listed}"
+        raise misuse(message, f"{name}={None if first == -1 else first} on every rank")
+    _agreed.add(communicator)
+
+
+def _difference(name: str, values: list[int]) -> str:
+    """`num_microbatches is 4 on pp_rank 0 and 5 on pp_rank 1`."""
+    first = values[0]
+    rank = next(rank for rank, value in enumerate(values) if value != first)
+    return f"{name} is {first} on pp_rank 0 and {values[rank]} on pp_rank {rank}"
+
+
+def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: int) -> str | None:
+    """Why these chunks are not the stages that a V places on this rank; None where they may be, or for a loop.
+
+    Megatron numbers layers, and places embedding and output layer, for a loop: rank 0 has the first stage and the last
+    rank the last one. On a V rank 0 has both. What a chunk says of itself is compared: `pre_process`, `post_process`,
+    its first layer's number, and whether it shares the embedding's weight, for which Megatron's group of embeddings
+    would have to be another.
+    """
+    if placement.kind != "v":
+        return None
+    last = placement.num_stages - 1
+    for number, (chunk, stage) in enumerate(zip(chunks, placement.stages_of(pp_rank), strict=True)):
+        for name, due in (("pre_process", stage == 0), ("post_process", stage == last)):
+            holder = holder_of(chunk, name)
+            if holder is not None and bool(getattr(holder, name)) != due:
+                return (
+                    f"a V has stage {stage} of {last + 1} on pp_rank {pp_rank}, and the chunk there has "
+                    f"{name}={not due}: the model was built for a loop"
+                )
+        config = config_of(chunk)
+        shares = holder_of(chunk, "share_embeddings_and_output_weights")
+        if shares is not None and shares.share_embeddings_and_output_weights:
+            return "on a V one rank has embedding and output layer, and Megatron shares their weight between two ranks"
+        if setting(config, "mtp_num_layers"):
+            return "on a V Megatron's multi-token prediction would share the embedding between the wrong ranks"
+        if setting(config, "pipeline_model_parallel_layout") is not None:
+            return "pipeline_model_parallel_layout numbers the layers of a loop, and the schedule is a V"
+        first, due_first = _first_layer(chunk), first_layer(config, number, stage % placement.pp)
+        if first is not None and due_first is not None and first != due_first:
+            return (
+                f"stage {stage} of a V begins with layer {due_first}, and the chunk's first is {first}: build it with "
+                f"pg_collection=ppctl.on_v(groups, {number})"
+            )
+    return None
+
+
+def _first_layer(chunk: nn.Module) -> int | None:
+    """The number of a chunk's first layer, as Megatron counts (from 1)."""
+    layers = getattr(getattr(holder_of(chunk, "decoder"), "decoder", None), "layers", ())
+    return getattr(layers[0], "layer_number", None) if len(layers) else None
+
+
+def on_v(groups: Any, chunk: int) -> Any:
+    """Megatron's collection of process groups with which the `chunk` (0 or 1) of a rank is built as its stage of a V.
+
+    On a V the second chunk of pp_rank r is the stage that a loop has on pp_rank pp - 1 - r. Megatron's modules ask
+    `groups.pp` for their rank, and number their layers by the answer; so the names in checkpoints stay the model's. The
+    result is a copy of `groups` (`ProcessGroupCollection`), for building modules alone: its `pp` sends nothing.
+    """
+    if chunk not in (0, 1):
+        raise misuse(f"a V has the chunks 0 and 1 on each rank, and not {chunk}", "ppctl.on_v(groups, 1)")
+    placed = copy(groups)
+    if chunk == 1:
+        rank, size = groups.pp.size() - 1 - groups.pp.rank(), groups.pp.size()
+        placed.pp = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    return placed
