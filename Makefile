@@ -88,7 +88,7 @@ clean:
 	@touch $@
 
 .venv/ready-test: .venv/ready-core
-	@echo "Fetching what the tests need (pytest, hypothesis, transformers, tensorboard, wandb): about 90 MB."
+	@echo "Fetching what the tests need (pytest, hypothesis, transformers, megatron-core, tensorboard, wandb): about 95 MB."
 	@$(PIP) --quiet --no-build-isolation -e ".[test]"
 	@touch $@
 
