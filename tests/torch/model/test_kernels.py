@@ -232,7 +232,7 @@ def test_the_bounds_of_a_step_are_one_copy_and_every_layer_takes_the_same():
         with torch.no_grad():
             for parameter in attention.parameters():
                 parameter.normal_()
-        attention(torch.randn(2, 9, 24), torch.ones(9, 6), torch.zeros(9, 6), Documents(lengths, bounds[1]))
+        attention(torch.randn(2, 9, 24), torch.ones(9, 2, 3), Documents(lengths, bounds[1]))
     assert seen == [bounds[1].data_ptr()] * 2
 
 

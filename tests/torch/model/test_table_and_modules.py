@@ -135,7 +135,7 @@ def read_by(owner: nn.Module, method: str, layer: DecoderLayer, model) -> list[s
         turned = model.qk_pos_emb_head_dim
         width = model.q_lora_rank or model.num_attention_heads * (model.qk_head_dim + turned)
         queries, latent = torch.randn(1, 64, width), torch.randn(1, 64, model.kv_lora_rank + turned)
-        outputs = owner.expand(queries, latent, torch.ones(64, turned), torch.ones(64, turned))
+        outputs = owner.expand(queries, latent, torch.ones(64, 2, turned // 2))
     else:
         outputs = (getattr(owner, method)(x),)
     sum(out.square().sum() for out in outputs if out.requires_grad).backward()
