@@ -174,7 +174,7 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
 
 def _first_layer(chunk: nn.Module) -> int | None:
     """The number of a chunk's first layer, as Megatron counts (from 1)."""
-    layers = getattr(getattr(holder_of(chunk, "decoder"), "decoder", None), "layers", ())
+    layers: Any = getattr(getattr(holder_of(chunk, "decoder"), "decoder", None), "layers", ())
     return getattr(layers[0], "layer_number", None) if len(layers) else None
 
 
