@@ -79,7 +79,7 @@ def test_no_two_connections_share_a_name() -> None:
 def over_pairs():
     """From now on this rank's communicators have a connection of its own for each channel, as on a GPU; over gloo."""
 
-    def ends_of(pp_group, device, channels, *, variable=False, connect=True):
+    def ends_of(pp_group, device, channels, *, over=None, variable=False, connect=True):
         own = [c for c in sorted(channels) if pp_group.rank() in c[:2]]
         return _pair_ends(connections_of(pp_group), "gloo", device, own, variable=variable, connect=connect)
 
