@@ -34,6 +34,10 @@ MODES = {
 SAMPLE = 18
 
 
+def in_batches(mode):
+    return mode.startswith("plain") or not MODES[mode].get("overlap_p2p_comm", False)
+
+
 def communicator_of(mode, schedule=None):
     config = SimpleNamespace(pipeline_dtype=torch.float32, **MODES[mode])
     transport = "plain" if mode.startswith("plain") else "auto"
@@ -45,7 +49,7 @@ def schedule_of(mode, name, pp, vpp, m):
     policy, _, variant = name.partition(", ")
     more = {"": {}, "warmed up": {"extra_warmup": pp - 1}, "wide groups": {"microbatch_group_size": pp + 1}}[variant]
     plain = make_schedule(policy, pp=pp, vpp=vpp, num_microbatches=m, **more)
-    schedule = lower(plain, batched=mode.startswith("plain") or not MODES[mode].get("overlap_p2p_comm", False))
+    schedule = lower(plain, batched=in_batches(mode))
     assert not verify(schedule)
     return schedule
 
@@ -124,7 +128,7 @@ V = Schedule(
 
 def one_v(mode):
     pipeline.data = pipeline.ragged if "variable" in mode else FIXED
-    schedule = lower(V, batched=not MODES[mode].get("overlap_p2p_comm", False))
+    schedule = lower(V, batched=in_batches(mode))
     return pipeline.run_case(schedule, communicator_of(mode, schedule))
 
 
