@@ -1,6 +1,6 @@
 """A GPTModel of the real Megatron-core under Megatron's functions and under ppctl's schedules: time and peak memory.
 
-    python benchmarks/inside_megatron.py [--steps 5] [--out benchmarks]        # with megatron-core installed
+    python benchmarks/inside_megatron.py [--steps 5] [--only CELL ...] [--out benchmarks]    # with megatron-core
 
 All cells run on the CPUs of this machine over gloo. `gpt`: GPTModels of two ranks compute. `stated times`: four ranks
 sleep for as long as F, I and W are said to take, so that two cores suffice, and the ideal is known. Contenders of a
@@ -46,6 +46,7 @@ def rank_main(cell: str, steps: int, out: Path) -> None:
     import torch.distributed as dist
     from real_megatron import on_cpus
 
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # torch's compiler, which this loads, looks at what is replaced next
     on_cpus()
     dist.init_process_group("gloo")
     pp, chunks, contenders = CELLS[cell]
@@ -66,7 +67,6 @@ def rank_main(cell: str, steps: int, out: Path) -> None:
     first = next(iter(losses.values()))
     assert all(each == first for each in losses.values()), f"losses differ: {losses}"
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(figures))
-    del torch
     dist.destroy_process_group()
 
 
@@ -218,6 +218,7 @@ def main() -> None:
     """Measure all cells and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=CELLS, default=list(CELLS), metavar="CELL")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -237,7 +238,7 @@ def main() -> None:
         "processes; all losses are equal. Peak: growth of the resident memory of each rank within a step, median.",
         "",
     ]
-    for cell in CELLS:
+    for cell in args.only:
         found = measure(cell, args.steps)
         print(cell, found, flush=True)
         first = next(iter(found.values()))
