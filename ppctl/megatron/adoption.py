@@ -31,7 +31,7 @@ _NAMES = {
 """What is replaced -> the module of Megatron that defines it."""
 
 
-class Place(NamedTuple):
+class ReplacedName(NamedTuple):
     """A name in a module that stood for something of Megatron's, and stands for ppctl's."""
 
     module: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 class Adoption:
     """What a call of `adopt` has done. `print` it for a table."""
 
-    places: tuple[Place, ...]
+    places: tuple[ReplacedName, ...]
     """The names that were replaced."""
     pp: int | None
     """Megatron's pipeline size; None where its groups are not made yet."""
@@ -117,15 +117,15 @@ def _in_words(wish: str, vpp: int | None, pp: int | None) -> str:
     return "1f1b, interleaved where there are chunks" if pp is None else "interleaved_1f1b" if vpp else "1f1b"
 
 
-def release() -> Sequence[Place]:
+def release() -> Sequence[ReplacedName]:
     """Undo `adopt`: Megatron's functions and communicator are back in their places, and schedules are Megatron's.
 
     Returns the places; none where nothing was adopted. A place that has been given something else since is left alone.
     """
-    restored: list[Place] = []
+    restored: list[ReplacedName] = []
     while _replaced:
         module, name, before, after = _replaced.pop()
-        place = Place(module.__name__, name, after.__name__)
+        place = ReplacedName(module.__name__, name, after.__name__)
         if vars(module).get(name) is after:
             setattr(module, name, before)
             restored.append(place)
@@ -133,7 +133,7 @@ def release() -> Sequence[Place]:
     return restored[::-1]
 
 
-def _replace() -> Iterator[Place]:
+def _replace() -> Iterator[ReplacedName]:
     ours = {name: P2PCommunicator if name == "P2PCommunicator" else getattr(functions, name) for name in _NAMES}
     found = ((id(vars(sys.modules[home]).get(name)), name) for name, home in _NAMES.items())
     named = dict(found)
@@ -146,4 +146,4 @@ def _replace() -> Iterator[Place]:
             if name is not None:
                 setattr(module, attribute, ours[name])
                 _replaced.append((module, attribute, value, ours[name]))
-                yield Place(module_name, attribute, name)
+                yield ReplacedName(module_name, attribute, name)

@@ -20,7 +20,7 @@ from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Operand, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
-from ppctl.tensors.row_copies import LocalCopies, copied, summed
+from ppctl.tensors.row_copies import RowCopies, copied, summed
 from ppctl.tensors.row_order import reorder
 
 ExchangeRows = Callable[[Tensor, Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -154,7 +154,7 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def _here(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: Any) -> Tensor:
-        copies = LocalCopies.of(chosen, self.runs.size, self.runs.most)
+        copies = RowCopies.of(chosen, self.runs.size, self.runs.most)
         weighed = reorder(weights.reshape(-1, 1), copies.order, copies.back)
         return summed(experts(copied(rows, copies), weighed, counts), copies)
 

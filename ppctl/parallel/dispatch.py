@@ -22,7 +22,7 @@ from ppctl.parallel.all_to_all import all_to_all, all_to_all_together, exchange,
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.node_copies import across_nodes, runs_on_nodes
 from ppctl.parallel.shard import all_gather
-from ppctl.tensors.row_copies import LocalCopies, copied, summed
+from ppctl.tensors.row_copies import RowCopies, copied, summed
 from ppctl.tensors.row_order import inverse_of, reorder
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
@@ -56,7 +56,7 @@ class ExpertExchange:
         sent = counts.view(1 if self.group is None else self.group.size(), -1)
         received = sent if self.group is None else torch.empty_like(sent)  # [sender, expert here]
         under_way = None if self.group is None else start_exchange(received, sent, self.group)
-        copies = LocalCopies.of(chosen, self.runs.size, self.runs.most)
+        copies = RowCopies.of(chosen, self.runs.size, self.runs.most)
         going = [copied(rows, copies), reorder(weights.reshape(-1, 1), copies.order, copies.back)]
         if under_way is not None:
             under_way.wait()

@@ -17,7 +17,7 @@ from ppctl.tensors.row_order import inverse_of
 
 
 def copied(rows: Tensor, copies: Any) -> Tensor:
-    """The copies of rows, whose gradients are summed; `copies` is a named tuple with the methods of `LocalCopies`."""
+    """The copies of rows, whose gradients are summed; `copies` is a named tuple with the methods of `RowCopies`."""
     out: Tensor = _Moved.apply(rows, copies, False)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
@@ -43,7 +43,7 @@ def set_places(mask: Tensor, count: int) -> Tensor:
     return torch.searchsorted(mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device))
 
 
-class LocalCopies(NamedTuple):
+class RowCopies(NamedTuple):
     """All copies at hand, those with the lowest number first; of one number in order of the rows."""
 
     order: Tensor
@@ -56,7 +56,7 @@ class LocalCopies(NamedTuple):
     """Copies of each row."""
 
     @classmethod
-    def of(cls, numbers: Tensor, run: int, most: int) -> LocalCopies:
+    def of(cls, numbers: Tensor, run: int, most: int) -> RowCopies:
         """From `numbers` [t, K], each row ascending: runs have `run` numbers, and a row's copies are in `most` runs."""
         rows, times = numbers.shape
         order = numbers.flatten().argsort(stable=True)

@@ -42,7 +42,7 @@ from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
 from ppctl.sequence_halves import Lengths
 from ppctl.tensors.host_numbers import HostNumbers
-from ppctl.tensors.row_copies import LocalCopies, copied, summed
+from ppctl.tensors.row_copies import RowCopies, copied, summed
 from ppctl.train.optimizer import AdamW
 
 pytestmark = [
@@ -312,7 +312,7 @@ def test_rows_are_copied_and_summed_over_bags_as_on_the_cpu(dtype: torch.dtype):
     chosen = torch.stack([torch.randperm(experts, generator=draw)[:times].sort().values for _ in range(tokens)])
 
     def there_and_back(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        copies = LocalCopies.of(numbers, experts // 8, times)
+        copies = RowCopies.of(numbers, experts // 8, times)
         return summed(copied(rows, copies), copies)
 
     rows = torch.randn(tokens, width, generator=draw).to(dtype)
