@@ -176,11 +176,11 @@ def test_a_wait_is_named_by_the_line_of_ppctl_that_asked(ledger):
             return self.as_subclass(torch.Tensor).div(other).long().clamp(max=int(self.as_subclass(torch.Tensor)[0]))
 
     order = on_device(4, dtype=torch.int64)
-    copies = row_copies.LocalCopies(order.as_subclass(Asks), order, None, 2)
+    copies = row_copies.RowCopies(order.as_subclass(Asks), order, None, 2)
     ledger.during = FORWARD
     for _ in range(3):
         copies.down(on_device(2, 8))
-    lines, first = inspect.getsourcelines(row_copies.LocalCopies.down)
+    lines, first = inspect.getsourcelines(row_copies.RowCopies.down)
     (place,) = [first + n for n, line in enumerate(lines) if "order // self.times" in line]
     assert ledger.host_waits == (HostWait("ppctl/tensors/row_copies.py", place, FORWARD, 3),)
 
