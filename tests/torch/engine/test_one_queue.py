@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ppctl.comm import communicator
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError
 from ppctl.host.devices import MOST_QUEUES, QUEUES
-from ppctl.megatron import p2p_communication
+from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.modules.pipeline_parts import device_of
 
 
@@ -58,36 +57,19 @@ def test_a_pipeline_of_a_script_gets_all_queues(
     assert environ.get(QUEUES) == then
 
 
-def test_megatrons_communicator_batches_there_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_communicator_is_plain_there_and_has_no_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's overlap of tensor and sequence parallelism needs the one queue, and keeps it."""
-    made = p2p_communication._one_queue_batches
-    monkeypatch.setattr(p2p_communication, "moves_on_device", lambda _: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     config = SimpleNamespace(overlap_p2p_comm=True)
     monkeypatch.setattr(communicator, "make_ends", lambda *_, **__: {})
     monkeypatch.setattr(communicator, "connections_of", lambda _: SimpleNamespace(enter=lambda: None))
     monkeypatch.setattr(communicator, "moves_on_device", lambda _: True)
-    monkeypatch.setattr(communicator, "meet_once", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def make(size: int = 2) -> p2p_communication.P2PCommunicator:
-        group = dist.ProcessGroup(0, size)
-        return p2p_communication.P2PCommunicator(group, config, device=torch.device("cuda", 0))
-
-    made.cache_clear()
     monkeypatch.setenv(QUEUES, "1")
-    with pytest.warns(UserWarning, match="one queue.* batched instead"):
-        assert make().batched
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = make()
-        assert again.batched and again.fused
-        assert not make(1).batched
-    config.variable_seq_lengths = True
+
+    def make(**more: str) -> P2PCommunicator:
+        return P2PCommunicator(dist.ProcessGroup(0, 2), config, device=torch.device("cuda", 0), **more)
+
+    made = make()
+    assert made.batched and made.fused
     with pytest.raises(ConfigError, match="PP-E608"):
-        make()
-    del config.variable_seq_lengths
-    made.cache_clear()
-    monkeypatch.setenv(QUEUES, "8")
-    assert not make().batched
-    made.cache_clear()
+        make(transport="channels")

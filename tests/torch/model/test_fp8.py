@@ -131,16 +131,19 @@ def test_a_group_gets_the_same_bits_whatever_groups_stand_beside_it(name):
     rows = torch.randn(9, 16, generator=generator).bfloat16().requires_grad_()
     stack = torch.randn(4, 32, 16, generator=generator).bfloat16().requires_grad_()
 
-    def block(product, rows, weight):
-        return F.silu(product(rows, weight)) * product(rows, weight)
+    factors = torch.rand(9, 1, generator=generator).bfloat16()
 
-    together = for_each_group(block, rows, counts, stack, fp8=fp8)
+    def block(product, rows, factors, weight):
+        return F.silu(product(rows, weight)) * product(rows, weight) * factors
+
+    together = for_each_group(block, rows, counts, stack, beside=factors, fp8=fp8)
     of_rows, of_stack = torch.autograd.grad(together.float().square().sum(), (rows, stack))
     begin = 0
     for group, count in enumerate(counts.tolist()):
         part = rows.detach()[begin : begin + count].requires_grad_()
         weight = stack.detach()[group : group + 1].requires_grad_()
-        alone = for_each_group(block, part, counts[group : group + 1], weight, fp8=fp8)
+        beside = factors[begin : begin + count]
+        alone = for_each_group(block, part, counts[group : group + 1], weight, beside=beside, fp8=fp8)
         assert torch.equal(alone, together[begin : begin + count])
         of_part, of_weight = torch.autograd.grad(alone.float().square().sum(), (part, weight))
         assert torch.equal(of_part, of_rows[begin : begin + count]) and torch.equal(of_weight[0], of_stack[group])

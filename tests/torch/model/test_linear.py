@@ -154,17 +154,19 @@ def test_a_group_meets_its_own_matrices_one_by_one_and_in_one_kernel():
     up = torch.randn(4, 32, 16, generator=generator).bfloat16()
     down = torch.randn(4, 16, 32, generator=generator).bfloat16()
 
-    def block(product, rows, up, down):
-        return product(product(rows, up).tanh(), down)
+    factors = torch.rand(9, 1, generator=generator).bfloat16()
 
-    one_by_one = for_each_group(block, rows, counts, up, down)
+    def block(product, rows, factors, up, down):
+        return product(product(rows, up).tanh() * factors, down)
+
+    one_by_one = for_each_group(block, rows, counts, up, down, beside=factors)
     group_of = torch.repeat_interleave(torch.arange(4), counts)
-    for row, group, result in zip(rows, group_of, one_by_one, strict=True):
-        expected = down[group].float() @ (up[group].float() @ row.float()).tanh()
+    for row, factor, group, result in zip(rows, factors, group_of, one_by_one, strict=True):
+        expected = down[group].float() @ ((up[group].float() @ row.float()).tanh() * factor.float())
         assert torch.allclose(result.float(), expected, atol=0.1)
-    in_one = for_each_group(block, rows, counts, up, down, at_once=True)
+    in_one = for_each_group(block, rows, counts, up, down, beside=factors, at_once=True)
     assert torch.allclose(in_one, one_by_one, atol=1e-1)
-    assert torch.equal(in_one, block(partial(grouped_product, ends=ends), rows, up, down))
+    assert torch.equal(in_one, block(partial(grouped_product, ends=ends), rows, factors, up, down))
 
 
 GRADIENTS = {
@@ -187,7 +189,12 @@ def test_one_grouped_product_agrees_with_one_for_each_group_whatever_gradient_co
     for at_once in (False, True):
         inputs = [tensor.clone().requires_grad_() for tensor in (rows, weights)]
         out = for_each_group(
-            lambda product, *part: product(*part), inputs[0], torch.tensor(counts), inputs[1], at_once=at_once
+            lambda product, part, _, weight: product(part, weight),
+            inputs[0],
+            torch.tensor(counts),
+            inputs[1],
+            beside=torch.ones(len(rows), 1),
+            at_once=at_once,
         )
         results.append([out, *torch.autograd.grad(out, inputs, arriving)])
     for one_by_one, together in zip(*results, strict=True):
@@ -202,12 +209,15 @@ def test_a_group_gets_the_same_bits_whatever_groups_stand_beside_it():
     counts = torch.tensor([3, 0, 5, 1])
     rows, weights = torch.randn(9, 16, generator=generator), torch.randn(4, 10, 16, generator=generator)
 
-    def block(product, rows, weight):
-        return torch.nn.functional.silu(product(rows, weight))
+    factors = torch.rand(9, 1, generator=generator)
 
-    together = for_each_group(block, rows, counts, weights).split(counts.tolist())
-    for part, group, weight, count in zip(rows.split(counts.tolist()), together, weights, counts, strict=True):
-        assert torch.equal(group, for_each_group(block, part, count[None], weight[None]))
+    def block(product, rows, factors, weight):
+        return torch.nn.functional.silu(product(rows, weight)) * factors
+
+    together = for_each_group(block, rows, counts, weights, beside=factors).split(counts.tolist())
+    parts = zip(*(each.split(counts.tolist()) for each in (rows, factors)), together, weights, counts, strict=True)
+    for part, beside, group, weight, count in parts:
+        assert torch.equal(group, for_each_group(block, part, count[None], weight[None], beside=beside))
 
 
 def test_a_product_in_float32_rounds_nothing_under_autocast_nor_with_weights_in_bfloat16():

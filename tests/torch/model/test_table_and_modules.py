@@ -10,7 +10,7 @@ from torch import nn
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import Layer, parse_layers
 from ppctl.geometry.parts import WHOLE, Parts, Place
-from ppctl.model.feed_forward import FeedForward
+from ppctl.model.feed_forward import Experts, FeedForward
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.recompute import CHECKPOINTED, MADE_AGAIN
@@ -120,7 +120,7 @@ def test_a_row_names_the_recomputed_module_whose_forward_reads_the_parameter(siz
         for path, method in places:
             owner = dict(module.named_modules()).get(path)
             if owner is not None and hasattr(owner, method):
-                found |= dict.fromkeys(read_by(owner, method, module, model), name)
+                found = dict.fromkeys(read_by(owner, method, module, model), name) | found  # `experts` is within `moe`
     named = {name.removeprefix("layers.1."): row.recomputed for name, row in table.items() if row.gradient != "none"}
     assert {name: found.get(name) for name in named} == named
 
@@ -136,6 +136,9 @@ def read_by(owner: nn.Module, method: str, layer: DecoderLayer, model) -> list[s
         width = model.q_lora_rank or model.num_attention_heads * (model.qk_head_dim + turned)
         queries, latent = torch.randn(1, 64, width), torch.randn(1, 64, model.kv_lora_rank + turned)
         outputs = owner.expand(queries, latent, torch.ones(64, 2, turned // 2))
+    elif isinstance(owner, Experts):
+        counts = torch.tensor([64, *[0] * (model.num_moe_experts - 1)])
+        outputs = (owner(x[0], torch.ones(64, 1), counts),)
     else:
         outputs = (getattr(owner, method)(x),)
     sum(out.square().sum() for out in outputs if out.requires_grad).backward()

@@ -196,13 +196,6 @@ def test_kernels_are_counted_by_kind_of_layer_and_a_forward_with_experts_waits_f
     assert all(each.kernels > each.others > 0 and each.other_bytes > 0 for each in layers)
 
 
-def test_a_step_waits_for_the_gradients_norm_once():
-    config, plan = composed(*EXPERTS)
-    waits = [wait for wait in rehearsal.rehearse(config, plan, 0).host_waits if wait.file.endswith("grad_norm.py")]
-    lines = (Path(replica.__file__).parent / "grad_norm.py").read_text().splitlines()
-    assert [(wait.count, lines[wait.line - 1].strip()) for wait in waits] == [(1, "return float(self.total)")]
-
-
 @pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_dense_step_whose_state_is_shared_waits_for_nothing_else(sharding, optimizer):
