@@ -111,23 +111,28 @@ def check(
 
 
 def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    """The findings, each with the first remedy that breaks no other rule: its own, or that of a key's usual value.
+    """The findings, each with a remedy that breaks no other rule: its own lines that do not, or a key's usual value.
 
     A remedy that is a key alone stands for the usual value of that key.
     """
     findings = _findings(config)
     before = {(keys, message) for keys, message, _ in findings}
+
+    def works(line: str, finding: tuple[tuple[str, ...], str]) -> bool:
+        mended = _mended(config, line)
+        if mended is not None and beyond_limits(mended):
+            return False
+        broken = set() if mended is None else {each[:2] for each in _findings(mended)}
+        return not broken - before | broken & {finding}
+
     for keys, message, remedy in findings:
         if remedy in text_keys():
             remedy = as_typed(remedy, _usual(remedy, usual))
         named = [key for key in keys if key in text_keys() and config[key] != _usual(key, usual)]
         for candidate in (remedy, *(as_typed(key, _usual(key, usual)) for key in named)) if remedy else ():
-            mended = _mended(config, candidate)
-            if mended is not None and beyond_limits(mended):
-                continue
-            broken = set() if mended is None else {finding[:2] for finding in _findings(mended)}
-            if not broken - before | broken & {(keys, message)}:
-                remedy = candidate
+            lines = [line for line in candidate.splitlines() if works(line, (keys, message))]
+            if lines:
+                remedy = "\n".join(lines)
                 break
         yield keys, message, remedy
 
@@ -141,7 +146,7 @@ def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
     from ppctl.config.yaml_file import ConfigLoader, read_yaml
 
     mended = replace(config, **{name: copy(getattr(config, name)) for name in sections()})
-    for override in shlex.split(remedy.partition("\n")[0]):
+    for override in shlex.split(remedy):
         key, _, text = override.partition("=")
         if key not in text_keys():
             return None

@@ -26,6 +26,7 @@ EVERYWHERE = (
     "parallel.data_parallel_sharding=optimizer_gradients",
     "model.max_position_embeddings=8192",
     "cost.allocator=megatron",
+    "launch.transport=channels",  # Megatron overlaps its messages
     "parallel.cross_entropy_loss_fusion=true",
 )
 

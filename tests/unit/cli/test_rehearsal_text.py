@@ -74,7 +74,7 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
 
 
 AS_PLANNED = """\
-quickstart fits: memory peaks at 113.87 MiB on pp_rank 0 in 0B0 (planned: 113.87
+quickstart fits: memory peaks at 113.62 MiB on pp_rank 0 in 0B0 (planned: 113.62
   MiB)
 a device has 64.00 GiB: 0.2% of it is used
 against the plan: weights, gradients and optimizer equal to the byte, kept
@@ -83,8 +83,8 @@ rehearsed: 2 of 2 ranks, one of each kind, with all 8 microbatches
 
 Peak memory in MiB, the action at the peak, and the rank that it follows from
 pp_rank  planned  measured  difference  at   from
-0         113.87    113.87       equal  0B0  rank 0
-1          96.51     96.51       equal  1B0  rank 1
+0         113.62    113.62       equal  0B0  rank 0
+1          96.26     96.26       equal  1B0  rank 1
 
 Activations of a microbatch in MiB: kept from forward to backward, and what is
   needed besides while these run
@@ -98,7 +98,7 @@ ppctl/train/figures.py:46      2 per step                        rank 1
 ppctl/train/grad_norm.py:53    once per step                     all ranks
 
 Operations and kernel launches of a step, and the least that the host needs for
-  them at 5 us a launch (the plan's step: 0.00894 s)
+  them at 5 us a launch (the plan's step: 0.00903 s)
 rank  operations  launches  seconds
 0          1,050       420   0.0021
 1          1,050       420   0.0021
@@ -117,7 +117,7 @@ send        pp        8  24.00  all ranks
 """
 
 OFF_PLAN = """\
-quickstart fits: memory peaks at 118.64 MiB on pp_rank 0 in 0B0 (planned: 113.87
+quickstart fits: memory peaks at 118.39 MiB on pp_rank 0 in 0B0 (planned: 113.62
   MiB)
 a device has 64.00 GiB: 0.2% of it is used
 against the plan: weights, gradients and optimizer within 4.77 MiB, kept
@@ -126,8 +126,8 @@ rehearsed: 2 of 2 ranks, one of each kind, with all 8 microbatches
 
 Peak memory in MiB, the action at the peak, and the rank that it follows from
 pp_rank  planned  measured  difference  at   from
-0         113.87    118.64      +4.19%  0B0  rank 0
-1          96.51    101.28      +4.94%  1B0  rank 1
+0         113.62    118.39      +4.20%  0B0  rank 0
+1          96.26    101.03      +4.95%  1B0  rank 1
 
 State in MiB, where it is not as planned
                 planned  measured  difference
