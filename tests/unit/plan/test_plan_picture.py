@@ -16,5 +16,5 @@ def test_a_pictures_peaks_are_the_plans(name: str) -> None:
     assert composed is not None
     assert plan is not None
     drawn = picture(plan, composed.config)
-    peaks = [max(level.held for level in levels) for levels in memory_over_time(drawn.trace, drawn.memory)]
+    peaks = [max(held for _, held in levels) for levels in memory_over_time(drawn.trace, drawn.memory)]
     assert peaks == [cost.peak_bytes for cost in plan.pp_ranks]
