@@ -4,7 +4,7 @@
 
 All cells run on the CPUs of this machine over gloo. `gpt`: GPTModels of two ranks compute. `stated times`: four ranks
 sleep for as long as F, I and W are said to take, so that two cores suffice, and the ideal is known. Contenders of a
-cell alternate step by step inside the same processes, and their losses are compared: figures hold within one run.
+cell run one after the other inside the same processes, and their losses are compared: figures hold within one run.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def rank_main(cell: str, steps: int, out: Path) -> None:
     import torch.distributed as dist
     from real_megatron import on_cpus
 
+    import ppctl
+
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # torch's compiler, which this loads, looks at what is replaced next
     on_cpus()
     dist.init_process_group("gloo")
@@ -53,17 +55,20 @@ def rank_main(cell: str, steps: int, out: Path) -> None:
     figures: dict[str, Any] = {name: {"seconds": [], "MiB": []} for name in contenders}
     runs = {name: contender(cell, name, pp, chunks) for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
-    for step in range(steps + 1):
-        for name, run in runs.items():
+    for name, run in runs.items():
+        if not name.startswith("Megatron"):
+            ppctl.adopt(name.removeprefix("ppctl "))
+        for step in range(-2, steps):  # schedules and connections are made in the first, measured orders searched for
             Path("/proc/self/clear_refs").write_text("5")
             before = _status("VmRSS")
             dist.barrier()
             begin = time.perf_counter()
-            losses[name] += run(step)
+            losses[name] += run(step + 2)
             dist.barrier()
-            if step:
+            if step >= 0:
                 figures[name]["seconds"].append(time.perf_counter() - begin)
                 figures[name]["MiB"].append((_status("VmHWM") - before) / 1024)
+        ppctl.release()
     first = next(iter(losses.values()))
     assert all(each == first for each in losses.values()), f"losses differ: {losses}"
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(figures))
@@ -81,8 +86,6 @@ def contender(cell: str, name: str, pp: int, chunks: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    import ppctl
-
     vpp = chunks if chunks > 1 else None
     if not parallel_state.model_parallel_is_initialized():
         real_megatron.M = MICROBATCHES
@@ -91,18 +94,14 @@ def contender(cell: str, name: str, pp: int, chunks: int) -> Any:
         real_megatron.initialise(real_megatron.Case(pp=pp, vpp=vpp))
     case = real_megatron.Case(pp=pp, vpp=vpp)
     models, optimizer = (gpt if cell.startswith("gpt") else sleeping)(case, name)
-    theirs = name.startswith("Megatron")
 
     def run(step: int) -> list[float]:
-        if not theirs:
-            ppctl.adopt(name.removeprefix("ppctl "))
         optimizer.zero_grad()
         arguments = real_megatron.arguments_of(case, models, step)
         if not cell.startswith("gpt"):
             arguments["forward_step_func"] = _step
         store = schedules.get_forward_backward_func()(**arguments)
         optimizer.step()
-        ppctl.release()
         return [float(data["loss"]) for data in store]
 
     return run
@@ -132,6 +131,7 @@ def sleeping(case: Any, name: str) -> tuple[list[Any], Any]:
     import real_megatron
     import torch
     from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
     from torch import nn
 
     import ppctl
@@ -161,6 +161,7 @@ def sleeping(case: Any, name: str) -> tuple[list[Any], Any]:
         def __init__(self, config: Any, stage: int) -> None:
             super().__init__()
             self.config, self.stage = config, stage
+            self.model_type = ModelType.encoder_or_decoder
             self.weight, self.first = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(()))
             self.input: Any = None
 
@@ -234,7 +235,7 @@ def main() -> None:
         "",
         f"`python benchmarks/inside_megatron.py --steps {args.steps}` with megatron-core {megatron}, torch",
         f"{torch.__version__}, gloo, {os.cpu_count()} cores ({platform.machine()}), {MICROBATCHES} microbatches.",
-        f"Load of the machine at the start: {load:.1f}. Contenders of a cell alternate step by step in the same",
+        f"Load of the machine at the start: {load:.1f}. Contenders of a cell run one after the other in the same",
         "processes; all losses are equal. Peak: growth of the resident memory of each rank within a step, median.",
         "",
     ]
