@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as numpy's arrays, where torch is not installed, and the differences of two checkpoints.
+"""Tensors of a checkpoint as numpy's arrays, if torch is not installed, and the differences of two checkpoints.
 
 Knows the values of one box at a time. Must not know torch, models or files. numpy lacks bfloat16 and 8-bit floats:
 ml_dtypes adds them.
@@ -28,7 +28,7 @@ class ArrayReader(ChunkReader):
     """Reads boxes of tensors of one checkpoint."""
 
     def box(self, name: str, box: Box) -> NDArray[Any]:
-        """Return a box of a tensor. Raises CheckpointError (PP-E503) where its values are not what was saved."""
+        """Return a box of a tensor. Raises CheckpointError (PP-E503) if its values are not what was saved."""
         out = np.empty(box.shape, numpy_dtype(self.manifest.tensors[name].dtype))
         for piece in self.pieces(name, box):
             out[piece.place] = np.frombuffer(piece.data, out.dtype).reshape(piece.shape)[piece.taken]
@@ -46,7 +46,7 @@ class TensorDifference:
 
     name: str
     kinds: tuple[str, str]
-    """`float32[4, 8]` of both. Where shapes differ, there is no more."""
+    """`float32[4, 8]` of both. If shapes differ, there is no more."""
     different: int = 0
     """Elements, of `elements`."""
     elements: int = 0
@@ -92,7 +92,7 @@ def compare(
     """Compare all tensors of two checkpoints of any cut.
 
     Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
-    in memory. `progress` takes bytes of the first as they are done. Raises CheckpointError (PP-E503) where values are
+    in memory. `progress` takes bytes of the first as they are done. Raises CheckpointError (PP-E503) if values are
     not what was saved.
     """
     ours, theirs = first.manifest.tensors, second.manifest.tensors
@@ -144,7 +144,7 @@ def _difference(
 
 
 def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where two arrays differ: to the bit, or as numbers where their dtypes differ."""
+    """Return where two arrays differ: to the bit, or as numbers if their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))
     bits = np.dtype(f"u{a.dtype.itemsize}")

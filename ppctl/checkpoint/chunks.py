@@ -42,7 +42,7 @@ class ChunkReader:
     def pieces(self, name: str, wanted: Box) -> Iterator[ChunkPiece]:
         """Yield all pieces of the box `wanted` of a tensor.
 
-        Raises CheckpointError (PP-E503) where the bytes are not those that were saved, and OSError.
+        Raises CheckpointError (PP-E503) if the bytes are not those that were saved, and OSError.
         """
         record = self.manifest.tensors[name]
         for shard in record.shards:

@@ -46,14 +46,14 @@ class CopiesAtStart(NamedTuple):
     note: str
     """Why copies that are there are not chosen."""
     other: int
-    """Their step where they are all of another cut or optimizer; else 0."""
+    """Their step if they are all of another cut or optimizer; else 0."""
 
 
 class LocalCopies:
     """This rank's copies, of a run whose ranks' copies lie in `directory` of their hosts. Made by all ranks together.
 
     With `replicas` of 1 each copy goes to a neighbouring host as well. Nothing is deleted before the start is sure to
-    go on: one that is refused leaves what lies there to the next. Raises CheckpointError on all ranks: PP-E544 where
+    go on: one that is refused leaves what lies there to the next. Raises CheckpointError on all ranks: PP-E544 if
     there is no neighbour, PP-E505.
     """
 
@@ -122,7 +122,7 @@ class LocalCopies:
         return "".join([*each[:_SHOWN], *more])
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
-        """Bring the chosen copies into the memory of their ranks; the record, or None on all ranks where one's values
+        """Bring the chosen copies into the memory of their ranks; the record, or None on all ranks if one's values
         are not those that it was made for. A collective. Raises CheckpointError."""
         chosen, me = self.survey.chosen, self.ranks.rank
         assert chosen is not None
@@ -164,7 +164,7 @@ class LocalCopies:
         """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
         memory back, there is room for a neighbour's copy, and one where the copies are used.
 
-        A collective. Raises CheckpointError (PP-E511) where there is no room.
+        A collective. Raises CheckpointError (PP-E511) if there is no room.
         """
         records = {copy.record.name for copy in self._rooms()} if used is not None else set()
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)

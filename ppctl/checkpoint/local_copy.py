@@ -34,7 +34,7 @@ CHANGED = "warning: copies in memory have changed since they were made; they are
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """The record of a copy: of use where every rank has one of the same step and start, of its parts."""
+    """The record of a copy: of use if every rank has one of the same step and start, of its parts."""
 
     step: int
     start: str
@@ -78,7 +78,7 @@ class LocalCopy:
         return False
 
     def mapped(self) -> mmap:
-        """Map the file of its values. Raises OSError, and ValueError where it is empty."""
+        """Map the file of its values. Raises OSError, and ValueError if it is empty."""
         with open(private_files.open_file(self.values, os.O_RDWR), "r+b") as file:
             return mmap(file.fileno(), 0)
 
@@ -106,7 +106,7 @@ def directory_of(local: Path, run: Path) -> Path:
 
 def remove_all(directory: Path) -> None:
     """Delete the run's copies on this host, also those of ranks that an earlier start had in another cut, and nothing
-    else: the directory with them only where it is empty then."""
+    else: the directory with them only if it is empty then."""
     with suppress(OSError):
         sweep(directory, ())
         directory.rmdir()
@@ -177,7 +177,7 @@ class Chosen(NamedTuple):
 def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
     """Look at the copies on this host; of its own the rank reads the values.
 
-    Raises CheckpointError (PP-E650) where the directory, or `checkpoint.local` above it, is not this user's alone.
+    Raises CheckpointError (PP-E650) if the directory, or `checkpoint.local` above it, is not this user's alone.
     """
     try:
         private_files.make_directory(directory)
@@ -208,7 +208,7 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
     """For every rank, the one on the neighbouring host that keeps its copy.
 
     Hosts are paired in order, and the last three of an odd number go in a ring. Of pairs, fewer losses of two hosts
-    take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) where there are no two hosts with
+    take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) if there are no two hosts with
     the same number of ranks on all.
     """
     count, sizes = len(hosts), sorted({len(ranks) for ranks in hosts})
@@ -237,7 +237,7 @@ def refused_on_one_host(world: int) -> list[Problem]:
 
 
 def choose(seen: Sequence[Seen]) -> Chosen | None:
-    """The copies of the latest step of which every rank has one, on whatever host; its own where that is one."""
+    """The copies of the latest step of which every rank has one, on whatever host; its own if that is one."""
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
     for ranks in hosts_of([each.place for each in seen]):
         for copy in {copy for rank in ranks for copy in seen[rank].copies}:
@@ -257,7 +257,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 
 def why_none(seen: Sequence[Seen]) -> str:
-    """Return why copies that are there are not chosen; empty where there are none."""
+    """Return why copies that are there are not chosen; empty if there are none."""
     fit = [copy for each in seen for copy in each.copies if _fits(copy, seen)]
     if any(each.changed for each in seen):
         return CHANGED
@@ -271,7 +271,7 @@ def why_none(seen: Sequence[Seen]) -> str:
 
 
 def latest_of_others(seen: Sequence[Seen]) -> int:
-    """The latest step of which there are copies, where none has what any rank holds now; else 0."""
+    """The latest step of which there are copies, if none has what any rank holds now; else 0."""
     copies = [copy for each in seen for copy in each.copies]
     return 0 if any(_fits(copy, seen) for copy in copies) else max([copy.step for copy in copies], default=0)
 

@@ -190,7 +190,7 @@ _SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors"}
 
 
 def _named_format(text: bytes) -> int:
-    """The number of the format that a manifest of any version names. Raises ValueError where it names none."""
+    """The number of the format that a manifest of any version names. Raises ValueError if it names none."""
     if len(text) > MOST_READ:
         raise ValueError(f"it has {len(text)} bytes")
     version: int = read(Count, read(dict[str, Any], parse(text)).get("format"))

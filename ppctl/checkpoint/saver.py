@@ -54,7 +54,7 @@ class Saver:
         self._writer = writer
         self._parts: list[TensorPart] | None = None
         self._own = b""
-        """For each of the parts 1 where this rank writes it."""
+        """For each of the parts 1 if this rank writes it."""
         self._all_parts: list[bytes] = []
         """On rank 0: the packed parts of every rank."""
 
@@ -119,7 +119,7 @@ class Saver:
         self._own, self._parts = own[self.ranks.rank], parts
 
     def _do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
-        """Call a function of `disk`, in the writer where there is one."""
+        """Call a function of `disk`, in the writer if there is one."""
         return work(*arguments) if self._writer is None else self._writer.do(what, work, *arguments)
 
 
@@ -168,7 +168,7 @@ class BackgroundSaver:
 
     `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
-    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) where there is no memory.
+    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) if there is no memory.
     """
 
     def __init__(

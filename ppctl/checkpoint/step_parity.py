@@ -98,7 +98,7 @@ class KeptPart(NamedTuple):
 
 
 class KeptStep:
-    """A step as a run has kept it. Raises CheckpointError (PP-E645) where a file is damaged."""
+    """A step as a run has kept it. Raises CheckpointError (PP-E645) if a file is damaged."""
 
     def __init__(self, gradients: Path, step: int) -> None:
         self.path = step_directory(gradients, step)
@@ -128,7 +128,7 @@ class KeptStep:
 
 
 def _whole_shape(name: str, parts: Sequence[KeptPart]) -> Shape:
-    """Return the extents of a gradient with these parts. Raises ValueError where they cannot be all of it."""
+    """Return the extents of a gradient with these parts. Raises ValueError if they cannot be all of it."""
     shape = tuple(map(max, zip(*(part.box.end for part in parts), strict=True)))
     if sum(part.box.size for part in parts) < prod(shape):
         raise ValueError(f"{name} is not whole")
@@ -185,7 +185,7 @@ class ActionDifference(NamedTuple):
     ranks: list[int]
     """Ranks of the second run."""
     relative: float
-    """The relative difference of the norm; 0 where only bits differ."""
+    """The relative difference of the norm; 0 if only bits differ."""
 
 
 class ParameterDifference(NamedTuple):
@@ -198,7 +198,7 @@ class ParameterDifference(NamedTuple):
     of: int
     """How many ranks have parts or copies."""
     relative: float
-    """The largest difference over the largest absolute value of the first run's; nan where that is 0."""
+    """The largest difference over the largest absolute value of the first run's; nan if that is 0."""
     at: tuple[int, ...]
     """Where the largest difference is."""
     values: tuple[float, float]
@@ -287,7 +287,7 @@ def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, s
 
 
 def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
-    """|a - b|; 0 where both have the same bits, infinite where they differ and one is not a number."""
+    """|a - b|; 0 if both have the same bits, infinite if they differ and one is not a number."""
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(a - b)
@@ -319,7 +319,7 @@ def _order(key: tuple[bool, int, int]) -> tuple[bool, int, int]:
 def _handed_apart(
     key: tuple[bool, int, int], one: tuple[Side, list[Handed]], other: tuple[Side, list[Handed]], tolerance: float
 ) -> float | None:
-    """The relative difference of the norms where two messages differ; None where they do not."""
+    """The relative difference of the norms if two messages differ; None if they do not."""
     (a, ours), (b, theirs) = one, other
     if not tolerance and [each.bits for each in ours] == [each.bits for each in theirs]:
         return None

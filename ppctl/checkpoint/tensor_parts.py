@@ -142,7 +142,7 @@ class Writers(NamedTuple):
     """The ranks that write, and the ranks that hold, each part."""
 
     own: tuple[bytes, ...]
-    """For each rank: for each of its parts, in order, 1 where it writes it."""
+    """For each rank: for each of its parts, in order, 1 if it writes it."""
     holders: dict[TensorPart, list[tuple[int, int]]]
     """For each part: (rank, number of the part on it) of all that hold it, the writer first."""
 
@@ -181,7 +181,7 @@ def choose_writers(held: Sequence[Sequence[TensorPart]]) -> Writers:
     """Choose the rank that writes each part, over all ranks' parts in rank order: the least loaded of its holders.
 
     The largest parts are given away first; equal ones in the order of their names, to the lowest of equal ranks, so
-    that the same parts always give the same writers. Raises CheckpointError where parts of one tensor do not fit
+    that the same parts always give the same writers. Raises CheckpointError if parts of one tensor do not fit
     together, or are not all of it.
     """
     holders: dict[TensorPart, list[tuple[int, int]]] = {}

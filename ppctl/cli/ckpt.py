@@ -163,7 +163,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
     """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And behind
-    how many samples of its data it would go on; None where that is not known.
+    how many samples of its data it would go on; None if that is not known.
 
     Whether the data are those of the checkpoint is seen when the run reads them.
     """
@@ -233,7 +233,7 @@ def _prune(args: argparse.Namespace) -> int:
 def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
     """Checkpoints that stay whatever `--keep` says: the newest good one, and the one that a start goes on from.
 
-    Raises CheckpointError (PP-E530) where none is good.
+    Raises CheckpointError (PP-E530) if none is good.
     """
     for path in reversed(kept):
         try:

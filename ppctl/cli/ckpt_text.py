@@ -34,7 +34,7 @@ _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
+    """The contents of a checkpoint. Raises CheckpointError if its manifest or its state is damaged."""
     manifest = read_manifest(path)
     state = run_state(path, manifest)
     groups: dict[str, dict[str, Any]] = {}

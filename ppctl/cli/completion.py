@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[Word]:
-    """Completions of the last of `words`, those behind `ppctl`; none where a shell completes files."""
+    """Completions of the last of `words`, those behind `ppctl`; none if a shell completes files."""
     *before, word = words
     if not before:
         offered: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())
@@ -153,7 +153,7 @@ def _values(name: str) -> Iterator[Word]:
 
 
 def _flags(before: Sequence[str]) -> Iterator[Word]:
-    """The flags of a command or its action, and Megatron's where keys are taken."""
+    """The flags of a command or its action, and Megatron's if keys are taken."""
     command = front_door.COMMANDS[before[0]]
     module = importlib.import_module(f"ppctl.cli.{(command.place or before[0]).partition('.')[0]}")
     parser = front_door.parser_of(before[0], module)

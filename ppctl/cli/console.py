@@ -86,7 +86,7 @@ def is_live() -> bool:
 
 
 def width(piped: int = PIPE_WIDTH) -> int:
-    """The columns of the terminal; where stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
+    """The columns of the terminal; if stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         piped = shutil.get_terminal_size().columns

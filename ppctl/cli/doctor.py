@@ -175,7 +175,7 @@ def _wrong(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _broken(report: dict[str, Any]) -> Iterator[str]:
-    """Edges without an answer, and the default transport where it fails."""
+    """Edges without an answer, and the default transport if it fails."""
     for edge in report["edges"]:
         if edge["error"]:
             source, target = edge["hosts"]

@@ -86,7 +86,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """Values that keep the end of the decay, and the rate that it has there; none where it is set."""
+    """Values that keep the end of the decay, and the rate that it has there; none if it is set."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
     return {"lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}

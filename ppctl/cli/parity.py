@@ -156,7 +156,7 @@ def _show_step(line: str) -> None:
 
 
 def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argparse.Namespace) -> _Side:
-    """Run it to its end. Raises SystemExit for a signal, ConfigError (PP-E646) where it keeps no step."""
+    """Run it to its end. Raises SystemExit for a signal, ConfigError (PP-E646) if it keeps no step."""
     config = with_value(config, "log", dir=str(root), name=name)
     note(f"{parity_text.NAMES[name]}: {parity_text.sizes_text(plan)}")
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
@@ -258,7 +258,7 @@ def _progress(step: int) -> Callable[[str], None]:
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
-    """The newest checkpoints of one step that both runs have, compared; None where there are none."""
+    """The newest checkpoints of one step that both runs have, compared; None if there are none."""
     there = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
              for side in (first, second)]  # fmt: skip
     step = max(there[0].keys() & there[1].keys(), default=None)

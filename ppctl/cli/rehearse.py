@@ -150,7 +150,7 @@ class _Ranks:
                 raise
 
     def measure(self, rank: int) -> Rehearsed:
-        """Run one rank. Raises TrainingError (PP-E780) where it fails, CancelledError behind the end."""
+        """Run one rank. Raises TrainingError (PP-E780) if it fails, CancelledError behind the end."""
         started = time.monotonic()
         command = [*python("ppctl.rehearsal.rank"), str(self.directory), str(rank)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ

@@ -34,7 +34,7 @@ _AS_DECLARED = Modes()
 
 def goes_by_group(pp_group: ProcessGroup, transport: str = "auto") -> bool:
     """Whether messages travel over the pipeline's process group alone, in batches (decision 79): with `transport`
-    `plain`, and with `auto` where the group's backend moves tensors of a GPU. Raises ConfigError (PP-E103)."""
+    `plain`, and with `auto` if the group's backend moves tensors of a GPU. Raises ConfigError (PP-E103)."""
     if transport not in ("auto", "plain", "channels"):
         message = f"transport={transport!r} is none of auto, plain, channels"
         raise ConfigError(Problem("PP-E103", message, "transport='auto'"))

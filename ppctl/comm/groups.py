@@ -36,7 +36,7 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
     """Make the process group of this rank among `groups` (disjoint tuples of global ranks, in group order).
 
     Group rank i is the i-th of the tuple. The group obeys the world's limit; torch's own defaults (30 minutes, 10 for
-    NCCL) know nothing of the limits of a run. Raises ValueError where no group, or more than one, holds this rank.
+    NCCL) know nothing of the limits of a run. Raises ValueError if no group, or more than one, holds this rank.
 
     Only the members take part in making a group, and torch then names it after its ranks and the number of groups that
     the process has made. So its members must have made the same number of groups before, or they look for each other
@@ -120,7 +120,7 @@ def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, eve
 
 
 def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[bytes]:
-    """Like `gather_values`, of any bytes. Raises ValueError on all members where one has more than 1 GiB.
+    """Like `gather_values`, of any bytes. Raises ValueError on all members if one has more than 1 GiB.
 
     In place of torch's collectives of objects, which run what arrives as a pickle; the messages are as long as theirs.
     """
@@ -157,7 +157,7 @@ def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
-    """Where a group's messages lie: the CPU where it has a backend for that, else this process's current GPU."""
+    """Where a group's messages lie: the CPU if it has a backend for that, else this process's current GPU."""
     cpu = torch.device("cpu")
     return cpu if cpu in group._device_types else group._device_types[0]
 

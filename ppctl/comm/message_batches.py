@@ -101,7 +101,7 @@ class FusedBatch:
         return Arrival(message, shelf=shelf)
 
     def settle(self) -> None:
-        """Start the batch and wait for it; then, where asked for, for the whole device."""
+        """Start the batch and wait for it; then, if asked for, for the whole device."""
         try:
             for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
                 work.wait()
@@ -172,7 +172,7 @@ MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
 
 
 class BatchedEnd:
-    """A channel's end where messages travel in batches."""
+    """A channel's end if messages travel in batches."""
 
     __slots__ = ("_batch", "channel")
 

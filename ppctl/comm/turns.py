@@ -57,7 +57,7 @@ class Turns:
             restore()
 
     def hand_over(self) -> None:
-        """Let the other piece run; returns when it has handed back, or at once where it has ended.
+        """Let the other piece run; returns when it has handed back, or at once if it has ended.
 
         Only the piece that runs calls this, from whatever thread its work goes on in.
         """

@@ -61,7 +61,7 @@ class BatchSizes:
 
 
 def rampup_of(train: TrainConfig) -> Rampup | None:
-    """How the batch grows; None where it does not."""
+    """How the batch grows; None if it does not."""
     return None if train.batch_rampup is None else read_rampup(train.batch_rampup)
 
 
@@ -104,7 +104,7 @@ def at_size(config: RunConfig, size: int) -> RunConfig:
 
 
 def run_length(config: RunConfig) -> int | None:
-    """The steps of a run whose length is given in samples or tokens, as many as these fill; None where it is not."""
+    """The steps of a run whose length is given in samples or tokens, as many as these fill; None if it is not."""
     train = config.train
     if train.samples is None and train.tokens is None:
         return None

@@ -95,7 +95,7 @@ def override(
 ) -> Composed:
     """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen.
 
-    Where they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError.
+    If they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError.
     """
     arguments = _read(overrides)
     choices, values = split_choices(arguments)

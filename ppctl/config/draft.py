@@ -119,7 +119,7 @@ class Draft:
         self.provenance[key] = f"derived: {derived}{reason}"
 
     def set_layout_aside(self, before: Mapping[str, Any]) -> None:
-        """Drop a layout of a file where the command line changes the sizes `before` that it was made for."""
+        """Drop a layout of a file if the command line changes the sizes `before` that it was made for."""
         changed = [key for key in keys_with("layout") if self.values[key] != before[key]]
         if LAYOUT in self.typed or self.values[LAYOUT] in (None, "auto") or not changed:
             return
@@ -129,7 +129,7 @@ class Draft:
         self._set_aside(LAYOUT, "layout", reason, "layout ")
 
     def set_rampup_aside(self, before: Any) -> None:
-        """Drop a file's batch that grows where the command line changes the global batch that it grows to."""
+        """Drop a file's batch that grows if the command line changes the global batch that it grows to."""
         if RAMPUP in self.typed or self.values[RAMPUP] is None or self.values[GLOBAL_BATCH] == before:
             return
         self._set_aside(RAMPUP, "batch_rampup", "set aside because gbs was changed on the command line", "")
@@ -171,7 +171,7 @@ class Draft:
     def _count_steps(self) -> None:
         """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
 
-        Where both are as strong both stay, and `batch_sizes` reports it.
+        If both are as strong both stay, and `batch_sizes` reports it.
         """
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
@@ -250,7 +250,7 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
 
 
 def with_remedy(problem: Problem, draft: Draft) -> Problem:
-    """`problem`, with the value that stood before (or the default) as its remedy where it has none."""
+    """`problem`, with the value that stood before (or the default) as its remedy if it has none."""
     key = problem.place.partition(" (")[0]
     if problem.remedy or key not in text_keys():
         return problem
@@ -369,7 +369,7 @@ def vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -
 
 
 def _multiple(draft: Draft) -> int:
-    """The number that the vocabulary becomes a multiple of; 1 where a factor is wrong, which `check` reports."""
+    """The number that the vocabulary becomes a multiple of; 1 if a factor is wrong, which `check` reports."""
     divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
     sound = all(
         type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))

@@ -73,7 +73,7 @@ class TranslatedFlag(NamedTuple):
 
     typed: str
     override: str = ""
-    """The override that means the same; empty where none does, or none is needed."""
+    """The override that means the same; empty if none does, or none is needed."""
     why: str = ""
     """Why it is left out, or how to say something like it."""
     code: str = "PP-E107"
@@ -178,7 +178,7 @@ _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
     """One problem for several flags at once; `line` is the command line with keys instead of these flags.
 
-    Its place ends with Megatron's defaults where the line leaves others; `given` are its keys and values.
+    Its place ends with Megatron's defaults if the line leaves others; `given` are its keys and values.
     """
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {one.override or _left_out(one)}" for one in flags]

@@ -49,7 +49,7 @@ class Key:
 
     @property
     def attribute(self) -> str:
-        """The field's name in Python, where `from` is a word of the language."""
+        """The field's name in Python, if `from` is a word of the language."""
         return attribute_of(self.field)
 
     def allows(self, value: Any) -> bool:
@@ -208,7 +208,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def docstring(key: Key) -> str:
-    """The meaning of a field; empty where the class does not say."""
+    """The meaning of a field; empty if the class does not say."""
     return _docstrings(key.owner).get(key.attribute, "")
 
 

@@ -24,7 +24,7 @@ class RatePiece(NamedTuple):
     until: int
     lr: float
     since: int | None = None
-    """The update at which its shape begins, where that may lie inside the warm-up: as in Megatron's WSD."""
+    """The update at which its shape begins, if that may lie inside the warm-up: as in Megatron's WSD."""
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
@@ -67,7 +67,7 @@ def warmup_steps(optim: OptimConfig, steps_for: StepsFor | None) -> int:
 
 
 def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[RatePiece]:
-    """The pieces after the warm-up, in order. `steps_for` is asked where something is given in tokens."""
+    """The pieces after the warm-up, in order. `steps_for` is asked if something is given in tokens."""
     if optim.lr_decay_style == "constant":
         return []
     if optim.lr_decay_style == "piecewise":
@@ -135,7 +135,7 @@ def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
 
 
 def _out_of_order(ends: list[int]) -> str:
-    """The ends, to be shown, where one is not later than the one before; empty where all are."""
+    """The ends, to be shown, if one is not later than the one before; empty if all are."""
     wrong = any(after <= before for before, after in pairwise(ends))
     return ", ".join(f"{end:,}" for end in ends) if wrong else ""
 

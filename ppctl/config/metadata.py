@@ -62,7 +62,7 @@ class Bounds:
 
     @property
     def is_size(self) -> bool:
-        """Whether plans count with it: nothing can be planned where it is out of bounds."""
+        """Whether plans count with it: nothing can be planned if it is out of bounds."""
         return 1 < self.most < LARGEST
 
     @property
@@ -245,5 +245,5 @@ def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
 
 
 def attribute_of(field: str) -> str:
-    """The name in Python of a field, where `from` and `async` are words of the language."""
+    """The name in Python of a field, if `from` and `async` are words of the language."""
     return f"{field}_" if keyword.iskeyword(field) else field

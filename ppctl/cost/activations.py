@@ -174,7 +174,7 @@ def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], dec
     """`pieces` by place in the stage, of which those in `moved` leave so many bytes to the host.
 
     While a layer computes, all of its own are on the device, and so are those of the layer before it: on their way out
-    in the forward, on their way back in the backward. Where every one of the `decoder` pieces moves, nothing waits for
+    in the forward, on their way back in the backward. If every one of the `decoder` pieces moves, nothing waits for
     the last one's copies: they are there until the next layer's end, or until a backward fetches.
     """
     lasting = moved[max(moved)] if len(moved) == decoder else 0.0

@@ -53,7 +53,7 @@ def context_traffic(
 
 
 def exchanging(cp_comm_type: str, over: ParallelSizes, levels: Levels | None) -> int:
-    """How many ranks exchange heads; 1 where none do."""
+    """How many ranks exchange heads; 1 if none do."""
     if cp_comm_type == "a2a":
         return over.cp
     return levels[0] if cp_comm_type == "a2a+p2p" and levels else 1

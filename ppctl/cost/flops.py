@@ -65,7 +65,7 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 def stage_backward_flops(
     model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
 ) -> int | None:
-    """FLOPs of a stage's backward where weights are frozen; None where it is two forwards.
+    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards.
 
     Scores that a fused attention makes again do not count, as in a forward that is recomputed.
     """

@@ -42,7 +42,7 @@ class Space:
     num_layers: int
     num_stages: int
     homes: range
-    """The stages that may hold the MTP layers: -1 alone where the model has none."""
+    """The stages that may hold the MTP layers: -1 alone if the model has none."""
 
     def even(self) -> Candidate:
         """The candidate with the most even stages, MTP in the last one."""

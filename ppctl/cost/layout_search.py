@@ -72,7 +72,7 @@ def search_layout(
 ) -> SearchResult:
     """Search. `schedule` may be lowered; `limit` is bytes of a device.
 
-    Where nothing fits into `limit`, the best is what exceeds it least.
+    If nothing fits into `limit`, the best is what exceeds it least.
     """
     return _LayoutSearch(num_layers, has_mtp, schedule, price, limit).run()
 
@@ -112,7 +112,7 @@ class _LayoutSearch:
         return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
 
     def finalists(self) -> int:
-        """How many may be simulated in full: fewer where steps are very long, but two."""
+        """How many may be simulated in full: fewer if steps are very long, but two."""
         return max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
 
     @property

@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     in_weights: int
     """More while its W runs: the largest weight gradient, until it is added to the sum."""
     in_inputs: int | None = None
-    """More than the stage keeps while its I runs; None where a whole backward needs as much."""
+    """More than the stage keeps while its I runs; None if a whole backward needs as much."""
 
 
 def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Operands:

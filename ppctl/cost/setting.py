@@ -20,7 +20,7 @@ class Allocator(NamedTuple):
     gated_vectors: int
     """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
     norm_statistics: int
-    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 where they are not counted."""
+    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 if they are not counted."""
     fp32_norms: bool
     """Norms are run step by step in fp32 and keep their input and the normalised input so."""
     logit_bytes: int | None

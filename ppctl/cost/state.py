@@ -41,7 +41,7 @@ class Precision(NamedTuple):
     weight: int
     gradient: int
     optimizer: int
-    """AdamW's two moments, and the fp32 master weight where weights are narrower."""
+    """AdamW's two moments, and the fp32 master weight if weights are narrower."""
     activation: int
 
     @property
@@ -147,7 +147,7 @@ class Ends(NamedTuple):
 
 
 def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
-    """Backwards of which nothing is known but that they end with their W, where they are split."""
+    """Backwards of which nothing is known but that they end with their W, if they are split."""
     needs = [0] * len(kept) if while_backward is None else while_backward
     return Ends(dict.fromkeys(LIFE_ENDS, kept), dict.fromkeys(LIFE_ENDS, needs))
 
@@ -184,7 +184,7 @@ def peaks(
 ) -> tuple[int, int]:
     """(activations in flight, their bytes) of one rank, each at its largest.
 
-    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
+    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W if the backward is split,
     and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
     (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
     plans hold many actions. `ends` says what the halves of split backwards free; else all is free behind W.
@@ -221,7 +221,7 @@ class Passing(NamedTuple):
     """
 
     weights: int
-    """0 where they are whole all the time."""
+    """0 if they are whole all the time."""
     gradients: int
     parts: int
     """This rank's part of the summed gradients, from their summing to the step's end."""

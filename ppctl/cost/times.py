@@ -59,7 +59,7 @@ class Work(NamedTuple):
     context: ContextTraffic = ContextTraffic()
     """Bytes that attention sends to its context-parallel group."""
     back: tuple[float, float] | None = None
-    """Operations of a backward for inputs, attention's included, and for weights, where some of these are frozen."""
+    """Operations of a backward for inputs, attention's included, and for weights, if some of these are frozen."""
     trained: float | None = None
     """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
@@ -296,13 +296,13 @@ def host_seconds(size: float, machine: Machine) -> float:
 
 
 def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
-    """A stage's seconds where no forward and no backward is over before `copies` seconds are."""
+    """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
     forward, inputs, weights = seconds
     return PartSeconds(max(forward, copies), max(inputs, copies - weights), weights)
 
 
 def message_seconds(size: float, machine: Machine) -> float:
-    """A message of `size` bytes to the next pp_rank, in a domain of fast links where all ranks are in one."""
+    """A message of `size` bytes to the next pp_rank, in a domain of fast links if all ranks are in one."""
     return machine.device.latency + size / machine.link(machine.sizes.world)
 
 

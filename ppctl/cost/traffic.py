@@ -61,7 +61,7 @@ class Passes(NamedTuple):
     inputs: Traffic
     """The backward without `weights`, recomputation included."""
     weights: Traffic
-    """For the gradients that W makes where backwards are split."""
+    """For the gradients that W makes if backwards are split."""
 
     @property
     def all(self) -> Traffic:
@@ -74,7 +74,7 @@ def _nothing() -> Passes:
 
 
 class _Tensor(NamedTuple):
-    """Exchanges of the ranks that divide weights, by the width of what they exchange; none where there is one rank."""
+    """Exchanges of the ranks that divide weights, by the width of what they exchange; none if there is one rank."""
 
     setting: Setting
 
@@ -256,7 +256,7 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, where nothing behind it is kept for the backward: torch stops before it.
+    """The last sum of what is recomputed, if nothing behind it is kept for the backward: torch stops before it.
 
     Behind it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
     """

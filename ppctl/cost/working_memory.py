@@ -156,7 +156,7 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
 
 
 def _gathered(model: ModelConfig, setting: Setting) -> float:
-    """All tokens that a divided product reads, where ranks have their own between blocks."""
+    """All tokens that a divided product reads, if ranks have their own between blocks."""
     return setting.travelling(model) if setting.sp > 1 else 0
 
 

@@ -79,7 +79,7 @@ def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: Chat
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
     """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own.
 
-    A token that begins before the answer is one of transformers' mask where the template has the keyword `generation`;
+    A token that begins before the answer is one of transformers' mask if the template has the keyword `generation`;
     elsewhere it belongs to the prompt, which the model reads.
     """
     around = template is None

@@ -70,7 +70,7 @@ def load_data(data: DataConfig) -> Data:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file).
 
-    Raises DataError where it cannot be read, ConfigError where the library for it is missing.
+    Raises DataError if it cannot be read, ConfigError if the library for it is missing.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -80,7 +80,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
     """Return the token that ends a document, and what the config lets follow from it.
 
-    Raises DataError (PP-E410) where something follows from a mark that the tokenizer does not name.
+    Raises DataError (PP-E410) if something follows from a mark that the tokenizer does not name.
     """
     asked = of_document_ends(data)
     if not asked:

@@ -53,7 +53,7 @@ def standard_library() -> tuple[list[Path], str]:
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
     """The .txt and .jsonl files that `pattern` means, in the order of their names, and a line that describes them.
 
-    `form` is how messages write the pattern. Raises DataError where there are no files.
+    `form` is how messages write the pattern. Raises DataError if there are no files.
     """
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
@@ -95,7 +95,7 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong where one cannot be read.
+    """All documents in order, empty ones too, and what is wrong if one cannot be read.
 
     A .txt file is a document; of a .jsonl file every line that is not blank, an object whose `text_key` it is.
     `progress` is called with the number of bytes read since its last call.
@@ -117,7 +117,7 @@ class Line(NamedTuple):
 
 
 def lines(files: list[Path]) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files in order, and what is wrong where a line or a file is none."""
+    """The objects in .jsonl files in order, and what is wrong if a line or a file is none."""
     for item in _read_all(files, lambda size: None):
         if isinstance(item, Document):
             message = f"{item.place} is text, and conversations are read from .jsonl files"

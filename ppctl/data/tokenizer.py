@@ -50,7 +50,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
-    """The token that ends a document; DataError where the tokenizer names none."""
+    """The token that ends a document; DataError if the tokenizer names none."""
     if tokenizer.eos is None:
         message = f"{needed_by} needs a token that ends a document, and the tokenizer names none"
         remedy = f'name it in its tokenizer_config.json, as "eos_token": {json.dumps(next(iter(tokenizer.marks), ""))}'
@@ -74,7 +74,7 @@ class ByteTokenizer:
 
     bos = 256
     eos: int | None = 257
-    """The id that ends a document; None where a tokenizer names none."""
+    """The id that ends a document; None if a tokenizer names none."""
     pad = 258
     vocab_size = 259
     """One more than the largest id."""
@@ -117,7 +117,7 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 class HuggingFaceTokenizer:
     """Encodes as the directory's own pipeline does: the tokens that it puts around every text (a bos, say) included.
 
-    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; where neither names one, the only
+    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; if neither names one, the only
     special token that is usual for it.
     """
 

@@ -3,7 +3,7 @@
 Knows stages and torch's caching allocator. Must not know what stages compute, what the memory is for, nor what has to
 be restored afterwards (gradients, ledgers).
 
-CUDA loads a kernel when it is first launched, and before that waits until the device is idle. Where its cache does not
+CUDA loads a kernel when it is first launched, and before that waits until the device is idle. If its cache does not
 hold an allocation, the allocator asks the driver. If that has nothing left, it frees cached blocks, and cudaFree waits
 until the whole device is idle. A posted receive is a kernel that runs until its message comes. So the first step, whose
 receives are posted ahead, must not be the first to launch a kernel, and no step may free memory: two ranks would wait
@@ -41,7 +41,7 @@ def dry_pass(
 
     A `split` backward is run in its two halves. Without `hands_back` it makes no gradient of the stage's input.
 
-    Inputs have the shapes that the program's specs declare; where `run_schedule` lets them vary, declare usual ones.
+    Inputs have the shapes that the program's specs declare; if `run_schedule` lets them vary, declare usual ones.
     Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
     halves = (mb,) * split
@@ -125,7 +125,7 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
 def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
     """The sizes of blocks of `size` bytes together that requests of any size may be served from.
 
-    Where the user's `max_split_size_mb` forbids to divide larger blocks, one of them would be lost to all requests but
+    If the user's `max_split_size_mb` forbids to divide larger blocks, one of them would be lost to all requests but
     those that are as large.
     """
     most = stats.get("max_split_size", -1) - _ROUNDING

@@ -113,7 +113,7 @@ class Engine:
     def settle(self) -> None:
         """Return when the device has finished every list since it was waited for last, and its messages are delivered.
 
-        Raises EngineError where the device has failed, or the connection of a message was ended.
+        Raises EngineError if the device has failed, or the connection of a message was ended.
         """
         with self._naming():
             self.pace.settle(self._flush)
@@ -300,7 +300,7 @@ _WAITS = {
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
-    """The handler, with a timer around its sending or, where it works on a message, around the wait for it.
+    """The handler, with a timer around its sending or, if it works on a message, around the wait for it.
 
     Of a batch the last message waits for all: it is timed under the name of the batch.
     """

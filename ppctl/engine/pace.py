@@ -75,7 +75,7 @@ class HostPace:
         """The forward or backward is over."""
 
     def sent(self, index: int) -> None:
-        """The send is started, and older ones were waited for where they had to be."""
+        """The send is started, and older ones were waited for if they had to be."""
 
     def finish(self, flush: Callable[[], None]) -> None:
         """The list is over but for what `flush` waits for."""
@@ -143,7 +143,7 @@ class DevicePace:
         self._mark(index, begins=False)
 
     def sent(self, index: int) -> None:
-        """A send is enqueued, and the device waits for older ones where it has to."""
+        """A send is enqueued, and the device waits for older ones if it has to."""
         self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:

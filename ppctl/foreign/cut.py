@@ -160,7 +160,7 @@ def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
 
 
 def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
-    """Return a problem that names the parameters and saved buffers that no part holds; none where all are held."""
+    """Return a problem that names the parameters and saved buffers that no part holds; none if all are held."""
     lost = [
         f"{path}.{key}" if path else key
         for path, module in modules.items()

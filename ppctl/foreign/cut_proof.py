@@ -41,7 +41,7 @@ class Crossing:
     forms: Forms = field(default_factory=dict)
     """Module -> what it returns, on meta."""
     output: Any = None
-    """The model's result, on meta; None where that was not seen."""
+    """The model's result, on meta; None if that was not seen."""
 
 
 def look_at(
@@ -83,7 +83,7 @@ def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Cros
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
         crossing = forward(copied(blank, device), device)
-        assert crossing is not None  # it is, where the device is the one that autocast is for
+        assert crossing is not None  # it is, if the device is the one that autocast is for
     return Crossing(
         *(tree_map(partial(_in_place, _META), each) for each in (crossing.edges, crossing.forms, crossing.output))
     )
@@ -105,7 +105,7 @@ class _Forward:
     device: torch.device
 
     def __call__(self, blank: nn.Module, place: torch.device) -> Crossing | None:
-        """On tensors in `place`; None where the model's own code switches on an autocast that does not reach them."""
+        """On tensors in `place`; None if the model's own code switches on an autocast that does not reach them."""
         arguments = tree_map(partial(_in_place, place), self.arguments)
         with torch.no_grad():
             positional, named = cast(arguments, self.around[0].inputs)
@@ -115,7 +115,7 @@ class _Forward:
             return self._chain(blank, arguments, place)
 
     def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing:
-        """The tensors sent between the parts, where the parts are called one after another."""
+        """The tensors sent between the parts, if the parts are called one after another."""
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
             stage = CutStage(blank, self.cut, number, place, self.aware)

@@ -146,7 +146,7 @@ class CutStage(nn.Module):
         return forward(*positional, **named)
 
     def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
-        """Return zeros of the form of an earlier module's result, or what arrived where that form is not known."""
+        """Return zeros of the form of an earlier module's result, or what arrived if that form is not known."""
         if name not in self.forms:
             return self._arrived
         device = None if self._arrived is None else self._arrived.device
@@ -170,7 +170,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def first_tensor(arguments: Arguments) -> Tensor:
-    """The first tensor of a module's arguments: its hidden state. Raises LookupError where there is none."""
+    """The first tensor of a module's arguments: its hidden state. Raises LookupError if there is none."""
     positional, named = arguments
     for value in (*positional, *named.values()):
         if isinstance(value, Tensor):

@@ -85,7 +85,7 @@ def _zero(config: Any, name: str) -> str:
 
 
 def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> ForeignModel:
-    """Read, prove and measure, with adapters where these are trained.
+    """Read, prove and measure, with adapters if these are trained.
 
     Raises ConfigError: as `read_own_config`, PP-E528, PP-E529 for dropout, and as `add_adapters`.
     """
@@ -139,7 +139,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
 def _rows(blank: nn.Module, proof: CutProof, directory: Path) -> dict[str, Parameter]:
     """The row of every parameter and saved buffer, by name, a shared parameter once.
 
-    Raises ConfigError (PP-E528) where the model has other parts than its miniature.
+    Raises ConfigError (PP-E528) if the model has other parts than its miniature.
     """
     anatomy = proof.anatomy
     further = further_names(blank).keys() - {*anatomy.uses}
@@ -201,7 +201,7 @@ def _router_logits(
 ) -> RouterLogits | None:
     """The form of what routers record for the model's own loss, looked up in one layer of each kind.
 
-    Raises ConfigError (PP-E528) where a hop cannot carry it.
+    Raises ConfigError (PP-E528) if a hop cannot carry it.
     """
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:

@@ -74,11 +74,11 @@ class ForeignStage(CutStage, StageModel):
     ) -> tuple[Tensor, ...]:
         """Token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out (`StageModel`).
 
-        Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
+        If the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
         of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
         that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
         refused. `beside` is what the model's forward gets by name on every stage: a mask, positions. `hides` says
-        whether the mask hides tokens, `packed` whether positions begin anew within a row, where somebody knows: the
+        whether the mask hides tokens, `packed` whether positions begin anew within a row, if somebody knows: the
         model's own code reads both otherwise.
         """
         if packing.documents is not None or packing.positions is not None:
@@ -216,7 +216,7 @@ def build_foreign_stage(
 ) -> ForeignStage:
     """Build a stage on meta, give what it owns memory on `device` in `dtype`, and let `initialize` fill it.
 
-    Raises LookupError where the installed transformers builds other parameters than the description says.
+    Raises LookupError if the installed transformers builds other parameters than the description says.
     """
     whole = make_model(config_from(foreign.config), "meta", dtype).train()
     if foreign.adapters is not None:
@@ -256,7 +256,7 @@ class _OwnLayer(nn.Module):
         return tuple(output) if isinstance(output, list) else output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile in one graph. A call raises ConfigError (PP-E551) where the compiler refuses it."""
+        """Compile in one graph. A call raises ConfigError (PP-E551) if the compiler refuses it."""
         super().compile(*args, fullgraph=True, **kwargs)
         compiled: Any = self._compiled_call_impl
 
@@ -309,7 +309,7 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _stacked(router_logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of all routers as one; nothing where there are none."""
+    """The tensors of all routers as one; nothing if there are none."""
     if len({(each.shape, each.dtype) for each in router_logits}) > 1:
         raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
     return (torch.stack(tuple(router_logits)),) if router_logits else ()

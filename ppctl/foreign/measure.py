@@ -37,7 +37,7 @@ from ppctl.geometry.rows import Parameter
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
 _LONGEST_LOOP = 64
-"""Tokens of the longest sequence where a layer loops over tokens: each turn takes a millisecond to measure."""
+"""Tokens of the longest sequence if a layer loops over tokens: each turn takes a millisecond to measure."""
 _FEW = (2, 4)
 """Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
 _LEAST = 16
@@ -140,7 +140,7 @@ class _MeasuredModel:
 
     @property
     def first(self) -> int:
-        """The first layer that has something to train; -1 where what stands before the layers is trained."""
+        """The first layer that has something to train; -1 if what stands before the layers is trained."""
         if not self.adapted:
             return -1
         trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
@@ -292,7 +292,7 @@ def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growt
 def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
     """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured.
 
-    Where other operators ran for other lengths, the moments cannot be told: the largest of each batch are one.
+    If other operators ran for other lengths, the moments cannot be told: the largest of each batch are one.
     """
     if len({len(trace) for trace in traces}) > 1 or not traces[0]:
         return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
@@ -331,7 +331,7 @@ _ROUTED = (3, 5)
 def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> RouterLogits:
     """The form of what each router of the layer with this index records.
 
-    Raises what torch does for code that reads values, and CannotCut where it is not one number for each token and
+    Raises what torch does for code that reads values, and CannotCut if it is not one number for each token and
     expert.
     """
     recorded = [_recorded(config, anatomy, index, hidden, cast) for cast in (False, True)]

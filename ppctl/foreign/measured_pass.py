@@ -84,7 +84,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def _makes_numbers(func: Any, kwargs: Any) -> bool:
-    """Whether a factory makes whole numbers: `arange` also where no dtype says so."""
+    """Whether a factory makes whole numbers: `arange` even if no dtype says so."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         return func.overloadpacket is _aten.arange
@@ -92,7 +92,7 @@ def _makes_numbers(func: Any, kwargs: Any) -> bool:
 
 
 def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> Any:
-    """The result of `topk` where rows take turns: row r has the numbers from r * count on."""
+    """The result of `topk` if rows take turns: row r has the numbers from r * count on."""
     values, _ = _aten.topk.default(scores, count, dim, largest, in_order)
     size, length = scores.shape[dim], values.numel() // max(1, count)
     with unset_fake_temporarily():

@@ -59,7 +59,7 @@ class LayerCost(NamedTuple):
     keeps: tuple[int, ...] = ()
     """Those that it keeps for its backward."""
     back: tuple[Growth, Growth] | None = None
-    """Operations of both halves of a backward, for the input's gradient and for weights'. None where all weights are
+    """Operations of both halves of a backward, for the input's gradient and for weights'. None if all weights are
     trained: both together are two forwards."""
 
 
@@ -69,7 +69,7 @@ class PartCosts(NamedTuple):
     element: int
     """Bytes of a number."""
     above: int
-    """Sequences are longer: a window needs a mask where it is no longer than a sequence."""
+    """Sequences are longer: a window needs a mask if it is no longer than a sequence."""
     tables: tuple[Growth, ...]
     """Bytes of what every forward makes for its layers: masks, cosines and sines, positions."""
     before: Growth

@@ -43,7 +43,7 @@ class Anatomy:
     early: tuple[str, ...] = ()
     """Modules of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()
-    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty where that
+    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty if that
     adds nothing."""
 
     def layer(self, index: int) -> str:
@@ -66,7 +66,7 @@ class LayerKind(NamedTuple):
     """Layers of one structure: names, shapes and costs are equal."""
 
     name: str
-    """What it has that other kinds of the model have not: `self_attn.sliding_window=4096`; empty where all are one."""
+    """What it has that other kinds of the model have not: `self_attn.sliding_window=4096`; empty if all are one."""
     rows: tuple[Parameter, ...]
     """Names are patterns, with {layer} for the index."""
 
@@ -88,9 +88,9 @@ class RouterLogits(NamedTuple):
     width: int
     """Experts."""
     wide: bool
-    """Whether it is float32 where weights have 16 bits."""
+    """Whether it is float32 if weights have 16 bits."""
     wide_in_autocast: bool
-    """The same where products are cast to 16 bits."""
+    """The same if products are cast to 16 bits."""
 
 
 class ForeignModel(NamedTuple):
@@ -130,7 +130,7 @@ class ForeignModel(NamedTuple):
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
-        """Bytes of these for so many tokens, where weights have elements of so many bytes."""
+        """Bytes of these for so many tokens, if weights have elements of so many bytes."""
         logits = self.router_logits
         return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 
@@ -193,7 +193,7 @@ def described(text: str) -> ForeignModel:
 
 @cache
 def first_trained(text: str) -> int:
-    """The first decoder layer that has something to train; 0 where what stands before them is trained."""
+    """The first decoder layer that has something to train; 0 if what stands before them is trained."""
     model = described(text)
     if any(row.gradient != "none" for row in model.first):
         return 0
@@ -202,5 +202,5 @@ def first_trained(text: str) -> int:
 
 
 def foreign_of(model: ModelConfig) -> ForeignModel | None:
-    """The model of transformers that a config has; None where the blocks are ppctl's own."""
+    """The model of transformers that a config has; None if the blocks are ppctl's own."""
     return None if model.transformers is None else described(model.transformers)

@@ -42,7 +42,7 @@ class Parameter(NamedTuple):
     """Shape of one expert's parameter; modules stack experts, [experts, *shape]."""
     role: Role
     splits: Splits = ()
-    """Dims are those of the stack where there is one: its dim 0 are the experts."""
+    """Dims are those of the stack if there is one: its dim 0 are the experts."""
     gradient: Gradient = "complete"
     start: Start = "normal"
     recomputed: str | None = None
@@ -89,14 +89,14 @@ class Parameter(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The parallel axes that split it; `tp/8` does where it divides 8 units, `tp:37` cuts 37 words into runs."""
+        """The parallel axes that split it; `tp/8` does if it divides 8 units, `tp:37` cuts 37 words into runs."""
         if self.units:
             return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
         words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
         return tuple(f"{axis}:{self.shape[dim]}" if words else axis for axis, dim in self.splits)
 
     def splits_over(self, ranks: int) -> bool:
-        """Whether so many ranks can split it; where there are fewer units than ranks, each has the whole."""
+        """Whether so many ranks can split it; if there are fewer units than ranks, each has the whole."""
         return not self.units or self.units % ranks == 0
 
     def inside(self, block: str) -> bool:

@@ -23,7 +23,7 @@ _ORDER = (
 
 
 def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[RankState]:
-    """The states of all ranks in what `hosts` published; stopped where a host has not published for `silence` seconds.
+    """The states of all ranks in what `hosts` published; stopped if a host has not published for `silence` seconds.
 
     `now` is in seconds since the epoch, as the hosts' own times are.
     """
@@ -119,7 +119,7 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
 
 
 def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
-    """(axis, the rank along it that has started the fewest exchanges), where these are fewer than its own."""
+    """(axis, the rank along it that has started the fewest exchanges), if these are fewer than its own."""
     for axis, started, others in _exchanging(plan, by_rank, own):
         behind = min(others, key=lambda other: (other.exchanges[started], other.rank), default=own)
         if behind.exchanges[started] < own.exchanges[started]:
@@ -138,7 +138,7 @@ def _exchanging(
 
 
 def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
-    """(axis, ranks along it) where all of them are in the action of `culprit` and have started the same exchanges.
+    """(axis, ranks along it) if all of them are in the action of `culprit` and have started the same exchanges.
 
     A rank that computes would be behind the others: they go on to the next exchange.
     """
@@ -177,7 +177,7 @@ def _unreceived_send(
 
 
 def schedule_of(plan: Plan, state: RankState) -> Schedule:
-    """The schedule that a rank runs in a state: of the step's size, where the batch grows."""
+    """The schedule that a rank runs in a state: of the step's size, if the batch grows."""
     return plan.at_step(state.step).schedule if state.state == "training" else plan.forward_schedule
 
 

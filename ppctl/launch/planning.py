@@ -48,7 +48,7 @@ def plan_of(
 ) -> tuple[Plan | None, list[Problem]]:
     """The plan of a composed config, and all problems: those that were known before, and the plan's.
 
-    `before` is the plan of the run's last start, whose schedule is kept where one was searched for.
+    `before` is the plan of the run's last start, whose schedule is kept if one was searched for.
     """
     try:
         with _patience_asked():

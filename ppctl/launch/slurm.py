@@ -81,7 +81,7 @@ def sbatch(script: Path) -> tuple[str, str]:
 
 
 def state(job: str, cluster: str = "") -> JobState:
-    """A job's state, which is empty also where there is no SLURM here."""
+    """A job's state, which is empty even if there is no SLURM here."""
     done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
     if done.returncode == 0 and done.stdout.strip():
         fields = done.stdout.strip().splitlines()[-1].split("|")

@@ -225,7 +225,7 @@ class Watch:
             self._deadline = now + self.job.stop_grace
 
     def _handle_key(self) -> None:
-        """Ctrl-C: ask to save, where there is something to save; else, or once more, end; after that, kill."""
+        """Ctrl-C: ask to save, if there is something to save; else, or once more, end; after that, kill."""
         step = max(
             (state.step for state in heartbeat.read_all(self.job.directory, range(self.job.world_size))), default=0
         )

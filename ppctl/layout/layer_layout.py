@@ -74,7 +74,7 @@ class PipelineParallelLayerLayout:
         return [layer for stage in self.stages for layer in stage]
 
     def canonical(self) -> str:
-        """A short string that parses to the same stages, in Megatron too. LayoutError where encoders are in it."""
+        """A short string that parses to the same stages, in Megatron too. LayoutError if encoders are in it."""
         if any("e" in stage for stage in self._letters):
             raise LayoutError(
                 Problem("PP-E019", "encoder layers have no letter in a layout string", place=self._source.key)
@@ -178,7 +178,7 @@ def even_layout(num_layers: int, num_stages: int, mtp_num_layers: int = 0) -> st
     """The layout that is used when none is given: the canonical string of an even split into `num_stages` = pp x vpp.
 
     The embedding is in the first stage, the loss and all MTP layers in the last; layers are split as Megatron does
-    where they divide, else the first `num_layers % num_stages` stages hold one more. Raises LayoutError on impossible
+    if they divide, else the first `num_layers % num_stages` stages hold one more. Raises LayoutError on impossible
     sizes.
     """
     sizes = {"num_layers": (num_layers, 0), "num_stages": (num_stages, 1), "mtp_num_layers": (mtp_num_layers, 0)}

@@ -103,7 +103,7 @@ def _read_layer(item: Any, place: str, problems: list[Problem]) -> str:
 
 
 def _suggestion(parsed: Parsed, nearest: _Nearest) -> str:
-    """The repaired text where it is a sound layout, else the nearest sound one."""
+    """The repaired text if it is a sound layout, else the nearest sound one."""
     again = parse_text(parsed.repaired)
     stages = parsed.stages if again.mistakes else again.stages
     mended = nearest(stages)

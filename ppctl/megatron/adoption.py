@@ -47,9 +47,9 @@ class Adoption:
     places: tuple[Place, ...]
     """The names that were replaced."""
     pp: int | None
-    """Megatron's pipeline size; None where its groups are not made yet."""
+    """Megatron's pipeline size; None if its groups are not made yet."""
     vpp: int | None
-    """Its virtual pipeline size; None without interleaving, or where its groups are not made yet."""
+    """Its virtual pipeline size; None without interleaving, or if its groups are not made yet."""
     schedule: str
     """The schedule of every training step, in words."""
     again: bool
@@ -91,7 +91,7 @@ def adopt(
     Evaluation runs forwards alone. On a V (`zbv_zero_bubble`, `v_half`, `v_min`, `dualpipev`) the model must be built
     for it, or the first step refuses.
 
-    Raises ConfigError (PP-E396) where Megatron's schedules are not loaded, ScheduleError for a schedule that is none
+    Raises ConfigError (PP-E396) if Megatron's schedules are not loaded, ScheduleError for a schedule that is none
     (PP-E304) or does not fit Megatron's sizes, which are checked here if its groups exist, else at the first step
     (PP-E305, PP-E216). Nothing is replaced then.
     """
@@ -120,7 +120,7 @@ def _in_words(wish: str, vpp: int | None, pp: int | None) -> str:
 def release() -> Sequence[Place]:
     """Undo `adopt`: Megatron's functions and communicator are back in their places, and schedules are Megatron's.
 
-    Returns the places; none where nothing was adopted. A place that has been given something else since is left alone.
+    Returns the places; none if nothing was adopted. A place that has been given something else since is left alone.
     """
     restored: list[Place] = []
     while _replaced:

@@ -77,7 +77,7 @@ class CallOnRank:
     def run(self, communicator: P2PCommunicator | None) -> list[Any]:
         """Run the call. Returns what the last stage stored; an empty list on ranks without it.
 
-        Raises EngineError, which names the action, where an action fails.
+        Raises EngineError, which names the action, if an action fails.
         """
         call, config = self._call, self._call.config
         with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):

@@ -110,7 +110,7 @@ class NeighbourExchange:
         return {name: shapes_of(sizes)[0] for name, sizes in received.items()}
 
     def listed(self, tensors: Any, what: str) -> list[torch.Tensor | None]:
-        """The tensors to send, as a list; a None among them is not sent. Raises MessageError where all are None."""
+        """The tensors to send, as a list; a None among them is not sent. Raises MessageError if all are None."""
         listed = tensors if isinstance(tensors, list) else [tensors]
         if listed and all(tensor is None for tensor in listed):
             rank = self._group.rank()
@@ -156,7 +156,7 @@ class NeighbourExchange:
     # --- how it moves ------------------------------------------------------------------------------------------------
 
     def _start(self, moves: Moves, *, headers: bool = False) -> dict[str, Handle]:
-        """Start the moves, receives first where each goes by itself. Returns what to wait for, by move."""
+        """Start the moves, receives first if each goes by itself. Returns what to wait for, by move."""
         if self._group.size() == 1:
             return {name: self._to_itself(name, moves[name], headers) for name in MOVES if name in moves}
         if self.fused:

@@ -107,7 +107,7 @@ class Dropout(nn.Module):
         return _mix(draws.samples ^ self.key)
 
     def of_attention(self, draws: Draws | None, first_head: int = 0) -> Dropped | None:
-        """The draws for attention's probabilities, from this head on; None where none is dropped."""
+        """The draws for attention's probabilities, from this head on; None if none is dropped."""
         return None if draws is None or not self.p else Dropped(self.keys(draws), self.p, first_head)
 
     def forward(self, x: Tensor, draws: Draws | None) -> Tensor:

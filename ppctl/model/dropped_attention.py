@@ -4,7 +4,7 @@ Knows heads' queries, keys and values, and draws. Must not know weights or modul
 keys and values alone: it computes a block's probabilities and draws again. In memory at once are the scores of
 `score_rows` queries of each head.
 
-Where ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
+If ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
 their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.
 """
 

@@ -1,6 +1,6 @@
 """Feed-forward blocks [b, s, h] -> [b, s, h]: a dense one, and a mixture of experts, which drops no token.
 
-Must not know ranks: where several hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are
+Must not know ranks: if several hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are
 canonical parameter names: renaming one renames a checkpoint key.
 """
 

@@ -254,7 +254,7 @@ def for_each_group(
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped or grouped_product, ends=ends), rows, beside, *stacks)
-    sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for where that says something
+    sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for if that says something
     parts = zip(rows.split(sizes), beside.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
     if fp8 is not None:
         multiply = partial(product_in_fp8, fp8=fp8)
@@ -263,7 +263,7 @@ def for_each_group(
 
 
 def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
-    """The formulas of products with an activation such as x, where weights are split over ranks."""
+    """The formulas of products with an activation such as x, if weights are split over ranks."""
     if fp8 is None:
         return _PLAIN
     dtype = x.dtype
@@ -299,7 +299,7 @@ class Projection(NamedTuple):
 
 
 class Linear(nn.Module):
-    """A projection [..., in] -> [..., out]: `weight` [out, in] and, where asked for, `bias` [out]."""
+    """A projection [..., in] -> [..., out]: `weight` [out, in] and, if asked for, `bias` [out]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, fp8: Fp8 | None = None) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Linear(nn.Module):
 
 
 def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | None = None) -> tuple[Tensor, ...]:
-    """x through each of the projections; where these are split, every rank makes its own columns, of all tokens.
+    """x through each of the projections; if these are split, every rank makes its own columns, of all tokens.
 
     What several products need of x is made once: its 8 bits, or all ranks' tokens.
     """
@@ -335,7 +335,7 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
 
 
 def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:
-    """x through the projection; where it is split, x are a rank's own columns, and the ranks' products add up."""
+    """x through the projection; if it is split, x are a rank's own columns, and the ranks' products add up."""
     if split is None:
         return _project(x, projection, projection.bias)
     out = leave(_project(x, projection, None), split)
@@ -351,7 +351,7 @@ def _project(x: Operand, projection: Linear | Projection, bias: Tensor | None) -
 
 
 class Embedding(nn.Module):
-    """A row [h] of `weight` [vocab_size, h] for each token id; where it is split, a rank holds neighbouring rows."""
+    """A row [h] of `weight` [vocab_size, h] for each token id; if it is split, a rank holds neighbouring rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

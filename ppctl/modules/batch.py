@@ -28,7 +28,7 @@ class Microbatch:
     named: dict[str, Any]
     labels: Any
     hides: bool | None = None
-    """Whether its attention_mask [rows, tokens] hides tokens; None where nobody has looked."""
+    """Whether its attention_mask [rows, tokens] hides tokens; None if nobody has looked."""
     packed: bool | None = None
     """Whether its position_ids [rows, tokens] begin anew within a row."""
 

@@ -117,7 +117,7 @@ class BatchRun:
     def _backward(
         self, number: int, first: int, around: AroundBackward | None, mb: int, run: Callable[[], None]
     ) -> None:
-        """Run a backward, or a half of one; where this rank has failed, NaN in the place of its result."""
+        """Run a backward, or a half of one; if this rank has failed, NaN in the place of its result."""
         received = self._received.pop((number, mb), ())
 
         def work() -> bool:
@@ -163,7 +163,7 @@ def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
-    """Raise ConfigError (PP-E557) where a stage returns another dtype than the forward without values has shown."""
+    """Raise ConfigError (PP-E557) if a stage returns another dtype than the forward without values has shown."""
     if isinstance(output, Tensor) and output.dtype != edge.dtype:
         shown = str(edge.dtype)
         message = f"stage {number} returns {output.dtype}, and its forward on tensors without values {shown}"

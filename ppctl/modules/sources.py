@@ -107,7 +107,7 @@ class TransformersModel:
         self.ties = (ends,) if anatomy.tied else ()
 
     def make_stage(self, number: int, device: torch.device) -> CutStage:
-        """The module of a stage, with the weights where there are any."""
+        """The module of a stage, with the weights if there are any."""
         from ppctl.foreign.foreign_stage import ForeignStage
         from ppctl.foreign.library import make_model
 
@@ -235,7 +235,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def whole_config(model: Any) -> tuple[Any, torch.dtype]:
-    """The config and dtype of an instance. Raises ConfigError (PP-E132) where it is not what its config describes."""
+    """The config and dtype of an instance. Raises ConfigError (PP-E132) if it is not what its config describes."""
     from ppctl.foreign.library import make_model
 
     dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     targets: Sequence[Any] | None
     loss_kwargs: dict[str, Any]
     outputs: dict[int, Any] | None
-    """None where nobody asks for them."""
+    """None if nobody asks for them."""
     losses: dict[int, Tensor]
 
 
@@ -283,7 +283,7 @@ def _refuse_others(stages: Sequence[Any]) -> None:
 
 
 def _own(received: Sequence[Tensor], tensor: Tensor) -> Tensor:
-    """A result, copied where it lies in the memory of a received tensor, which other messages will come into."""
+    """A result, copied if it lies in the memory of a received tensor, which other messages will come into."""
     memory = tensor.untyped_storage()._cdata
     return tensor.clone() if any(each.untyped_storage()._cdata == memory for each in received) else tensor
 

@@ -55,7 +55,7 @@ def name_of(schedule: str | PathLike[str] | None, chunks: int) -> str:
 
 
 def schedule_of(asked: list[Asked]) -> Schedule:
-    """The schedule of a training step. Raises ConfigError (PP-E130) where ranks or stages do not fit it."""
+    """The schedule of a training step. Raises ConfigError (PP-E130) if ranks or stages do not fit it."""
     first, pp = asked[0], len(asked)
     for rank, other in enumerate(asked):
         if other[:4] != first[:4]:

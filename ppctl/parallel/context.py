@@ -204,7 +204,7 @@ class GatherAttention(_Blockwise):
 class HeadExchange:
     """Each rank gets whole sequences of some heads, `attend`s to them, and gives each rank its halves back.
 
-    Where the groups are not a multiple of the ranks, they are repeated until they are.
+    If the groups are not a multiple of the ranks, they are repeated until they are.
     """
 
     def __init__(self, group: dist.ProcessGroup, attend: Attend) -> None:

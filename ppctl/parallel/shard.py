@@ -27,7 +27,7 @@ class ScatteredSums(NamedTuple):
     own: Tensor
     """Where this rank's parts arrive."""
     row: int | None
-    """The row of `flat` that they are, where it becomes the sum itself."""
+    """The row of `flat` that they are, if it becomes the sum itself."""
     widths: list[int]
 
     def wait(self) -> list[Tensor]:

@@ -27,7 +27,7 @@ class TiedUse(NamedTuple):
 
 
 def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequence[int]) -> tuple[TiedUse, ...]:
-    """The uses of the token embedding in canonical order (embedding, output, MTP); () where there is only one.
+    """The uses of the token embedding in canonical order (embedding, output, MTP); () if there is only one.
 
     `pipeline` are the global ranks of the stages' pipeline, by pp_rank.
     """

@@ -60,7 +60,7 @@ class Plan:
     p2p_capacity: int | None = None
     """The capacity that the config asks for on every channel; none lets `lower` choose."""
     limit: DeviceLimit | None = None
-    """Bytes that a rank may hold; None where the config does not say what the device has."""
+    """Bytes that a rank may hold; None if the config does not say what the device has."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
     """pp_rank -> what one of its ranks sends in a step."""
     smaller: tuple[SmallerBatch, ...] = ()

@@ -204,7 +204,7 @@ def step_timing(
 
 
 def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Who moves matrices with Muon where ranks share state, in words; nothing where each moves all of its own."""
+    """Who moves matrices with Muon if ranks share state, in words; nothing if each moves all of its own."""
     if config.optim.name != "muon" or sharding_of(config, sizes) == "none":
         return ()
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]

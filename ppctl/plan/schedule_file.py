@@ -66,7 +66,7 @@ def schedule_in(path: str) -> Schedule:
 
 
 def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int, str] | None:
-    """How many chunks per rank the schedule asks for, where it does; and why."""
+    """How many chunks per rank the schedule asks for, if it does; and why."""
     if schedule is not None:
         stages, pp = schedule.placement.num_stages, schedule.placement.pp
         return max(1, stages // pp), f"{values[CSV]} has {stages} stages on {pp} rows"

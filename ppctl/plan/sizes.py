@@ -21,7 +21,7 @@ AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
 
 CALL = "pipeline.pp_batch_size"
-"""Samples of one schedule call on a dp rank. It counts where the user set it: else a step is one call."""
+"""Samples of one schedule call on a dp rank. It counts if the user set it: else a step is one call."""
 
 CONTEXT = "PP-E223"
 """The code of ways to exchange a sequence that do not fit the sizes."""
@@ -59,7 +59,7 @@ def beyond(values: ConfigValues) -> Violations:
 def derive_world(
     values: ConfigValues, violations: Violations
 ) -> tuple[ParallelSizes, tuple[Derived, ...]] | tuple[None, tuple[()]]:
-    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, where it
+    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if it
     cannot be divided so.
 
     One replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio.
@@ -304,7 +304,7 @@ def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pair
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> BatchSplit | None:
     """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
 
-    Where pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
+    If pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
     gradient_accumulation_steps, are a factor more.
     """
     key = "pipeline.pp_microbatch_size"

@@ -1,7 +1,7 @@
 """Megatron's and NeMo's options for splitting the layers, each compiled to a layout.
 
 Knows what each option means in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), and
-is stricter where they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
+is stricter if they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def used_options(values: ConfigValues) -> list[str]:
 
 
 def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, Derived] | None:
-    """The layout that the split options ask for, and its equation; None where there are none or, with a violation, they
+    """The layout that the split options ask for, and its equation; None if there are none or, with a violation, they
     do not fit."""
     used = used_options(values)
     if not used:
@@ -127,7 +127,7 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _accounted(values: ConfigValues) -> tuple[list[int], str]:
-    """An even split in which the embedding and the loss count as a layer where that is asked for."""
+    """An even split in which the embedding and the loss count as a layer if that is asked for."""
     layers, pp = values["model.num_layers"], values["pp"]
     extra = [name for key, name in ((EMBEDDING, "the embedding"), (LOSS, "the loss")) if values[key]]
     total = layers + len(extra)
@@ -156,7 +156,7 @@ def _accounted(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
-    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, then split evenly."""
+    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded if asked, then split evenly."""
     layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
         raise Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})

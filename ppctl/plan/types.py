@@ -46,7 +46,7 @@ class StageSpec:
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
     flops_backward: int | None = None
-    """Operations of a backward where some weights are frozen; None: those of two forwards."""
+    """Operations of a backward if some weights are frozen; None: those of two forwards."""
 
     @property
     def flops(self) -> int:
@@ -110,7 +110,7 @@ class DeviceLimit(NamedTuple):
 
     @property
     def available_bytes(self) -> int:
-        """For a plan's peak; below 0 where the reserve is larger than the device."""
+        """For a plan's peak; below 0 if the reserve is larger than the device."""
         return self.limit_bytes - self.reserve_bytes
 
     def is_tight(self, peak_bytes: int) -> bool:
@@ -157,7 +157,7 @@ class Timing:
     tflops_per_device: float = 0.0
     """Model FLOPs, as metrics.jsonl counts them."""
     mfu: float | None = None
-    """Against the preset's dense bf16 peak; none where that is not known."""
+    """Against the preset's dense bf16 peak; none if that is not known."""
     bubbles: tuple[float, ...] = ()
     """pp_rank -> the share of the pipeline's time in which it does not compute."""
     critical: tuple[tuple[str, float], ...] = ()

@@ -24,7 +24,7 @@ def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
     """Write the mean of the sources' weights as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
 
     Sums are made in float64, in the order of the sources, and rounded once. Optimizer states are left out. Raises
-    ConfigError (PP-E525 where `out` is taken) and CheckpointError: PP-E531, naming every tensor that is not in all
+    ConfigError (PP-E525 if `out` is taken) and CheckpointError: PP-E531, naming every tensor that is not in all
     sources with one shape and dtype, or whose values are no floats and not equal; and as reading does.
     """
     manifests = [read_manifest(path) for path in sources]

@@ -87,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read the index of a checkpoint. Raises OSError, and ValueError where it is damaged or names other classes."""
+    """Read the index of a checkpoint. Raises OSError, and ValueError if it is damaged or names other classes."""
     try:
         with open_regular(directory / METADATA) as stream:
             index = _Unpickler(stream).load()
@@ -104,7 +104,7 @@ class DcpReader:
     """Reads boxes of the tensors of one checkpoint. Holds the parts that it read last, one of each tensor's."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError (PP-E532) where `.metadata` is missing, damaged or names other classes."""
+        """Raises CheckpointError (PP-E532) if `.metadata` is missing, damaged or names other classes."""
         self.path = path
         try:
             metadata = read_metadata(path)
@@ -125,7 +125,7 @@ class DcpReader:
         return tuple(record.size), record.properties.dtype
 
     def read(self, key: str, box: Box) -> Tensor:
-        """The values of a box of a tensor. Raises CheckpointError (PP-E532) where they cannot be read."""
+        """The values of a box of a tensor. Raises CheckpointError (PP-E532) if they cannot be read."""
         record = self.tensors[key]
         out = torch.empty(box.shape, dtype=record.properties.dtype)
         filled = 0
@@ -191,8 +191,8 @@ class _Stored(NamedTuple):
 def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, *, megatron: bool) -> Done:
     """Write the weights of a distributed checkpoint as `out`/checkpoints/step-0, in their own dtypes.
 
-    Optimizer states and what is no tensor are left out. Raises ConfigError (PP-E525 where `out` is taken) and
-    CheckpointError: PP-E532 where the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown
+    Optimizer states and what is no tensor are left out. Raises ConfigError (PP-E525 if `out` is taken) and
+    CheckpointError: PP-E532 if the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown
     or of another shape than the model's.
     """
     reader = DcpReader(source)

@@ -62,7 +62,7 @@ def export_dcp(
 ) -> Done:
     """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps that of the checkpoint.
 
-    Raises ConfigError (PP-E525 where `out` is taken) and CheckpointError (PP-E502, PP-E503).
+    Raises ConfigError (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503).
     """
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     model, dtypes, counter = weights.model, weights.dtypes, count(1)

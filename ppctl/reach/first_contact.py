@@ -108,7 +108,7 @@ def group_contacts(
 
 
 def _gloo(group: ProcessGroup) -> Transport | None:
-    """The group's gloo backend; None where CPUs have none, or another one."""
+    """The group's gloo backend; None if CPUs have none, or another one."""
     try:
         backend = group._get_backend(_CPU)
     except RuntimeError:

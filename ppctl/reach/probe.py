@@ -36,7 +36,7 @@ _ROUNDS = 5
 
 
 def main() -> int:
-    """Measure; 0 where every edge answered, else 1."""
+    """Measure; 0 if every edge answered, else 1."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = device_of(rank, world, os.environ, torch.cuda.device_count())
     if device.type == "cuda":

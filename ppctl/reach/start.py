@@ -141,7 +141,7 @@ _KINDS: Mapping[str, type[PpctlError]] = {"PP-E707": DeadEdge, "PP-E709": Traini
 
 
 class _Absent(Exception):
-    """Raised where ranks have not written their entries in time; the text names them."""
+    """Raised if ranks have not written their entries in time; the text names them."""
 
 
 def call_roll(
@@ -150,8 +150,8 @@ def call_roll(
     """The hosts, in the order of their first ranks, once every rank has come and nothing is wrong.
 
     `digest` stands for the run that this rank has. All times are in seconds: ranks have `patience` to come, hosts
-    `edge_limit` to reach each other. Every rank raises the same: TrainingError (PP-E709) where some did not come,
-    ConfigError (PP-E742) where they have different runs, DeadEdge (PP-E707) where one host does not reach another.
+    `edge_limit` to reach each other. Every rank raises the same: TrainingError (PP-E709) if some did not come,
+    ConfigError (PP-E742) if they have different runs, DeadEdge (PP-E707) if one host does not reach another.
     """
     server, address = listen()
     with server:

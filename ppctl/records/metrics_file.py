@@ -46,7 +46,7 @@ class MetricsFile:
 
     def drop_from(self, step: int) -> None:
         """Cut the file before its first record of `step` or later, and before a last line without an end. It is read
-        from the end on. Raises OSError where it is no file."""
+        from the end on. Raises OSError if it is no file."""
         with open_regular(self._path, follow=False) as file:
             size, self._tail = os.fstat(file.fileno()).st_size, _TAIL
             while True:

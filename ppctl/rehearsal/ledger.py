@@ -77,7 +77,7 @@ class DeviceLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count an operation and let it happen, or answer it where it reads values."""
+        """Count an operation and let it happen, or answer it if it reads values."""
         kwargs = kwargs or {}
         self._operations[self.during] += 1
         if func.namespace == "c10d":

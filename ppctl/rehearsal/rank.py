@@ -117,7 +117,7 @@ def _layers(session: Session) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _refuse_experts_one_by_one(session: Session) -> None:
-    """Raise ConfigError where the host would need to know how many rows each expert gets: that is a value."""
+    """Raise ConfigError if the host would need to know how many rows each expert gets: that is a value."""
     model = session.config.model
     if model.num_moe_experts is not None and not session.model.kernels.groups_experts:
         message = "experts that do not run as one grouped product have sizes that a rehearsal does not know"

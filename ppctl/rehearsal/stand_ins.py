@@ -47,7 +47,7 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The kernel in place of the function, where there is one."""
+        """The kernel in place of the function, if there is one."""
         kernel: Callable[..., Any] | None = _KERNELS.get(func)
         return func(*args, **(kwargs or {})) if kernel is None else kernel(func, *args, **(kwargs or {}))
 
@@ -180,7 +180,7 @@ class Samples:
         self.dp = plan.sizes.dp
 
     def step(self, step: int) -> StepBatch:
-        """The batch of any step; where documents are kept apart, each row is one."""
+        """The batch of any step; if documents are kept apart, each row is one."""
         data, b = self.config.data, self.config.train.micro_batch_size
         shape = (self.count, b, data.seq_length)
         whole = ((data.seq_length,),) * b

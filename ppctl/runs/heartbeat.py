@@ -92,7 +92,7 @@ def create(directory: Path, rank: int) -> None:
 
 
 def read(directory: Path, rank: int) -> RankState | None:
-    """The state of `rank`, since a time of the monotonic clock; None where there is no file."""
+    """The state of `rank`, since a time of the monotonic clock; None if there is no file."""
     try:
         data = private_files.read(_path(directory, rank), _RECORD.size)
         mark, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)

@@ -95,7 +95,7 @@ class RunDir:
         self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> RunConfig:
-        """Read config.yaml. Raises ConfigError (PP-E611) where it is missing or not a config."""
+        """Read config.yaml. Raises ConfigError (PP-E611) if it is missing or not a config."""
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml, shown
 
@@ -109,7 +109,7 @@ class RunDir:
         self._write_json("plan.json", plan.to_json())
 
     def read_plan(self, name: str = "plan.json") -> Plan:
-        """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) where it is missing or no plan."""
+        """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) if it is missing or no plan."""
         from ppctl.plan import Plan
 
         return self._parsed(name, lambda data: Plan.from_json(parse(data)), _MOST_OF_A_PLAN)
@@ -329,7 +329,7 @@ class RunDir:
             raise ConfigError(Problem("PP-E611", message, "ppctl runs")) from error
 
     def read_object(self, name: str, kind: Any) -> dict[str, Any]:
-        """The object in a JSON file; empty where it is missing or, with a warning, damaged."""
+        """The object in a JSON file; empty if it is missing or, with a warning, damaged."""
         try:
             return dict(read_json(self.path / name, kind))
         except FileNotFoundError:
@@ -342,7 +342,7 @@ class RunDir:
         warn(odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
-        """Raise ConfigError (PP-E559) where what the next start copies or adds to is no file: it may have no end."""
+        """Raise ConfigError (PP-E559) if what the next start copies or adds to is no file: it may have no end."""
         names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
         for file in filter(os.path.lexists, (*(self.path / name for name in names), *(self.path / "logs").glob("*"))):
             try:

@@ -295,7 +295,7 @@ class Schedule:
 
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
-    """A rank's list with a pair in place of its two actions, where these stand one directly behind the other."""
+    """A rank's list with a pair in place of its two actions, if these stand one directly behind the other."""
     units: list[Action | Pair] = []
     for action in row:
         before = units[-1] if units and pairs else None
@@ -358,7 +358,7 @@ def send_slots(capacity: int) -> int:
 def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The actions that must have ended before `action` may start: the one dependency rule.
 
-    Messages stand between stages on different ranks once the schedule is lowered; before that, and where an edge stays
+    Messages stand between stages on different ranks once the schedule is lowered; before that, and if an edge stays
     on one rank, the neighbouring stage's compute is the dependency itself.
     """
     op, stage, mb = action
@@ -391,10 +391,10 @@ def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
 
 
 def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that makes the gradient of a stage's input: B, or I where the backward is split."""
+    """The action that makes the gradient of a stage's input: B, or I if the backward is split."""
     return Action(I if (stage, mb) in schedule.split else B, stage, mb)
 
 
 def weight_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that makes the gradients of a stage's weights: B, or W where the backward is split."""
+    """The action that makes the gradients of a stage's weights: B, or W if the backward is split."""
     return Action(W if (stage, mb) in schedule.split else B, stage, mb)

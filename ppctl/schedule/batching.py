@@ -40,7 +40,7 @@ def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
 def _placed(schedule: Schedule, spans: tuple[Span, ...], deferred: Callable[[Action, Action], bool]) -> Schedule:
     """The batched schedule of one choice.
 
-    A message moves at once, or where `deferred(what makes it, what comes then)` holds and nothing stands idle between
+    A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
     the two, behind what comes then, if it is not needed before.
     """
     place = schedule.placement

@@ -61,7 +61,7 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
 def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
     """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
 
-    Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
+    If that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
     """
     later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
@@ -98,7 +98,7 @@ def one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def check_limits(task: Task) -> None:
-    """Raise ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank."""
+    """Raise ScheduleError (PP-E321) if a limit has no room for one microbatch on all stages of its rank."""
     least = least_limits(task.placement, task.sizes, task.deferred)
     short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
     if short:
@@ -120,7 +120,7 @@ class Lanes:
     goes_to: list[int]
     """For each lane, the lane that takes its result as input; -1 if no lane does."""
     line: list[int]
-    """The channel that the result goes over, as an index of `line_seconds`; -1 where it stays on the rank."""
+    """The channel that the result goes over, as an index of `line_seconds`; -1 if it stays on the rank."""
     line_seconds: list[float]
     rank_of: list[int]
     """The pp_rank of every stage."""
@@ -255,7 +255,7 @@ def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:
 
 
 def rows_of(schedule: Schedule) -> Rows | None:
-    """A compute-only schedule's rows, whole backwards as I and W; None where a lane's microbatches are not in order."""
+    """A compute-only schedule's rows, whole backwards as I and W; None if a lane's microbatches are not in order."""
     count = [0] * (KINDS * schedule.placement.num_stages)
     rows: Rows = []
     for actions in schedule.actions:
@@ -285,7 +285,7 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 
 class Clock:
-    """One run of rows: when each rank ends (`ends`, None where they hang) and, if `traced`, what each entry waited for.
+    """One run of rows: when each rank ends (`ends`, None if they hang) and, if `traced`, what each entry waited for.
 
     Every message is sent at once and received at once; those of a channel go one after another.
     """
@@ -294,7 +294,7 @@ class Clock:
         self.lanes, self.rows = lanes, rows
         size = len(lanes.seconds)
         self.waits: list[list[int]] = [[] for _ in rows]
-        """Per entry the microbatch whose arrival it waited for, -1 where the rank was not idle before it."""
+        """Per entry the microbatch whose arrival it waited for, -1 if the rank was not idle before it."""
         self.traced = traced
         self._ready: list[list[float]] = [[] for _ in range(size)]
         self._ready[0] = [0.0] * lanes.num_microbatches

@@ -1,7 +1,7 @@
 """Orders made by running the step: whenever a rank is free, a rule picks what it works on next.
 
 The rule is greedy and knows only what has been sent by then; `search` tries many rules, and altered costs, to find one
-whose order is good. Memory comes first: a forward starts only where every later stage of its rank will still find room
+whose order is good. Memory comes first: a forward starts only if every later stage of its rank will still find room
 for one microbatch, so that no rule ever hangs. Must not know where rules come from. Standard library only.
 """
 
@@ -39,7 +39,7 @@ class Rule:
     make_room: bool = True
     """If memory delays a forward, weight gradients go before an I."""
     late_forward: float = 0.5
-    """A forward starts although an I arrives before its end where it is late by at most this part of the forward."""
+    """A forward starts although an I arrives before its end if it is late by at most this part of the forward."""
     late_weights: float = 0.5
     """The same for a W, and what arrives before its end."""
 
@@ -70,7 +70,7 @@ class _StepInProgress:
         raise NotImplementedError
 
     def made(self) -> Rows | None:
-        """The rows; None where something is left undone."""
+        """The rows; None if something is left undone."""
         queue, wakes, latest = self._queue, self._wakes, self.latest
         while queue:
             now, pp_rank = heappop(queue)
@@ -124,7 +124,7 @@ class _StepInProgress:
 class OrderByRule(_StepInProgress):
     """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
 
-    None is `made` where a limit has no room for one microbatch on all stages of its rank.
+    None is `made` if a limit has no room for one microbatch on all stages of its rank.
     """
 
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
@@ -208,7 +208,7 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
 class WeightsPlaced(_StepInProgress):
     """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
 
-    `late_weights` as in `Rule`. None are `made` where memory would hold an F up for ever, or the step end behind
+    `late_weights` as in `Rule`. None are `made` if memory would hold an F up for ever, or the step end behind
     `latest`.
     """
 
@@ -221,7 +221,7 @@ class WeightsPlaced(_StepInProgress):
         self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order where it can start; else a W that memory or a pause asks for.
+        """The next lane of the order if it can start; else a W that memory or a pause asks for.
 
         A forward leaves room for what an I adds for its W.
         """

@@ -53,12 +53,12 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
-        """The inverse of `to_json`. Raises ValueError where it is none of its results."""
+        """The inverse of `to_json`. Raises ValueError if it is none of its results."""
         fields = read(_File, data)
         return cls(fields["step"], tuple(_rank_of(*rank) for rank in fields["ranks"]))
 
     def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
-        """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError where the step
+        """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError if the step
         was not run by this schedule."""
         spans = [
             Span(pp_rank, schedule.actions[pp_rank][index], start, end)

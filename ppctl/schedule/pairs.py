@@ -96,7 +96,7 @@ def some(things: Iterable[object]) -> str:
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
-    """Actions that wait for each other in a circle, if the two of a pair start at once; empty where there is none."""
+    """Actions that wait for each other in a circle, if the two of a pair start at once; empty if there is none."""
     waits = _never_there(plain, groups)
     pp_rank, met = next(iter(waits), 0), list[int]()
     while waits and pp_rank not in met:

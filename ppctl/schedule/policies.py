@@ -67,7 +67,7 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warm
 def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B: a group of microbatches runs through a chunk, then through the next chunk.
 
-    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. Where the
+    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. If the
     last group is shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the
     microbatches that do not exist left out: sound because the full one is, and no rank holds more. `extra_warmup` as in
     1F1B.
@@ -104,7 +104,7 @@ class Policy:
 
     name: str
     make: Callable[..., Schedule]
-    """`make(pp, vpp, num_microbatches, group)`, and a fifth argument where the policy takes an extra warm-up."""
+    """`make(pp, vpp, num_microbatches, group)`, and a fifth argument if the policy takes an extra warm-up."""
     chunks: int = 1
     """Chunks per rank that it is made for."""
     fixed: bool = False
@@ -125,7 +125,7 @@ class Policy:
     """What other systems call it, as far as that differs in more than upper and lower case: torch's classes without
     their prefix `Schedule`, and NeMo Automodel's documentation."""
     for_more_chunks: str = ""
-    """The policy to take where a rank has more chunks."""
+    """The policy to take if a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
     """pp -> the fewest microbatches that it makes lists for; for fewer it drops the missing ones from such a list."""
     needs_microbatches: Callable[[int], int] = lambda pp: 1

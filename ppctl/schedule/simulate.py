@@ -81,7 +81,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once.
 
-    One is alive from the start of its F to the end of its B, or where the backward is split of its W (`until`
+    One is alive from the start of its F to the end of its B, or if the backward is split of its W (`until`
     INPUT_GRADIENTS: of its I, from when on only what W needs is kept); without a backward it lives only during F.
     """
     return tuple(_most_alive(row, until) for row in schedule.actions)

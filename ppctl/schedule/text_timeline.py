@@ -14,7 +14,7 @@ from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
 
 _FIRST = {Op.F: "0", Op.B: "a", Op.I: "a", Op.W: "A"}
 _FIRST_OF_PAIR = "k"
-"""In place of `a` where the backward is paired with the forward in front of it."""
+"""In place of `a` if the backward is paired with the forward in front of it."""
 _NARROWEST = 40
 _USUAL = 80
 """Columns that a terminal has at least: words are not broken for less."""

@@ -214,7 +214,7 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
         posted = sorted(chain.from_iterable(own[edge.receive, edge.receiver] for edge in edges))
         users = (own.get((op, edge.receiver), ()) for edge in edges for op in edge.ops)
         used = sorted(at for at in chain.from_iterable(users) if at >= 0)
-        # A receive has a slot where the use of the one so many before it stands ahead of it.
+        # A receive has a slot if the use of the one so many before it stands ahead of it.
         if any(map(lt, posted[slots:], used)):
             beyond = next(at for at, free in zip(posted[slots:], used, strict=False) if at < free)
             needs = schedule.actions[channel.target][beyond]
@@ -261,7 +261,7 @@ def _marked(row: Sequence[Action], pp_rank: int, index: int, note: str) -> str:
 
 
 def _rows_around(schedule: Schedule, pp_rank: int, index: int, note: str) -> str:
-    """The rows of all ranks (of the nearest, where there are many) around one action, which is marked."""
+    """The rows of all ranks (of the nearest, if there are many) around one action, which is marked."""
     count = len(schedule.actions)
     first = max(0, min(pp_rank - _RANKS_SHOWN // 2, count - _RANKS_SHOWN))
     lines = []
@@ -276,7 +276,7 @@ def _rows_around(schedule: Schedule, pp_rank: int, index: int, note: str) -> str
 
 
 def _window(row: Sequence[Action], index: int) -> tuple[list[str], list[str]]:
-    """The cells up to `index` and those behind it, cut where there are more."""
+    """The cells up to `index` and those behind it, cut if there are more."""
     before = ["..."] * (index > _BEFORE) + [str(action) for action in row[max(index - _BEFORE, 0) : index + 1]]
     after = [str(action) for action in row[index + 1 : index + 1 + _AFTER]]
     return before, after + ["..."] * (index + 1 + _AFTER < len(row))

@@ -24,7 +24,7 @@ def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds what the first one holds. One chunk.
 
-    Bubble time (pp - 1)(tf + tb - tw) where tw is at most tf and tb, with as much memory as 1F1B's first rank.
+    Bubble time (pp - 1)(tf + tb - tw) if tw is at most tf and tb, with as much memory as 1F1B's first rank.
     """
     return _on_a_loop("zb_h1", pp, 1, num_microbatches, group)
 
@@ -32,7 +32,7 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk.
 
-    No bubble but filling and draining (pp - 1 forwards in front, none behind the first rank) where F, I and W take
+    No bubble but filling and draining (pp - 1 forwards in front, none behind the first rank) if F, I and W take
     equal times and num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank.
     """
     return _on_a_loop("zb_h2", pp, 1, num_microbatches, group, times=2)

@@ -51,7 +51,7 @@ class LocalCopies(NamedTuple):
     back: Tensor
     """Its inverse."""
     starts: Tensor | None
-    """Where the sum of each run of each row starts; None where sums of runs are the whole sums, or single copies."""
+    """Where the sum of each run of each row starts; None if sums of runs are the whole sums, or single copies."""
     times: int
     """Copies of each row."""
 

@@ -49,7 +49,7 @@ class StepResult:
     record: dict[str, Any]
     """The figures of the step; callbacks may add some."""
     stop: str | None
-    """Why the run has to stop, where some rank was asked to."""
+    """Why the run has to stop, if some rank was asked to."""
     last: bool
     """Whether it is the last step of `train.steps`."""
     phases: tuple[float, float, float, float]
@@ -69,7 +69,7 @@ class TrainingEnd:
     """Loss of the last evaluation, if there was one."""
     checkpoint: Path | None = None
     why: str | None = None
-    """Why it stopped before the last step; None where it did not."""
+    """Why it stopped before the last step; None if it did not."""
 
     @property
     def stopped(self) -> bool:
@@ -101,7 +101,7 @@ class Callback:
         """The program that the engine calls for a stage in place of `program`, which it may watch.
 
         `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
-        where the batch grows.
+        if the batch grows.
         """
         return program
 
@@ -150,7 +150,7 @@ class Callbacks(Callback):
         return next(filter(None, [one.stop_requested() for one in self.each]), 0)
 
     def close(self, error: BaseException | None) -> None:
-        """Call each, also where one raises."""
+        """Call each, even if one raises."""
         with ExitStack() as closing:
             for one in reversed(self.each):
                 closing.callback(one.close, error)

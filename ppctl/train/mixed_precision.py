@@ -74,7 +74,7 @@ class LossScale:
 def in_precision(
     program: StageProgram, autocast: str | None, device: torch.device, scale: LossScale | None
 ) -> StageProgram:
-    """The program, cast to `autocast` where that is a dtype, with its loss (if it has one) times the loss scale."""
+    """The program, cast to `autocast` if that is a dtype, with its loss (if it has one) times the loss scale."""
 
     def forward(mb: int, inputs: Message) -> Message:
         if autocast is None:

@@ -72,7 +72,7 @@ class AdamW:
     def step(self, left_out: Tensor | None = None) -> None:
         """Move every parameter that has a gradient. The host does not wait for the device.
 
-        Where `left_out`, a scalar on the device, is 1, parameters and moments stay. Whoever reads that it was calls
+        If `left_out`, a scalar on the device, is 1, parameters and moments stay. Whoever reads that it was calls
         `take_back`: the host counts updates without waiting.
         """
         for names, weight_decay in self.groups:

@@ -1,4 +1,4 @@
-"""The programs of a rank's stages in a step: the module, given tokens where it reads them, closed by the objective.
+"""The programs of a rank's stages in a step: the module, given tokens if it reads them, closed by the objective.
 
 Knows the losses, and what routers add to them. Must not know the order of a step, nor what becomes of gradients.
 """
@@ -48,7 +48,7 @@ class StagePrograms:
         self.losses: dict[int, Tensor] = {}
         """For each microbatch of the step, its share of the step's loss; on the rank that owns the loss."""
         self.samples: Tensor | None = None
-        """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
+        """[m, b] int64: the keys of this rank's samples in the step, if the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
         """For each microbatch, the mean of its MTP modules' shares of the step's losses."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor
@@ -194,7 +194,7 @@ def auxiliary_weight(session: Session) -> float:
 
 
 def own_words_of(session: Session) -> Words | None:
-    """The words whose logits the rank has, where tensor-parallel ranks divide them."""
+    """The words whose logits the rank has, if tensor-parallel ranks divide them."""
     split = session.groups.split
     return None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
 
@@ -260,7 +260,7 @@ class RouterBalance:
     def move_biases(self, left_out: Tensor | None = None) -> None:
         """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
 
-        Tokens are counted over the step's microbatches of all ranks. A collective of these. Where `left_out` (a scalar
+        Tokens are counted over the step's microbatches of all ranks. A collective of these. If `left_out` (a scalar
         on the device) is 1, biases stay.
         """
         if not (self.rate and self.routers):

@@ -57,7 +57,7 @@ class RankModel:
     """The part of each parameter that the axes leave to this rank."""
     recompute: Mapping[int, Switch]
     offload: Offload | None
-    """Moves activations to the host, where any are moved."""
+    """Moves activations to the host, if any are moved."""
     rows: Mapping[str, Parameter] = field(init=False)
     """The row of the parameter table of each parameter and buffer of these stages, by canonical name."""
 
@@ -76,7 +76,7 @@ def build_model(
 ) -> RankModel:
     """Build a rank's stages (`specs`), of whose parameters it has the part `own`."""
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
-        # Only where it changes something: the call imports torch's compiler.
+        # Only if it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
     stages = _build_stages(config, own, specs, device, kernels, groups, parts)
@@ -97,7 +97,7 @@ def _build_stages(
     groups: AxisGroups,
     parts: ModelParts,
 ) -> dict[int, StageModel]:
-    """The stages with their weights, their exchanges and, where asked for, compiled."""
+    """The stages with their weights, their exchanges and, if asked for, compiled."""
     given: dict[str, Any] = dict(
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),
@@ -131,7 +131,7 @@ def _build_stages(
 
 def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:
     """How attention reaches other ranks' tokens, for every `cp_comm_type` of the model."""
-    assert kernels.blocks is not None  # chosen where ranks share sequences
+    assert kernels.blocks is not None  # chosen if ranks share sequences
     listed = config.model.cp_comm_type
     levels = (groups["cp-inner"], groups["cp-outer"]) if "cp-inner" in groups else None
     make = partial(

@@ -95,7 +95,7 @@ class KeptGradients(Callback):
         self._enter = run.enter
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """The program with an eye on what it hands on; itself where no step is kept."""
+        """The program with an eye on what it hands on; itself if no step is kept."""
         frozen = program.stage < self.session.plan.schedule.frozen_stages  # it trains without a graph
 
         def forward(mb: int, inputs: Message) -> Message:

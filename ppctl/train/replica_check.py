@@ -2,7 +2,7 @@
 
 Knows a session's parameters, which part of each this rank has, and the ranks' groups. Must not know how a step is
 computed. A part that several ranks hold is the same on all of them by construction: along dp and cp, along tp and etp
-where the table does not split the parameter, and in all uses of a tied one. Where it is not, some sum is missing, or a
+if the table does not split the parameter, and in all uses of a tied one. If it is not, some sum is missing, or a
 device computed wrongly.
 """
 
@@ -57,7 +57,7 @@ class ReplicaCheck(Callback):
     def compare(self, step: int) -> int:
         """How many parts of parameters have copies. A collective over the world.
 
-        Raises TrainingError (PP-E734), alike on all ranks, where copies differ: it names the first parameter in the
+        Raises TrainingError (PP-E734), alike on all ranks, if copies differ: it names the first parameter in the
         model's order, and its ranks.
         """
         held = self._gather()

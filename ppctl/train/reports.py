@@ -45,7 +45,7 @@ class RankReport:
     stop: float = 0.0
     """The signal that asked this rank to stop, or one of the two numbers below 0; 0 to go on."""
     loss: float = 0.0
-    """This rank's share of the loss (0 where it has no loss stage)."""
+    """This rank's share of the loss (0 if it has no loss stage)."""
     bad_microbatch: float = NOTHING
     """The first microbatch whose loss is not finite."""
     checksum: float = NOTHING
@@ -120,7 +120,7 @@ def most_updates(session: Session) -> int:
 
 
 def check_reports(reports: Reports, step: int, last_stage: int) -> None:
-    """Raise TrainingError, on all ranks, where ranks read different samples or a loss is not finite."""
+    """Raise TrainingError, on all ranks, if ranks read different samples or a loss is not finite."""
     check_same_samples(step, _without(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
@@ -135,13 +135,13 @@ def check_reports(reports: Reports, step: int, last_stage: int) -> None:
 
 
 def _without(column: Numbers, nothing: float) -> dict[int, int]:
-    """rank -> the whole number in a column, where it is not `nothing`."""
+    """rank -> the whole number in a column, if it is not `nothing`."""
     ranks = np.flatnonzero(column != nothing)
     return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
 
 
 def stop_reason(reports: Reports) -> str | None:
-    """Why the run has to stop, in words: which signal, on which ranks. None where it goes on."""
+    """Why the run has to stop, in words: which signal, on which ranks. None if it goes on."""
     asked = _without(reports.column("stop"), 0.0)
     if not asked:
         return None
@@ -280,7 +280,7 @@ def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
 def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
     """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
 
-    Raises ValueError where it is not: a rank's report is missing.
+    Raises ValueError if it is not: a rank's report is missing.
     """
     seconds = reports.stage_seconds
     if seconds.shape != stages.shape:

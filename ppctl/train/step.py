@@ -88,8 +88,8 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
-        Raises TrainingError, on all ranks alike, where numbers are not finite. The host waits for its device once: for
-        the numbers of the step, behind which a GPU may have the update to do, and leaves it out by itself where the
+        Raises TrainingError, on all ranks alike, if numbers are not finite. The host waits for its device once: for
+        the numbers of the step, behind which a GPU may have the update to do, and leaves it out by itself if the
         norm is not finite. When this returns, the host knows whether it did: what is saved is a whole step.
         """
         self._take_size(step)
@@ -132,7 +132,7 @@ class Trainer:
     def _enqueue_end(self, step: int) -> tuple[GradNorm, HostNumbers, Tensor | None, float, int]:
         """Enqueue what follows the pipeline; waits for the device nowhere.
 
-        Returns the norm; the step's numbers on their way; where the update is enqueued, too, a scalar that is 1 if the
+        Returns the norm; the step's numbers on their way; if the update is enqueued, too, a scalar that is 1 if the
         device leaves it out; the learning rate, and the reason to stop.
         """
         s, replica = self.session, self.session.replica
@@ -163,7 +163,7 @@ class Trainer:
     def dry_pass(self, step: int) -> None:
         """Run all kernels of a step's list once, without a message (see `engine.dry_pass`).
 
-        A collective where stages have collectives (experts on several ranks, gathered weights, sums of gradients over
+        A collective if stages have collectives (experts on several ranks, gathered weights, sums of gradients over
         replicas). Nothing that a step reads is different afterwards: weights, gradients, ledgers and every draw of
         random numbers.
         """

@@ -33,7 +33,7 @@ def split_backward(
     """Let an autograd function, or the modules of a model, take part in backwards that are split into I and W.
 
     `target` is a subclass of `torch.autograd.Function`, whose arguments at the positions (or of the names, in
-    `forward`) `weights` are parameters: where a backward is split their gradients are computed in W. `of_input(ctx,
+    `forward`) `weights` are parameters: if a backward is split their gradients are computed in W. `of_input(ctx,
     *gradients)` returns what the function's backward returns, in which the weights' places are ignored, and
     `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
     gradient that it has stored itself. `ctx` has what forward put there. Without the two the function's own backward
@@ -42,7 +42,7 @@ def split_backward(
 
     Or `target` is a module: in it and in its submodules whatever keeps the operands of weight gradients in a
     `wgrad_store` until `backward_dw()` is called (Transformer Engine's modules with `delay_wgrad_compute=True`) gets
-    that called in W; where a backward is whole, at its end.
+    that called in W; if a backward is whole, at its end.
 
     Another registration of a function replaces the first. Raises ConfigError (PP-E130) for anything else.
     """
