@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
     @property
     def end(self) -> Shape:
-        """The index behind the last element on each dim."""
+        """The index after the last element on each dim."""
         return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
 
     def within(self, origin: Shape) -> tuple[slice, ...]:

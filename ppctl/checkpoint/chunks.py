@@ -86,6 +86,6 @@ class ChunkReader:
 
 
 def _read_into(descriptor: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from a file; what is behind its end stays as it is, and is found by the digest."""
+    """Fill `data` from a file; what is after its end stays as it is, and is found by the digest."""
     while data and (count := os.preadv(descriptor, [data], offset)):
         data, offset = data[count:], offset + count

@@ -27,7 +27,7 @@ _MOST_DAMAGED = 100
 """Files that are named as damaged; the others are not looked at."""
 
 READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
-"""Fields of `data` that decide what files mean, kept in a checkpoint's state behind `data_`."""
+"""Fields of `data` that decide what files mean, kept in a checkpoint's state after `data_`."""
 
 
 class Verified(NamedTuple):

@@ -162,7 +162,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And behind
+    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And after
     how many samples of its data it would go on; None if that is not known.
 
     Whether the data are those of the checkpoint is seen when the run reads them.

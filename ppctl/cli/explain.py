@@ -113,7 +113,7 @@ def _paragraph(text: str) -> str:
 
 
 def _filled(text: str, label: str = "") -> str:
-    """Running text behind a label, with continued lines indented to the text."""
+    """Running text after a label, with continued lines indented to the text."""
     width = min(shutil.get_terminal_size((READABLE, 24)).columns, READABLE)
     wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(" ".join(text.split()))

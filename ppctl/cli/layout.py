@@ -19,7 +19,7 @@ from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.letters import LETTERS
 
 INTERMIXED = True
-"""Overrides may stand before and behind options."""
+"""Overrides may stand before and after options."""
 
 _KEY = "LAYOUT"
 """The layout's name in the usage line and in messages."""

@@ -47,7 +47,7 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood behind that.
+    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood after that.
 
     `more` are switches that each choice needs for other reasons.
     """

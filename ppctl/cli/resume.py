@@ -146,7 +146,7 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
 
 
 def _typed(args: argparse.Namespace) -> list[str]:
-    """The words that stood behind `ppctl resume`, but for its switches."""
+    """The words that stood after `ppctl resume`, but for its switches."""
     return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.line.overrides]
 
 

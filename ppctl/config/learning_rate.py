@@ -42,7 +42,7 @@ def lr_at(updates: int, optim: OptimConfig, steps: int, steps_for: StepsFor | No
     """The learning rate of the update that follows `updates` others, of `steps` in all.
 
     A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
-    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). Behind the last one, its rate.
+    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). After the last one, its rate.
     `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, up to its last step.
     """
     warmup = warmup_steps(optim, steps_for)
@@ -125,7 +125,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
-    """A warm-up that ends behind the run."""
+    """A warm-up that ends after the run."""
     steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:
         yield (

@@ -78,7 +78,7 @@ def stage_activations(
     whole = sum(piece.stays for piece in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
     for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
+        # What is after has not had its forward; it had its backward before, and is free but for its gradient.
         in_forward = max(in_forward, whole - behind + forward)
         ahead = hidden - behind if number and setting.allocator.backward else 0.0
         in_backward = max(in_backward, backward + ahead)
@@ -190,7 +190,7 @@ def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], dec
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
     """Bytes beside layers: turning tables for a rank's own positions, which each microbatch picks; in models with MTP
-    the final norm behind the decoder, and states that go to the loss."""
+    the final norm after the decoder, and states that go to the loss."""
     tables = _tables(model, held, setting)
     if not model.mtp_num_layers:
         return tables

@@ -77,7 +77,7 @@ def live_more(model: ModelConfig, cp_comm_type: str, over: ParallelSizes, levels
     A ring holds keys and values twice (one pair arrives), sums of their gradients three times (its own, one that
     leaves, one that arrives), a block's own gradients, and queries' in float32. Gathering: first all keys and values
     and the gradients of what both halves see; then the sum of these, and its parts in the ranks' order. Exchanging
-    heads: gradients before and behind a step that puts them into order.
+    heads: gradients before and after a step that puts them into order.
     """
     if over.cp == 1:
         return 0.0

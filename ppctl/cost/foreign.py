@@ -33,7 +33,7 @@ def foreign_running(
         block = setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size
         logits = setting.element * setting.tokens * model.vocab_size
         stays += logits + _LABEL * setting.tokens
-        if cost.back is not None:  # measured with the gradient of the logits, which is gone behind the head's product
+        if cost.back is not None:  # measured with the gradient of the logits, which is gone after the head's product
             backward = max(0.0, backward - logits)
         # What the head puts out is in its forward: it stays.
         return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + setting.wide * setting.tokens)

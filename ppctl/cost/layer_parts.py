@@ -64,7 +64,7 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
         latent = ((sizes.q_rank or 0) + sizes.kv_rank) / over
         yield LayerPart("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
         queries = size * heads * sizes.query_head / tp
-        # Without a latent, they are made of the layer's input.
+        # Without a latent, they are computed from the layer's input.
         yield LayerPart("attention" if sizes.q_rank is None else "mla_up_proj", queries)
         yield LayerPart("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
@@ -169,5 +169,5 @@ def _mtp_vectors(setting: Setting) -> float:
 
 
 def outputs(model: ModelConfig) -> int:
-    """Hidden states of which the loss layer makes logits: the decoder's, and one for each MTP module."""
+    """Hidden states from which the loss layer computes logits: the decoder's, and one for each MTP module."""
     return 1 + (model.mtp_num_layers or 0)

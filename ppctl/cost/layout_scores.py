@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
     @property
     def legal(self) -> bool:
-        """Whether no decoder layer stands behind the MTP layers."""
+        """Whether no decoder layer stands after the MTP layers."""
         return self.mtp_stage < 0 or not any(self.counts[self.mtp_stage + 1 :])
 
     def pushed_before(self) -> Candidate:

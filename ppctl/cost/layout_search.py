@@ -204,7 +204,7 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
     first, counts = 0, []
     for stage in range(space.num_stages):
         count = 0
-        # Behind the MTP layers no decoder layer may stand.
+        # After the MTP layers no decoder layer may stand.
         while first + count < space.num_layers and not 0 <= home < stage:
             if scores.of(stage, first, count + 1, stage == home).seconds > bound:
                 break

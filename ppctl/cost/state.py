@@ -187,7 +187,7 @@ def peaks(
     A (stage, microbatch) lives from the start of its F to the end of its B, or of its W if the backward is split,
     and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
     (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
-    plans hold many actions. `ends` says what the halves of split backwards free; else all is free behind W.
+    plans hold many actions. `ends` says what the halves of split backwards free; else all is free after W.
     """
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     alive = most = held = largest = 0
@@ -217,7 +217,7 @@ class Passing(NamedTuple):
 
     Gradients are made by its first backward, and freed when the sums of the rank's next stage (or the step's
     end) have waited for theirs. Under `full` sharding weights are gathered beside the forward before the stage's first
-    one, whole from there, and freed behind its last backward. Each comes with a copy on its way, bucket by bucket.
+    one, whole from there, and freed after its last backward. Each comes with a copy on its way, bucket by bucket.
     """
 
     weights: int

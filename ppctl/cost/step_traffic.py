@@ -1,6 +1,6 @@
 """Bytes that one rank sends once a step: sums of gradients, weights, and the few numbers that ranks report.
 
-Knows what `ppctl/train` exchanges behind a step's last microbatch, and how large. Must not know what layers exchange
+Knows what `ppctl/train` exchanges after a step's last microbatch, and how large. Must not know what layers exchange
 (`traffic`), seconds or links.
 """
 
@@ -77,7 +77,7 @@ class Stages(NamedTuple):
 def once_a_step(
     model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums, *, sequence_parallel: bool
 ) -> Traffic:
-    """All that a rank of this pp_rank sends behind its microbatches; of uneven cuts the first rank's."""
+    """All that a rank of this pp_rank sends after its microbatches; of uneven cuts the first rank's."""
     found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
     if sums.owned:
         _matrices(found, model, stages.own, sizes, sums)

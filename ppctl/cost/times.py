@@ -167,7 +167,7 @@ class Dispatch(NamedTuple):
     outside: float
     inside: float
     at_once: bool
-    """Whether both are under way at the same time, and not one behind the other."""
+    """Whether both are under way at the same time, and not one after the other."""
 
 
 class Machine(NamedTuple):

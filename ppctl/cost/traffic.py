@@ -239,7 +239,7 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
     """Exchanges that the recomputed modules of a layer make again."""
     if "core_attn" in modules:
         context = _context(model, kind, setting).forward
-        if ("cp", "all_to_all") in context:  # the result's way back is behind all that the backward needs
+        if ("cp", "all_to_all") in context:  # the result's way back is after all that the backward needs
             sizes, ranks = Sizes.of(model), exchanging(kind.cp_comm_type, setting.sizes, setting.levels)
             result = sizes.heads / setting.sizes.tp * sizes.value_head * (ranks - 1) / ranks
             context.note("cp", "all_to_all", -result * setting.tokens * setting.element, -1)
@@ -256,9 +256,9 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, if nothing behind it is kept for the backward: torch stops before it.
+    """The last sum of what is recomputed, if nothing after it is kept for the backward: torch stops before it.
 
-    Behind it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
+    After it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
     """
     balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff
     kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)

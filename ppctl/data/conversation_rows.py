@@ -1,7 +1,7 @@
 """Rows of whole conversations: what batches are drawn from if not all tokens are learned.
 
 Knows which conversations stand in which row, and what of a row counts. Must not know files, steps, batches or torch.
-A row is a sample: one conversation, or several behind each other, and filling behind them, which nothing learns.
+A row is a sample: one conversation, or several after each other, and filling after them, which nothing learns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConversationRows:
     Corpus: the digest is of the tokens, of what is learned and of the rows."""
 
     conversations: Corpus
-    """All tokens one behind the other."""
+    """All tokens one after the other."""
     learned: npt.NDArray[np.bool_]
     """For each of these tokens, whether it is trained on."""
     firsts: npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class ConversationRows:
     """The conversations of each row."""
     seq_length: int
     filling: int
-    """The token behind a row's last."""
+    """The token after a row's last."""
     digest: str
     description: str
 

@@ -218,7 +218,7 @@ Made = TypeVar("Made")
 
 
 def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], Iterable[Made]]) -> Iterator[Made]:
-    """Yield what `encode` makes of the items, which it gets in batches.
+    """Yield what `encode` returns for the items, which it gets in batches.
 
     Raises DataError with the problems of all items, the first twenty; what was yielded before is to be thrown away.
     """

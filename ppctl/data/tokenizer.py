@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
     begins: npt.NDArray[np.int64]
     """Position of each token's first character."""
     ends: npt.NDArray[np.int64]
-    """The character behind its last; a mark that the text does not hold ends where it begins."""
+    """The character after its last; a mark that the text does not hold ends where it begins."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

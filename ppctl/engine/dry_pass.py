@@ -103,7 +103,7 @@ _SMALL = 2**19
 def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
     """Let the allocator's cache hold `peak` bytes, with those in use; returns how many of them the device lacks.
 
-    Called behind a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
+    Called after a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
     most is taken for fragments and for up to `varying` bytes that depend on the data.
     """
     stats = _stats(device)

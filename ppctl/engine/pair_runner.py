@@ -69,7 +69,7 @@ class PairRunner:
 def _refusing_autograd() -> Iterator[None]:
     """Refuse backwards that the caller's thread asks for, in which a pair's forward runs (PP-E784).
 
-    On CUDA a device's backwards run one behind the other in one thread of autograd's, and there the pair's own backward
+    On CUDA a device's backwards run one after the other in one thread of autograd's, and there the pair's own backward
     waits for its turn: the forward would wait for it, and never hand over.
     """
     variable: Any = Variable

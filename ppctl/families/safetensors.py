@@ -48,7 +48,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one file.
 
     Raises CheckpointError (PP-E523) for one that is missing, cut or of another kind, and for one whose tensors have
-    other sizes than their bytes, or do not lie one behind the other: what the library itself would not open.
+    other sizes than their bytes, or do not lie one after the other: what the library itself would not open.
     """
     try:
         with open_regular(file) as stream:

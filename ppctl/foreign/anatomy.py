@@ -159,7 +159,7 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
 def _sides(
     outside: dict[str, nn.Module], calls: list[str | int], count: int, name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules outside the layers that run before and behind them."""
+    """The modules outside the layers that run before and after them."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])

@@ -1,4 +1,4 @@
-"""Whether a module can be cut between its parts, and what then travels: from one forward on tensors without values.
+"""Whether a module can be cut between its parts, and what then travels: from one forward on meta tensors.
 
 Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
 read: anything else of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
@@ -96,7 +96,7 @@ def _in_place(place: torch.device, each: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of a whole model on tensors without values, which can be run on meta or on a device."""
+    """A forward of a whole model on meta tensors, which can be run on meta or on a device."""
 
     cut: ModuleCut
     arguments: Arguments

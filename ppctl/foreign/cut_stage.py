@@ -26,7 +26,7 @@ Forward = Callable[..., Any]
 
 
 class Departed(Exception):
-    """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
+    """Ends a forward at the cut after a stage: nothing that follows belongs to it."""
 
     def __init__(self, state: Tensor, *beside: Tensor) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CutStage(nn.Module):
         """The tensor that the next stage receives; on the last stage the model's result.
 
         `arrived` is the tensor of the stage before; None on the first one. The arguments are the model's own, and the
-        same on every stage: masks and positions are made of them by the model's own code.
+        same on every stage: masks and positions are computed from them by the model's own code.
         """
         if "" in self.aware and arrived is not None:
             positional, named = with_first_argument((positional, named), arrived)
@@ -92,7 +92,7 @@ class CutStage(nn.Module):
     # --- what is replaced --------------------------------------------------------------------------------------------
 
     def _left(self, arrived: Tensor | None, run: Forward) -> Any:
-        """Run a forward of the whole model; returns the tensors at the cut behind this stage, else its result."""
+        """Run a forward of the whole model; returns the tensors at the cut after this stage, else its result."""
         self._arrived, self._entered = arrived, arrived is None
         try:
             return run()
@@ -242,7 +242,7 @@ _UNCOPIED = object()
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:
-    """Return a tensor on a device: the same object if it lies there, without values if it has none."""
+    """Return a tensor on a device: the same object if it lies there, without initial values if it is a meta tensor."""
     if tensor.device == device and not copied:
         return tensor
     unset = tensor.device.type == "meta"

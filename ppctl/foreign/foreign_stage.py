@@ -96,7 +96,7 @@ class ForeignStage(CutStage, StageModel):
     def _called(
         self, given: Tensor, beside: Mapping[str, Tensor], hides: bool | None, packed: bool | None
     ) -> tuple[Tensor, ...]:
-        """The outputs of the whole model; raises Departed at the cut behind this stage."""
+        """The outputs of the whole model; raises Departed at the cut after this stage."""
         # On other stages the embedding is a stand-in that nobody reads.
         begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:

@@ -91,7 +91,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
-    """Let a whole model without values compute in the dtypes of its stages; casts around stages are the caller's."""
+    """Let a whole model on meta compute in the dtypes of its stages; casts around stages are the caller's."""
     modules = dict(blank.named_modules(remove_duplicate=False))
     for name, dtype in {name: dtype for stage in stages for name, dtype in stage.tensors.items()}.items():
         path, _, key = name.rpartition(".")
@@ -124,12 +124,12 @@ class GradientSync:
         self.shards = bool(self._modules)
 
     def around(self, last: int, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch; gradients are summed over the shards' ranks behind that of `last` alone."""
+        """Run the backward of a microbatch; gradients are summed over the shards' ranks after that of `last` alone."""
         for module in self._modules:
             module.set_requires_gradient_sync(mb == last, recurse=False)
             module.set_is_last_backward(mb == last)
         run()
 
     def at_once(self, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch, behind which gradients are summed."""
+        """Run the backward of a microbatch, after which gradients are summed."""
         self.around(mb, mb, run)

@@ -241,7 +241,7 @@ class Conversions:
         return renamed
 
     def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
-        """Return the model's tensor `name`, made of its stored parts by the patterns of their names."""
+        """Return the model's tensor `name`, computed from its stored parts by the patterns of their names."""
         converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
         value: Any = parts
         for operation in converter.operations:

@@ -94,7 +94,7 @@ def _model_of(
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredModel:
-    """A model on meta, and one layer of each kind of which the costs are measured."""
+    """A model on meta, and one layer of each kind, whose costs are measured."""
 
     blank: nn.Module
     anatomy: Anatomy
@@ -147,7 +147,7 @@ class _MeasuredModel:
         return min(int(name.removeprefix(f"{self.anatomy.layers}.").split(".")[0]) for name in trained)
 
     def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_LayerTables]:
-        """The tables that a forward makes once for all layers, by batch: seen from behind the last kind of layer."""
+        """The tables that a forward makes once for all layers, by batch: seen from after the last kind of layer."""
         stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_LayerTables]()
         for batch in batches:
             given = self._given(stage, *batch)

@@ -41,7 +41,7 @@ def valueless() -> Iterator[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees every operator but one: more than half of what torch calls asks a tensor without values for its device."""
+    """Sees every operator but one: more than half of torch's calls asks a meta tensor for its device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -103,7 +103,7 @@ def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in
 
 
 def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The result of a grouped product has a shape; torch's own stand-in for tensors without values takes bf16 alone."""
+    """The result of a grouped product has a shape; torch's own meta kernel takes bf16 alone."""
     if one.dim() == 2 and other.dim() == 2:  # of columns and rows, for each group one matrix
         assert offs is not None
         return one.new_empty(len(offs), one.shape[0], other.shape[1])
@@ -233,7 +233,7 @@ class _Pass:
         if self.stage.ends and self.stage.adapted:
             return self._backward_of_loss()
         gradient = torch.zeros_like(self.output)
-        # The counter takes some operators apart: it stands behind what counts bytes, which sees them whole.
+        # The counter takes some operators apart: it stands after what counts bytes, which sees them whole.
         with self.of_inputs, self.live, self._collecting(backward=True):
             if self.output.requires_grad:
                 self.output.backward(gradient)
@@ -243,7 +243,7 @@ class _Pass:
         return list(self.live.trace)
 
     def _backward_of_loss(self) -> list[float]:
-        """Live bytes where the logits' gradient takes their place, and is gone behind the head's product."""
+        """Live bytes where the logits' gradient takes their place, and is gone after the head's product."""
         with self.of_inputs, self.live, self._collecting(backward=True):
             loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output

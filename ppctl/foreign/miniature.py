@@ -248,7 +248,7 @@ def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, S
 
 
 def _check_code(config: Any) -> None:
-    """Raise CannotCut for a config of which transformers makes no model."""
+    """Raise CannotCut for a config from which transformers makes no model."""
     try:
         make_model(config, "meta")
     except CODE_FAILS as error:

@@ -41,7 +41,7 @@ class StoredWeights:
         known = set(model.state_dict()) | {name for name, _ in model.named_buffers()}
         self._library = Conversions(model)
         self._parts: dict[str, list[tuple[str | None, str]]] = defaultdict(list)
-        """Canonical name -> the stored tensors that it is made of, each with the pattern that it matched."""
+        """Canonical name -> the stored tensors that it is computed from, each with the pattern that it matched."""
         for name in sorted(self._headers, key=self._library.order):
             target, pattern = self._library.target_of(name)
             self._parts[target].append((pattern, name))

@@ -1,4 +1,4 @@
-"""Costs of the parts of a model of transformers, measured on tensors without values.
+"""Costs of the parts of a model of transformers, measured on meta tensors.
 
 Knows numbers that grow with sequences and their lengths. Must not know how they were found
 (`ppctl.foreign.measure`), or which layers a stage has.
@@ -37,7 +37,7 @@ def most(peak: Peak, sequences: int, length: int) -> float:
 
 
 class LayerCost(NamedTuple):
-    """Costs of one layer, or of what stands before or behind all layers. Bytes are those of one microbatch."""
+    """Costs of one layer, or of what stands before or after all layers. Bytes are those of one microbatch."""
 
     flops: Growth
     """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""

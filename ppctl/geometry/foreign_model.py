@@ -33,7 +33,7 @@ class Anatomy:
     first: tuple[str, ...]
     """Modules with parameters or saved buffers that run before the layers, in the model's order: embeddings."""
     last: tuple[str, ...]
-    """The same behind the layers: final norm and head."""
+    """The same after the layers: final norm and head."""
     embedding: str
     head: str
     tied: bool
@@ -51,7 +51,7 @@ class Anatomy:
         return f"{self.layers}.{index}"
 
     def place(self, name: str) -> int:
-        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, behind."""
+        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, after."""
         inside = name.startswith(f"{self.layers}.")
         return 1 if inside else 0 if name.rpartition(".")[0] in (*self.first, *self.early) else 2
 
@@ -126,7 +126,7 @@ class ForeignModel(NamedTuple):
     """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
-        """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""
+        """How many tensors the routers of the first so many layers record: a hop after these carries them all."""
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:

@@ -27,7 +27,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything behind them.
+    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything after them.
     names = map(str.strip, chosen.split(","))
     usable = takewhile(lambda name: name[:1] not in ("", "-") and not (name.isdigit() and int(name) >= present), names)
     return min(len(list(usable)), present)

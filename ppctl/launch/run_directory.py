@@ -120,7 +120,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _commit() -> str | None:
-    """The commit of ppctl's own source, with `+` behind it if files differ; None outside a checkout."""
+    """The commit of ppctl's own source, with `+` after it if files differ; None outside a checkout."""
     source = Path(ppctl.__file__).resolve().parent.parent
     if not (source / ".git").exists():
         return None

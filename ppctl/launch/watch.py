@@ -341,7 +341,7 @@ def _outcome(watch: Watch) -> JobOutcome:
 
 
 def _say(line: str) -> None:
-    """Print for the person at the terminal, on a line of its own behind the ^C that it shows."""
+    """Print for the person at the terminal, on a line of its own after the ^C that it shows."""
     print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are made of.
+"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are built from.
 
 Knows four moves (to and from either side), ends, fused exchanges, and what would leave the other rank waiting. Must not
 know schedules.

@@ -107,7 +107,7 @@ class of Megatron that attach it."""
 def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any) -> None:
     """Set the factor by which losses inside the layers count as the main loss does, before the microbatch's backward.
 
-    It is what `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the
+    It is what `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) returns for 1, divided by the
     microbatches unless the loss is per token, for MoE times the context parallel size: a tensor of one element on the
     output's device. It goes to Megatron's own autograd function, if that is loaded, to every submodule's
     `set_moe_loss_scale` or `set_mtp_loss_scale`, and to the config's function for its attention variant. Raises

@@ -90,7 +90,7 @@ def _documents_at_once(
     bounds, longest = documents.bounds, documents.longest
     assert bounds is not None  # `bounds_of`: whoever makes Documents makes them if this kernel was chosen
     grouped = q.shape[1] != k.shape[1]
-    causal = (-1, 0)  # a window: all before a token, nothing behind it
+    causal = (-1, 0)  # a window: all before a token, nothing after it
     mixed = kernel(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
     by_head: Tensor = mixed[..., :width].unflatten(0, rows).transpose(1, 2)
     return by_head

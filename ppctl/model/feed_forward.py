@@ -104,7 +104,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
-        weights = weights.to(x.dtype)  # of which autocast may make two
+        weights = weights.to(x.dtype)  # from which autocast may make two
         if not up:
             ctx.save_for_backward(weights, x)
             return activation(x).mul_(weights)

@@ -80,7 +80,7 @@ def rounded_size(size: int) -> int:
 class Copies:
     """Copies between a device and the host. On a GPU they run on two streams, one each way, and the host never waits.
 
-    Tensors without values (`meta`) have no bytes on the host.
+    Meta tensors (`meta`) have no bytes on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Copies:
         self.buffers = HostBuffers(pinned=on_gpu)
 
     def out(self, items: Collection[Moved]) -> Event:
-        """Start to copy out, behind what the device was asked to compute so far. `wait` before the bytes there go."""
+        """Start to copy out, after what the device was asked to compute so far. `wait` before the bytes there go."""
         with self._beside(self._out):
             for moved in items:
                 assert moved.device is not None
@@ -134,7 +134,7 @@ class Copies:
 
     @contextmanager
     def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Run on `stream`, behind what the device was asked to compute so far."""
+        """Run on `stream`, after what the device was asked to compute so far."""
         if stream is None:
             yield
             return

@@ -4,7 +4,7 @@ Knows the modules and how sequences are read ahead. Must not know the output pro
 ranks. Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
-norm) and the embedding of token i + k + 1; the output projection makes of it logits for token i + k + 2. If
+norm) and the embedding of token i + k + 1; the output projection computes from it the logits for token i + k + 2. If
 documents are kept apart, a document's end is to the modules what the end of the sequence is.
 """
 

@@ -76,7 +76,7 @@ class _Stage:
         return call
 
     def fetching(self, run: Run) -> Run:
-        """`run`, the first one that moves nothing: behind its forward all is out, and its backward fetches the layer
+        """`run`, the first one that moves nothing: after its forward all is out, and its backward fetches the layer
         before it."""
 
         def call(x: Tensor, *places: Any) -> Tensor:

@@ -107,7 +107,7 @@ class _Inputs:
     """The inputs of one call of a function, all that is kept of it; what its operations save is made a second time.
 
     As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
-    every call: the second call is made when the backward first needs something, and given up behind the last tensor
+    every call: the second call is made when the backward first needs something, and given up after the last tensor
     that the first one saved; each of these is free when its operation's backward has used it.
     """
 
@@ -162,7 +162,7 @@ class _Saved:
 
 
 class _EnoughError(Exception):
-    """Ends the second call of a function behind what the backward needs of it."""
+    """Ends the second call of a function after what the backward needs of it."""
 
 
 def _made_again(saved: _Saved) -> Tensor:

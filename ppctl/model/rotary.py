@@ -109,7 +109,7 @@ def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool
     `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as in
     Llama. The product of queries and keys is the same, because both are reordered. Without `turns` heads stay as they
     are: the model has learned positions. A token's heads lie side by side in the result: attention's has the layout of
-    its queries, and the projection behind it reads it without a copy.
+    its queries, and the projection after it reads it without a copy.
     """
     if turns is None:
         return x

@@ -209,7 +209,7 @@ class StageModule(nn.Module):
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
         """The output projection, the gradient of whose result is [b, s, vocab_size]; and what another's kernel
-        multiplies, of which autograd makes the gradients in I."""
+        multiplies, whose gradients autograd computes in I."""
         outside = [module for module in self.modules() if isinstance(module, Experts) and module.grouped]
         stacks = [parameter for module in outside for parameter in module.parameters()]
         return (*stacks,) if self.output is None else (self.output.weight, *stacks)

@@ -197,7 +197,7 @@ class StepLoss:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
     def try_out(self, output: Any, labels: Any, device: torch.device) -> None:
-        """Raise ConfigError (PP-E130) for a model's result, on meta, of which the loss cannot be computed.
+        """Raise ConfigError (PP-E130) for a model's result, on meta, from which the loss cannot be computed.
 
         A `loss_fn` is called once with zeros of the same shapes: its exceptions are raised before any message is sent.
         """

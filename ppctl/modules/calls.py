@@ -163,7 +163,7 @@ def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
-    """Raise ConfigError (PP-E557) if a stage returns another dtype than the forward without values has shown."""
+    """Raise ConfigError (PP-E557) if a stage returns another dtype than the forward on meta tensors has shown."""
     if isinstance(output, Tensor) and output.dtype != edge.dtype:
         shown = str(edge.dtype)
         message = f"stage {number} returns {output.dtype}, and its forward on tensors without values {shown}"
@@ -177,7 +177,7 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
     """
     schedule, stages, kept = run.prepared.schedule, run.stages, dict[int, int]()
     on_gpu = device.type == "cuda"
-    if on_gpu:  # what is in the cache behind the dry pass is what a microbatch needs
+    if on_gpu:  # what is in the cache after the dry pass is what a microbatch needs
         torch.cuda.empty_cache()
     with torch.random.fork_rng([device] if on_gpu else []), stages.restored():
         for program in run.programs(0, last_call=True):

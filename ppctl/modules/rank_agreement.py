@@ -91,7 +91,7 @@ def on_host(ranks: AgreeingRanks) -> bool:
 
 
 class SameCall:
-    """Whether all ranks make the same call and have ended it: three numbers on the host before and behind its messages.
+    """Whether all ranks make the same call and have ended it: three numbers on the host before and after its messages.
 
     A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
     """
@@ -125,7 +125,7 @@ class SameCall:
         return bool(largest == -smallest and largest)
 
     def last_failed(self, *, failed: bool) -> int | None:
-        """The highest rank whose part of a call has failed, behind its messages; None if none has."""
+        """The highest rank whose part of a call has failed, after its messages; None if none has."""
         if self.alone:
             return None
         *_, first = self._largest(0, failed=failed)

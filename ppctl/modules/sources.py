@@ -65,7 +65,7 @@ class OwnModel:
         return CutStage(self.model, self.cut, number, device, self.aware, self._further)
 
     def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """Let the model without values compute in the dtypes of its stages, from which the messages' dtypes follow."""
+        """Let the model on meta compute in the dtypes of its stages, from which the messages' dtypes follow."""
         imitate(self._blank, stages)
         self._around = tuple(stage.around for stage in stages)
 
@@ -93,7 +93,7 @@ class TransformersModel:
     def __init__(self, config: Any, anatomy: Anatomy, dtype: torch.dtype, wanted: PipelineConfig, pp: int) -> None:
         self.config, self.anatomy, self.dtype = config, anatomy, dtype
         self.weights: Callable[[str], Tensor] | None = None
-        """A tensor by its name; None leaves them without values."""
+        """A tensor by its name; None leaves them without initial values."""
         self._own_loss = wanted.loss_fn is None
         self._sent: list[torch.dtype] = []
         letters = _letters(wanted, anatomy, pp)

@@ -46,7 +46,7 @@ class _Prepared(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The microbatches of one call, and what the last stage makes of them."""
+    """The microbatches of one call, and what the last stage computes from them."""
 
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[dict[str, Any]]

@@ -78,7 +78,7 @@ class RingGradients(GradientSums):
     _hop: Hop | None = None
 
     def total(self) -> Tensor:
-        """The sum for this rank's own keys and values, behind the last hop."""
+        """The sum for this rank's own keys and values, after the last hop."""
         if self._hop is not None:
             hand_over()
             self._own += self._hop.wait()

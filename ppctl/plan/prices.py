@@ -139,7 +139,7 @@ def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
     """Stage costs as a schedule's simulation takes them.
 
-    Gradients are summed behind the other chunks' work; only what a rank finishes last, its first chunk, is waited for.
+    Gradients are summed after the other chunks' work; only what a rank finishes last, its first chunk, is waited for.
     """
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):

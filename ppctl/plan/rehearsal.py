@@ -204,7 +204,7 @@ def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> li
         }
 
     def replay(of: Plan, pp_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The steps before the first sum, and those behind it."""
+        """The steps before the first sum, and those after it."""
         row = of.schedule.actions[pp_rank]
         steps = [*replayed(row, stages_of(pp_rank))]
         end = steady(row).stop

@@ -146,7 +146,7 @@ def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice
 
 
 def _alone(way: Way, num_microbatches: int) -> Sequence[RankCost]:
-    """Bytes of the ranks while one microbatch goes through after another: behind the second one nothing is new."""
+    """Bytes of the ranks while one microbatch goes through after another: after the second one nothing is new."""
     return way.rank_costs(lower(one_by_one(way.placement, min(num_microbatches, 2))))
 
 

@@ -69,7 +69,7 @@ def summed_copies(
 def while_summed(
     actions: Sequence[Action], kept: Sequence[int], copies: Mapping[int, int], ends: Ends | None = None
 ) -> int:
-    """The most bytes of activations and such a copy at once: behind the last backward of each stage."""
+    """The most bytes of activations and such a copy at once: after the last backward of each stage."""
     frees = dict.fromkeys(LIFE_ENDS, kept) if ends is None else ends.frees
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)

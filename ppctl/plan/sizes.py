@@ -118,7 +118,7 @@ def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:
 
 
 def check_stages(values: ConfigValues, violations: Violations) -> None:
-    """Refuse more stages than a plan can bear, before anything is made of them."""
+    """Refuse more stages than a plan can bear, before anything is built from them."""
     pp, vpp = values["pp"], values["vpp"] or 1
     if pp * vpp > MOST_STAGES:
         message = f"pp {pp} x vpp {vpp} = {pp * vpp} stages; a plan holds at most {MOST_STAGES}"

@@ -185,7 +185,7 @@ class _Stored(NamedTuple):
     """All of the matrix in which it is."""
     rows: RowBlock | None
     dim: int
-    """The dim of the matrix' rows: behind the indexes of layer and expert."""
+    """The dim of the matrix' rows: after the indexes of layer and expert."""
 
 
 def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, *, megatron: bool) -> Done:

@@ -85,7 +85,7 @@ def finite(value: Any) -> Any:
 
 
 def read(kind: type[T], value: Any) -> T:
-    """`value`, which is what `json` makes of a text, as `kind`. Raises ValueError with its place and its rule."""
+    """`value`, which is what `json` reads from a text, as `kind`. Raises ValueError with its place and its rule."""
     parsed: T = _reader(cast(Any, kind))(value)
     return parsed
 

@@ -58,7 +58,7 @@ class MetricsFile:
         os.truncate(self._path, next((begin for begin, record in records if record["step"] >= step), self._at))
 
     def _added(self, file: BufferedReader) -> list[tuple[int, dict[str, Any]]]:
-        """Each record that was added, behind the byte where it begins."""
+        """Each record that was added, after the byte where it begins."""
         records: list[tuple[int, dict[str, Any]]] = []
         faults: list[str] = []
         size = os.fstat(file.fileno()).st_size

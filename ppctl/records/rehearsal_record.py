@@ -66,7 +66,7 @@ class LayerKernels:
     host_waits: int
 
     COUNTED: ClassVar = ("kernels", "others", "other_bytes", "host_waits")
-    """The fields behind `passes`, in their order."""
+    """The fields after `passes`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ class Rehearsed:
     peak_bytes: int
     """Peak of what the rank's own code allocates; workspaces of libraries are not seen."""
     peak_action: str
-    """The action at the peak; `update` behind the schedule."""
+    """The action at the peak; `update` after the schedule."""
     stages: tuple[StageMemory, ...]
     moments: tuple[Moment, ...]
     in_update: int
-    """The most bytes behind the schedule: sums, norm, clipping and the optimizer."""
+    """The most bytes after the schedule: sums, norm, clipping and the optimizer."""
     host_waits: tuple[HostWait, ...]
     operations: tuple[Operations, ...]
     traffic: tuple[MeasuredTraffic, ...]

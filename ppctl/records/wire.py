@@ -1,4 +1,4 @@
-"""Values between processes as bytes and back, checked against a type annotation: JSON, and raw bytes behind it.
+"""Values between processes as bytes and back, checked against a type annotation: JSON, and raw bytes after it.
 
 Knows the types of the standard library, named tuples, dataclasses and enums. Must not know who sends what, nor how.
 Nothing that arrives chooses a class or runs: the receiver's annotation says what is made, and all else is refused.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # collectives of tensors without values
+import torch.distributed._tools.fake_collectives  # collectives of meta tensors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -71,7 +71,7 @@ class MemoryRecorder(Recorder):
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
     """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
-    # Messages ask a group for the backend of their device: torch has its stand-in for tensors without values nowhere.
+    # Messages ask a group for the backend of their device: torch has a fake backend for meta tensors nowhere.
     dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:
         return _rehearse(config, plan, rank)

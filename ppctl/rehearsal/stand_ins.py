@@ -1,7 +1,7 @@
 """Stand-ins while one rank is rehearsed: for the other ranks, the data, the initial weights and a GPU's fused kernels.
 
-Knows which parts `build_session` takes, and torch's functions of which a GPU has one kernel where torch, for tensors
-without values, would go step by step. Must not know what is measured.
+Knows which parts `build_session` takes, and torch's functions of which a GPU has one kernel where torch, for meta
+tensors, would go step by step. Must not know what is measured.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def point_at(directory: Path, step: int) -> Path:
-    """The rest of a `publish` that stopped behind its first renames: the checkpoint has its name already."""
+    """The rest of a `publish` that stopped after its first renames: the checkpoint has its name already."""
     path = step_path(directory, step)
     _draft_latest(directory, path)
     return _finish(directory, path)

@@ -295,7 +295,7 @@ class Schedule:
 
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
-    """A rank's list with a pair in place of its two actions, if these stand one directly behind the other."""
+    """A rank's list with a pair in place of its two actions, if these stand one directly after the other."""
     units: list[Action | Pair] = []
     for action in row:
         before = units[-1] if units and pairs else None
@@ -386,7 +386,7 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
-    """The stages of a list whose microbatches live on behind their forwards."""
+    """The stages of a list whose microbatches live on after their forwards."""
     return frozenset(action.stage for action in actions if action.op in LIFE_ENDS)
 
 

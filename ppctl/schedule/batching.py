@@ -41,7 +41,7 @@ def _placed(schedule: Schedule, spans: tuple[Span, ...], deferred: Callable[[Act
     """The batched schedule of one choice.
 
     A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
-    the two, behind what comes then, if it is not needed before.
+    the two, after what comes then, if it is not needed before.
     """
     place = schedule.placement
     edges = {(op, edge.sender): edge for edge in schedule.edges for op in edge.ops}

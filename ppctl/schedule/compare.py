@@ -1,4 +1,4 @@
-"""The policies side by side: what each makes of the same microbatches and costs.
+"""The policies side by side: what each does with the same microbatches and costs.
 
 Knows policies, what they hold and what they send. Must not know what is printed, models or devices. Standard library
 only.

@@ -133,7 +133,7 @@ class Lanes:
     limits: Sequence[float]
     """Memory limit of each pp_rank in the unit of `sizes`, raised by 1e-9 because sums are rounded."""
     sums: list[float]
-    """Seconds that every pp_rank takes to sum gradients, behind its last entry."""
+    """Seconds that every pp_rank takes to sum gradients, after its last entry."""
 
     @classmethod
     def of(cls, task: Task) -> Lanes:

@@ -35,7 +35,7 @@ class Rule:
 
     first: First = First.OLDEST
     alternate: bool = True
-    """Behind an I, a forward goes before the next I."""
+    """After an I, a forward goes before the next I."""
     make_room: bool = True
     """If memory delays a forward, weight gradients go before an I."""
     late_forward: float = 0.5
@@ -208,7 +208,7 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
 class WeightsPlaced(_StepInProgress):
     """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
 
-    `late_weights` as in `Rule`. None are `made` if memory would hold an F up for ever, or the step end behind
+    `late_weights` as in `Rule`. None are `made` if memory would hold an F up for ever, or the step end after
     `latest`.
     """
 

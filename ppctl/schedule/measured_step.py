@@ -99,7 +99,7 @@ class TimeLedger:
     host: float = 0.0
     """Between actions whose input was there: the interpreter, sends, and the begin of the step."""
     drain: float = 0.0
-    """Behind its last action, until the last one of its pipeline was over."""
+    """After its last action, until the last one of its pipeline was over."""
     agreement: float = 0.0
     """From there until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0

@@ -36,7 +36,7 @@ def pair_up(schedule: Schedule) -> Schedule:
 
 
 def deferred_weights(schedule: Schedule) -> Schedule:
-    """The backward of every pair in two halves: I beside the forward, and W behind the pair."""
+    """The backward of every pair in two halves: I beside the forward, and W after the pair."""
     split = {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B}
     rows = tuple(
         tuple(chain.from_iterable(_halves(action) if action in split else (action,) for action in row))

@@ -47,7 +47,7 @@ class RankMemory:
     in_backward: dict[int, int] = field(default_factory=dict)
     """At most while its backward runs, beside what was there before."""
     behind: int = 0
-    """At most behind the last action, all bytes counted."""
+    """At most after the last action, all bytes counted."""
     halves: Mapping[Op, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
     """Split backwards: (operation, stage) -> what it frees, and its extra memory while it runs. Else W frees all."""
 

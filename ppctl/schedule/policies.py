@@ -29,7 +29,7 @@ from ppctl.schedule.zero_bubble import (
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
-    """How many more forwards than the textbook's a rank runs ahead: at most one per rank behind it."""
+    """How many more forwards than the textbook's a rank runs ahead: at most one per rank after it."""
     return min(extra_warmup, pp - pp_rank - 1)
 
 
@@ -272,7 +272,7 @@ def make_schedule(
 
     `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before
     the next; only the table of several chunks depends on it. `extra_warmup` (0 to pp - 1) is how many forwards more
-    than the textbook's are in flight, on each rank at most one for every rank behind it. Raises ScheduleError with
+    than the textbook's are in flight, on each rank at most one for every rank after it. Raises ScheduleError with
     every size that makes no sense.
     """
     group = pp if microbatch_group_size is None else microbatch_group_size

@@ -255,7 +255,7 @@ def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:
 
 
 def _marked(row: Sequence[Action], pp_rank: int, index: int, note: str) -> str:
-    """One rank's row around an action, with `<-- here` and a note behind it; an index past the end marks the end."""
+    """One rank's row around an action, with `<-- here` and a note after it; an index past the end marks the end."""
     before, after = _window(row, index)
     return f"rank {pp_rank}: {' '.join([*before, '<-- here,'])} {note}{'; ' if after else ''}{' '.join(after)}"
 
@@ -276,7 +276,7 @@ def _rows_around(schedule: Schedule, pp_rank: int, index: int, note: str) -> str
 
 
 def _window(row: Sequence[Action], index: int) -> tuple[list[str], list[str]]:
-    """The cells up to `index` and those behind it, cut if there are more."""
+    """The cells up to `index` and those after it, cut if there are more."""
     before = ["..."] * (index > _BEFORE) + [str(action) for action in row[max(index - _BEFORE, 0) : index + 1]]
     after = [str(action) for action in row[index + 1 : index + 1 + _AFTER]]
     return before, after + ["..."] * (index + 1 + _AFTER < len(row))

@@ -32,14 +32,14 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk.
 
-    No bubble but filling and draining (pp - 1 forwards in front, none behind the first rank) if F, I and W take
+    No bubble but filling and draining (pp - 1 forwards in front, none after the first rank) if F, I and W take
     equal times and num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank.
     """
     return _on_a_loop("zb_h2", pp, 1, num_microbatches, group, times=2)
 
 
 def _on_a_loop(name: str, pp: int, vpp: int, num_microbatches: int, group: int, times: int = 1) -> Schedule:
-    """Rank r warms up with `times` forwards for every rank behind it, and is `times` r backwards late with its Ws."""
+    """Rank r warms up with `times` forwards for every rank after it, and is `times` r backwards late with its Ws."""
     table = get_schedule_table(num_microbatches, vpp, group)
     rows = []
     for pp_rank in range(pp):

@@ -125,12 +125,12 @@ class KeptGradients(Callback):
         self._on = False
         s, path = self.session, step_directory(self.directory, step)
         self._enter("recording", step - 1)  # takes as long as the disk does
-        gather_rows([], s.own.rank, s.groups.world)  # behind it rank 0 has forgotten what an earlier start has kept
+        gather_rows([], s.own.rank, s.groups.world)  # after it rank 0 has forgotten what an earlier start has kept
         path.mkdir(parents=True, exist_ok=True)
         shards = gradient_shards(s)
         file = path / disk.file_name(s.own.rank)
         disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
-        rows = gather_rows(self._row(), s.own.rank, s.groups.world)  # behind it all files are written
+        rows = gather_rows(self._row(), s.own.rank, s.groups.world)  # after it all files are written
         if s.own.rank == 0:
             write_messages(path, [each for rank, row in enumerate(rows.tolist()) for each in self._unpack(rank, row)])
         self._enter("updating", step - 1)
@@ -214,7 +214,7 @@ class TorchProfile(Callback):
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Record a step; the files are written behind it, when the device is through, and under another limit."""
+        """Record a step; the files are written after it, when the device is through, and under another limit."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.type == "cuda"

@@ -89,7 +89,7 @@ class Trainer:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
         Raises TrainingError, on all ranks alike, if numbers are not finite. The host waits for its device once: for
-        the numbers of the step, behind which a GPU may have the update to do, and leaves it out by itself if the
+        the numbers of the step, after which a GPU may have the update to do, and leaves it out by itself if the
         norm is not finite. When this returns, the host knows whether it did: what is saved is a whole step.
         """
         self._take_size(step)

@@ -160,7 +160,7 @@ class ShardedWeights(Weights):
         super().clear_gradients()
 
     def run(self, name: str) -> range:
-        """Which elements of the rank's parameter, read flat, its part is; the padding behind the last one not."""
+        """Which elements of the rank's parameter, read flat, its part is; the padding after the last one not."""
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))

@@ -26,7 +26,7 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients.delivery import AT_ONCE, LEAVE_WHOLE, TOGETHER, Make, Use, deliver, operands, version_of
 
 PLAIN: set[type[Tensor]] = {Tensor}
-"""The types of tensors whose products are deferred. Measurements on tensors without values add theirs."""
+"""The types of tensors whose products are deferred. Measurements on meta tensors add theirs."""
 
 
 class DeferredGradients:
