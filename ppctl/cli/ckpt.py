@@ -1,6 +1,6 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
-Knows the arguments, where a checkpoint is found, and in which order its parts are asked. Must not know torch: what
+Knows the arguments, where a checkpoint is found, and in which order its parts are checked. Must not know torch: what
 makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
 """
 
@@ -230,20 +230,20 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
+def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
     """Checkpoints that stay whatever `--keep` says: the newest good one, and the one that a start goes on from.
 
     Raises CheckpointError (PP-E530) if none is good.
     """
-    for path in reversed(kept):
+    for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:
                 named = checkpoint_folder.find(folder)
                 return [path, *([] if named is None else [named.path])]
         except CheckpointError:
             continue
-    message = f"none of the {len(kept)} checkpoints in {folder} is good, and nothing is deleted"
-    remedy = f"ppctl ckpt verify {pasted(kept[-1])}" if kept else f"ls -l {pasted(folder)}"
+    message = f"none of the {len(checkpoints)} checkpoints in {folder} is good, and nothing is deleted"
+    remedy = f"ppctl ckpt verify {pasted(checkpoints[-1])}" if checkpoints else f"ls -l {pasted(folder)}"
     raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
 
 

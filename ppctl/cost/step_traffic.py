@@ -1,4 +1,4 @@
-"""Bytes that one rank sends once a step: sums of gradients, weights, and the few numbers that ranks report.
+"""Bytes that one rank sends once a step: for sums of gradients, updated weights, and the numbers that ranks report.
 
 Knows what `ppctl/train` exchanges after a step's last microbatch, and how large. Must not know what layers exchange
 (`traffic`), seconds or links.
@@ -153,7 +153,7 @@ def step_sums(
         every += rows
         for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
-                _sum_of(found, axis, ranks, bucket, sums)
+                _note_gradient_sum(found, axis, ranks, bucket, sums)
     for row in every:
         if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
             ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
@@ -220,7 +220,11 @@ def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterato
             yield axis, ranks, own
 
 
-def _sum_of(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
+def _note_gradient_sum(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
+    """Add to `found` the sum of one bucket of gradients over `ranks` ranks, and the gather of the weights that follow.
+
+    `bucket` holds the number of elements of each parameter. Under sharding each is padded to a multiple of `ranks`.
+    """
     if sums.sharding == "none":
         found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
         return

@@ -28,7 +28,7 @@ _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _AS_THEY_ARE = (*_NUMBERS, "name", "layout", "stages", "pp_ranks", "derived", "provenance", "problems")
 _CALLS = "gradient_accumulation_steps"
-_OF_SIZE = tuple(name for name in SmallerBatch._fields if name != "schedule")
+_SMALLER_BATCH_FIELDS = tuple(name for name in SmallerBatch._fields if name != "schedule")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Plan:
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
             "schedule": _without_rows(self.schedule, {_CALLS: self.gradient_accumulation_steps}, times),
             # Earlier plans have no such key, and most have one size.
-            **({"smaller": [_of_size(each) for each in self.smaller]} if self.smaller else {}),
+            **({"smaller": [_smaller_batch_json(each) for each in self.smaller]} if self.smaller else {}),
             "timing": self.timing.to_json(),
             "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
             "derived": [fields_of(derived) for derived in self.derived],
@@ -180,7 +180,7 @@ class Plan:
             smaller=tuple(
                 SmallerBatch(
                     schedule=_schedule(each["schedule"], sizes),
-                    **{name: each[name] for name in _OF_SIZE},  # type: ignore[literal-required]
+                    **{name: each[name] for name in _SMALLER_BATCH_FIELDS},  # type: ignore[literal-required]
                 )
                 for each in fields.get("smaller", ())
             ),
@@ -195,8 +195,12 @@ class Plan:
         return data
 
 
-def _of_size(smaller: SmallerBatch) -> dict[str, Any]:
-    return {**{name: getattr(smaller, name) for name in _OF_SIZE}, "schedule": _without_rows(smaller.schedule, {}, {})}
+def _smaller_batch_json(smaller: SmallerBatch) -> dict[str, Any]:
+    """The entry of one smaller batch in plan.json: its numbers, and its schedule without the actions."""
+    return {
+        **{name: getattr(smaller, name) for name in _SMALLER_BATCH_FIELDS},
+        "schedule": _without_rows(smaller.schedule, {}, {}),
+    }
 
 
 def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[str, float]) -> dict[str, Any]:
@@ -299,6 +303,7 @@ def _digest_of(executed: Mapping[str, Any]) -> str:
 
 
 def _schedule(data: _Rows, sizes: ParallelSizes) -> Schedule:
+    """The schedule of one entry in plan.json. Raises ValueError if it does not fit `sizes`."""
     if len(data["actions"]) != sizes.pp:
         raise ValueError(f"it has actions of {len(data['actions'])} pp_ranks, and {sizes.pp} pp_ranks")
     return Schedule(
