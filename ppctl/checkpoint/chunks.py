@@ -50,6 +50,8 @@ class ChunkReader:
                 yield from self._pieces(name, shard, DTYPES[record.dtype][1], wanted)
 
     def _pieces(self, name: str, shard: ShardRecord, width: int, wanted: Box) -> Iterator[ChunkPiece]:
+        """The parts of the box `wanted` in one shard, chunk by chunk; a chunk's digest is checked before any of it is
+        given. `width` is the bytes of an element."""
         first = shard.bytes[0]
         with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():

@@ -75,6 +75,7 @@ class LocalCopies:
         (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
 
     def _survey(self, seen: list[Seen]) -> CopiesAtStart:
+        """What all ranks need to know at a start, from what each has `seen` in its host's memory."""
         hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
         return CopiesAtStart(
             secrets.token_hex(8),

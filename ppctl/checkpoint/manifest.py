@@ -282,6 +282,8 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
+    """What is wrong with one file by its size and the digest of its header; None if nothing is. Raises OSError if the
+    file system fails, not if the file is missing."""
     expected = manifest.files.get(name)
     if expected is None:
         return damaged(path, f"{name} is not in its {MANIFEST}")
@@ -299,6 +301,7 @@ def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
 def _difference(
     path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
 ) -> Problem | None:
+    """The first difference of an open file from its record. A header of another file is recognised by its digest."""
     size = os.fstat(stream.fileno()).st_size
     header = stream.read(min(expected.header, size))
     same = xxh3_128(header).hexdigest() == expected.digest

@@ -240,6 +240,7 @@ class BackgroundSaver:
         self._writer.close()
 
     def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
+        """Write one step, in the thread. The error is kept for `finish`: the thread has nobody to raise it to."""
         try:
             self.memory.wait(copied)
             if self.local is not None:

@@ -268,6 +268,8 @@ def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str
 
 
 def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, stage: int) -> ParameterDifference:
+    """Compare a parameter's gradient, whole in `first`, with its parts in `second`. `tolerance` is relative to the
+    largest absolute value in `first`."""
     whole = first.whole(name)
     scale = float(np.max(np.abs(whole.astype(np.float64)), initial=0.0))
     parts = second.parts[name]

@@ -97,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[Word]:
-    """Completions of the last of `words`, those after `ppctl`; none if a shell completes files."""
+    """Completions of the last of `words`, which are the command line's words after `ppctl`.
+
+    Empty if the shell itself should complete a file name.
+    """
     *before, word = words
     if not before:
         offered: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())

@@ -243,7 +243,7 @@ def summary(name: str) -> str:
 
 
 def keys_of(section: str) -> list[Key]:
-    """The keys of a section that text can set."""
+    """The keys of `section` (such as `model`) whose value can be given as text, on a command line or in a file."""
     return [key for key in text_keys().values() if key.name.startswith(f"{section}.")]
 
 

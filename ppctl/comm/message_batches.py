@@ -78,7 +78,7 @@ class GroupTransport:
 
 
 class FusedBatch:
-    """All messages start in one batch_isend_irecv, on the pipeline's own group and without tags.
+    """Messages that all start in one `batch_isend_irecv`, on the pipeline's own group and without tags.
 
     Between two ranks only the order distinguishes messages, activations and gradients: both ends must add them in the
     same sequence, as batched schedules do.

@@ -80,6 +80,7 @@ class Turns:
         self._piece(1, piece)
 
     def _piece(self, number: int, piece: Callable[[], None]) -> None:
+        """Run one piece in its thread; however it ends, the other piece gets the turn."""
         try:
             piece()
         except _Abandoned:

@@ -1,8 +1,8 @@
 """The candidates of a search for a layout, and their scores without simulation.
 
 A candidate is the number of decoder layers by stage, and the stage of the MTP layers; E is in the first stage and L in
-the last. Knows which candidates are legal, prices of stages (asked through `price`) and the order of a schedule's F, B
-and W. Must not know where prices come from. A search asks many thousand times: prices are kept.
+the last. Knows which candidates are legal, prices of stages (from calls of `price`) and the order of a schedule's F, B
+and W. Must not know where prices come from. A search needs a price many thousand times, so prices are cached.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Space:
     """The stages that may hold the MTP layers: -1 alone if the model has none."""
 
     def even(self) -> Candidate:
-        """The candidate with the most even stages, MTP in the last one."""
+        """The candidate whose stages have the most even numbers of layers, the MTP layers in the last stage that may
+        hold them."""
         return Candidate(even_counts(self.num_layers, self.num_stages), self.homes[-1])
 
     def plain(self) -> Iterator[Candidate]:

@@ -88,6 +88,8 @@ class _LayoutSearch:
         self.results: dict[Candidate, Simulated] = {}
 
     def run(self) -> SearchResult:
+        """Descend from each start, then try the neighbours of the best candidate until `_PATIENCE` rounds in a row find
+        nothing better or the allowance is spent; simulate the finalists in full."""
         promise = self.scores.promise
         even = self.simulated(self.space.even())
         starts = {self.descended(start) for start in _starts(self.space, self.scores)}
@@ -201,6 +203,7 @@ def _filled(space: Space, scores: Scores, home: int) -> list[int]:
 
 
 def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[int]:
+    """Layers per stage if each stage takes as many as fit into `bound` seconds; the sum may be less than all layers."""
     first, counts = 0, []
     for stage in range(space.num_stages):
         count = 0
@@ -215,6 +218,7 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
 
 
 def _step_time(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
+    """Seconds of one step at these prices, executed with messages but without the rest of a simulation."""
     costs = Costs(
         forward=[price.forward for price in prices],
         backward=[price.input_gradient + price.weight_gradient for price in prices],

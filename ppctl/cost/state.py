@@ -96,7 +96,10 @@ def state_bytes(
 def saved_bytes(
     count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> int:
-    """Bytes that a rank saves of `count` parameters: masters and their moments, of its part where they are shared."""
+    """Bytes of optimizer state that a rank writes to a checkpoint: the masters and moments of `count` parameters.
+
+    Under sharding only the rank's part of them counts. A matrix that Muon moves has one moment, AdamW's have two.
+    """
     dense, experts = on_device(count, sizes)
     if sharding == "none":
         return (dense + experts) * precision.shared_optimizer - sum(muon.on(sizes)) * precision.gradient
@@ -104,8 +107,8 @@ def saved_bytes(
 
 
 def shared(dense: int, experts: int, sizes: ParallelSizes, muon: Orthogonalised = ADAMW_ALONE) -> int:
-    """Parameters of a device that are its part of what its data-parallel ranks share: an equal one of all but the
-    matrices that Muon moves, of which it is what the rank with most owns."""
+    """The number of parameters in one rank's shard: an equal part of all but the matrices that Muon moves, and of these
+    matrices what the rank that owns most has."""
     matrices = muon.on(sizes)
     return -((matrices[0] - dense) // (sizes.dp * sizes.cp)) - ((matrices[1] - experts) // sizes.edp) + muon.owned
 

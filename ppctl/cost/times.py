@@ -111,6 +111,8 @@ def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> l
 
 
 def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Work]:
+    """The products of one attention on one device, by the module whose recomputation repeats them. FLOPs and bytes are
+    of one microbatch's forward."""
     sizes, tokens, element = Sizes.of(model), setting.tokens, setting.element
     h, heads, tp, over = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
     flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / over
@@ -214,6 +216,8 @@ def machine_of(
 
 
 def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int | None) -> Dispatch:
+    """How many copies of a token cross slow and fast links on the way to its experts. `nodes` None: one copy for each
+    rank reached; 1: one for each expert; more: by node."""
     topk, group = model.moe_router_topk, sizes.ep * sizes.etp
     domains, near = max(1.0, group / device.domain), min(group, device.domain)
     if nodes is None:

@@ -1,7 +1,8 @@
-"""A tokenizer's chat template: messages become one text, and the template or the turns say what the assistant wrote.
+"""A tokenizer's chat template: makes one text of messages, and marks which parts of it the assistant wrote.
 
-Knows where templates are, and the process that renders (`rendering`). Must not know tokens, files of conversations, nor
-what is in a template: launcher and ranks run none themselves.
+The marks come from the template itself, or from rendering the conversation turn by turn. Knows where templates are, and
+the child process that renders (`rendering`). Must not know tokens, files of conversations, nor what is in a template:
+launcher and ranks run no template themselves.
 """
 
 from __future__ import annotations

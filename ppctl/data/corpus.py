@@ -135,6 +135,7 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") 
 
 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
+    """All documents as one array of tokens, each with its end mark. Raises DataError (PP-E404) if there is no text."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
     documents = [(own, place) for own, place in encode_files(files, tokenizer, text_key=text_key) if len(own)]

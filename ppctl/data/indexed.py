@@ -261,6 +261,7 @@ class IndexedWriter:
                 folder.rmdir()
 
     def _publish(self) -> None:
+        """Bring both files to the disk, then rename .bin before .idx: a reader never sees an index of other tokens."""
         _sync(self._stream)
         self._stream.close()
         with open(self._drafts[1], "xb") as stream:

@@ -1,6 +1,7 @@
-"""From the `data` section of a config to samples to train on and samples held out, and a look at them before a run.
+"""From a config's `data` section to the samples to train on and those held out, and a check of them before a run.
 
-Knows which keys name which data, and what training asks of it. Must not know steps, ranks or torch: the launcher looks.
+Knows which keys name which data, and what training requires of the data. Must not know steps or ranks, nor import
+torch, because the launcher makes the check.
 """
 
 from __future__ import annotations

@@ -193,6 +193,7 @@ class DevicePace:
                 self._passed += 1
 
     def _pass(self, number: int, index: int, event: Event, *, begins: bool, enters: bool) -> None:
+        """Wait until the device has passed one mark, and move the heartbeat; in the watching thread."""
         if enters:
             self.heartbeat.enter(index)
         try:

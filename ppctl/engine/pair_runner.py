@@ -48,6 +48,8 @@ class PairRunner:
             self.recorder.begin(index)
 
         def half(index: int, work: Callable[[], None]) -> Callable[[], None]:
+            """`work` as one of the two halves: its end is recorded, and begins the other half's own time."""
+
             def run() -> None:
                 try:
                     work()

@@ -158,7 +158,8 @@ _AS_IT_IS = "a forward that takes hidden states itself, with patch_inner_model=F
 
 
 class _Autocast(TorchFunctionMode):
-    """Whether autocast is ever on for a type of device: within dispatch it always reads as off."""
+    """Records in `seen` whether autocast was ever on for `device_type`. It watches torch functions, because in a
+    dispatch mode autocast always reads as off."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -246,6 +247,8 @@ class _Watch(TorchDispatchMode):
         )
 
     def _enter(self, part: int, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a module of `part` runs: check that its first tensor is a result of the part before, and put in its
+        place the tensor that would arrive as a message."""
         self._running.append(name)
         if part < self.part:
             message = f"{name} of part {part} is called when part {self.part} has begun"
@@ -267,6 +270,7 @@ class _Watch(TorchDispatchMode):
         return with_first_tensor((args, kwargs), arrived)
 
     def _leave(self, part: int, name: str, _: nn.Module, args: Any, output: Any) -> Any:
+        """After a module has run: replace its results with new tensors that are marked with its part."""
         self._running.pop()
         self.part = max(self.part, part)
 

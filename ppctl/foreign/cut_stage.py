@@ -103,6 +103,8 @@ class CutStage(nn.Module):
             self._arrived = None
 
     def _connect(self) -> None:
+        """Put stand-ins in place of all modules of other stages, or take them out if the forward around them knows of
+        the cut."""
         modules, inner = dict(self.model.named_modules()), self.cut.inner
         for part, names in enumerate(self.cut.parts):
             for name in names:

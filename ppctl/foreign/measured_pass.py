@@ -202,6 +202,8 @@ class _Pass:
         self.forward = [value - self.before for value in self.live.trace]
 
     def _watched(self, run: Callable[[], Any], called: Any) -> Any:
+        """Run a pass, and note in `kept` the bytes of each storage that autograd saves, without parameters; arguments
+        of a layer are counted elsewhere."""
         _, *others = called or (None,)
         given = [tensor for tensor in tensors_of(others) if storage_of(tensor) not in self.own] if called else []
         self.arguments = tuple(storage_of(tensor) for tensor in given if storage_of(tensor) != storage_of(called[0]))

@@ -126,11 +126,15 @@ class ForeignModel(NamedTuple):
     """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
-        """How many tensors the routers of the first so many layers record: a hop after these carries them all."""
+        """How many tensors the routers of the first `layers` layers record: a message after these layers carries
+        all."""
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
-        """Bytes of these for so many tokens, if weights have elements of so many bytes."""
+        """Bytes of the logits that the routers of the first `layers` layers record for `tokens` tokens.
+
+        `element` is the bytes of a weight's element; routers that compute in float32 record 4 bytes for each logit.
+        """
         logits = self.router_logits
         return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 

@@ -94,6 +94,8 @@ def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
 
 
 def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
+    """What a rank waits for: another rank in a collective, or the action of another rank that its current action
+    needs."""
     if own.index == NO_ACTION or own.state not in _LISTED:
         axis, behind = _behind_in_exchanges(plan, by_rank, own)
         return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)
@@ -259,6 +261,7 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
 
 
 def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
+    """The sentence of a report: for how long nothing has moved, and how many ranks wait for `culprit`."""
     own, waiting = culprit.state, [wait for wait in rank_waits if wait.on is not None]
     nothing = f"nothing has moved for {still:.0f} s"
     if own.stopped:

@@ -211,6 +211,7 @@ class Watch:
         return min(waits, default=None)
 
     def _handle(self, number: int) -> None:
+        """Act on a signal; one that comes again within `_ONE_PRESS` seconds counts as the same press."""
         now = time.monotonic()
         again = number in self._counted
         if again and now - self._counted[number] <= _ONE_PRESS:
@@ -324,6 +325,7 @@ def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOu
 
 
 def _outcome(watch: Watch) -> JobOutcome:
+    """How the job ended, from why the watch ended it and from the state in status.json. A failure goes first."""
     run, state = watch.job.run, watch.job.run.status()["state"]
     if watch.cause == "failure":
         causes = failures(list(watch.exits.values()), [*run.errors(), *watch.unwritten_errors])

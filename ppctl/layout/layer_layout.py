@@ -26,8 +26,8 @@ class PipelineParallelLayerLayout:
     `layout` is a string (`Et*3|(tt|)*29,m|L`) or a list with one list per stage, of `LayerType` members, their names or
     the letters. `pp_rank` binds the object to a rank, the default of the `get_*` methods; `key` is the config key that
     the user typed, for messages; `num_layers` and `mtp_num_layers` (None: not known) make suggestions fit the model.
-    Raises LayoutError with every problem of the text or, where that can be read but its stages are no multiple of the
-    pipeline's size, every problem of the layout.
+    Raises LayoutError with every problem of the text; if the text parses but its number of stages is no multiple of the
+    pipeline's size, with every problem of the layout.
 
     Attributes: `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size` (chunks per rank), `pp_rank`.
     """

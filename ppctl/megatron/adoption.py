@@ -134,6 +134,8 @@ def release() -> Sequence[Place]:
 
 
 def _replace() -> Iterator[Place]:
+    """Put ppctl's functions in place of Megatron's in every loaded module, under whatever name it has them; yields the
+    places. Each is noted, for the way back."""
     ours = {name: P2PCommunicator if name == "P2PCommunicator" else getattr(functions, name) for name in _NAMES}
     found = ((id(vars(sys.modules[home]).get(name)), name) for name, home in _NAMES.items())
     named = dict(found)

@@ -180,6 +180,8 @@ class NeighbourExchange:
         return Handle(works, channel)
 
     def _fuse(self, moves: Moves, headers: bool) -> dict[str, Handle]:
+        """Start all moves in one batch_isend_irecv, in the order of `MOVES`, which both ends must share; headers have
+        tags of their own."""
         tags = HEADER_TAGS if headers else TAGS
         names = [name for name in MOVES if name in moves]
         ops = []

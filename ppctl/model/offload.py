@@ -61,6 +61,8 @@ class _Stage:
         kept = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
 
         def call(x: Tensor, *places: Any) -> Tensor:
+            """Run the layer, and move what it saves to the host afterwards, unless someone else still needs the
+            storage."""
             if not torch.is_grad_enabled():
                 return run(x, *places)
             alive = {_storage(tensor) for tensor in (*kept, *_tensors(places))}

@@ -178,6 +178,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
+    """Recompute the named modules of a layer: some keep only their inputs, of others the outputs are made again."""
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
             if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):

@@ -73,6 +73,8 @@ class BatchRun:
         return [self._program(number, first, last_call=last_call) for number in self.stages.numbers]
 
     def _program(self, number: int, first: int, *, last_call: bool) -> StageProgram:
+        """The program of one stage in the schedule call that begins at microbatch `first`. `last_call` says whether
+        gradients are summed after it."""
         crossing, module = self.prepared.crossing, self.stages.modules[number]
         is_last = number == self.prepared.schedule.placement.num_stages - 1
         if crossing.forms:

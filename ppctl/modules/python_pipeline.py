@@ -204,6 +204,8 @@ class Pipeline:
         return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
     def _run_calls(self, run: BatchRun, *, training: bool) -> None:
+        """Run all schedule calls of a batch, then compare failures of all ranks. An error amid messages breaks the
+        pipeline for good."""
         schedule = run.prepared.schedule if training else run.prepared.forwards
         if training:
             self._schedule = schedule
@@ -265,6 +267,8 @@ class Pipeline:
         _check_gradients(training)
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
+        """Check a batch on this rank, before any message: what crosses the cuts, and whether the loss can be
+        computed."""
         self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]

@@ -65,6 +65,8 @@ class ExpertExchange:
         return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
 
     def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
+        """Send each row once to every node that has some of its experts, distribute it there, and sum what comes
+        back."""
         assert self.group is not None and self.outer is not None  # one is divided by the other
         nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
         own = len(counts) // nodes

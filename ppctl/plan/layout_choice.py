@@ -123,6 +123,7 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
 
 
 def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> LayoutCut | None:
+    """The cut of a layout that the config gives; None, with violations, if it does not fit pp, vpp or the model."""
     pp, vpp = values["pp"], values["vpp"]
     try:
         count = len(PipelineParallelLayerLayout(text, 1).stages)

@@ -169,6 +169,7 @@ def peak_terms(cost: RankCost) -> str:
 
 
 def _smaller(values: ConfigValues) -> Iterator[Overrides]:
+    """Overrides that may lower the peak, in the order in which they are tried."""
     pp, mbs, ep = values["pp"], values["mbs"], values["ep"]
     if values["pipeline.extra_warmup"] not in (0, "auto"):
         yield {"pipeline.extra_warmup": "auto"}

@@ -77,6 +77,8 @@ def pricer(
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
     def of_stage(stage: int, held: tuple[Layer, ...], last: bool) -> StageCost:
+        """The seconds of a microbatch's passes, the message that it sends, and its bytes, of a stage with the layers
+        `held`."""
         modules = recomputed_modules(train, stage)
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []

@@ -142,6 +142,8 @@ def fitted(
 def _settled(
     rows: Sequence[tuple[Counter[Kind], float]], start: Mapping[Kind, float], scale: float
 ) -> dict[Kind, float]:
+    """Seconds of each kind that explain the measured stages, by Kaczmarz' method: each row in turn is met exactly, with
+    changes in proportion to `start` x `scale`."""
     weights = {kind: seconds * scale for kind, seconds in start.items()}
     fit = dict(weights)
     for _ in range(ROUNDS):

@@ -314,6 +314,7 @@ class Rehearsal:
         }
 
     def _rank(self, kind: RankKind, measured: Rehearsed) -> dict[str, Any]:
+        """The report of one rehearsed rank, planned beside measured. Sizes are in bytes."""
         cost, peak = self.cost_of(measured.rank), self.peak_of(measured.rank)
         kept = {memory.stage: memory.kept for memory in measured.stages}
         own = {name: getattr(cost, name) for name in (*_STATE, "peak_bytes")}

@@ -1,7 +1,7 @@
-"""Which schedule runs, how far its forwards run ahead, the proof that it can run, and what it would take.
+"""Which schedule runs, how far its forwards run ahead of its backwards, and the proof that it ends in no deadlock.
 
-Knows how a schedule is chosen, proved and priced, and the memory that a longer warm-up takes. Must not know how
-schedules work (`ppctl.schedule`) or layouts.
+Knows how a schedule is chosen, proved and priced, and the memory that a longer warm-up takes. Must not know how a
+schedule is made or executed (`ppctl.schedule`), nor layouts.
 """
 
 from __future__ import annotations
@@ -274,8 +274,11 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> ProvedSchedule:
-    """`proved` for an order that was made to be sound: it is judged only if a capacity is set, which may hold it up,
-    if it is a user's, and if it hangs by itself."""
+    """`proved` for a schedule that a policy or a search made, which is sound by construction.
+
+    The full check runs only if a capacity is set, which may block a send, if the order is from a user's file, or if
+    `lower` finds a deadlock; otherwise the lowered schedule is taken without a check.
+    """
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)
     try:

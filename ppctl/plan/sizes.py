@@ -103,6 +103,7 @@ def derive_world(
 
 
 def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:
+    """The violation of a job with more than MOST_RANKS ranks; `equation` shows how many it has."""
     replica = prod(values[axis] for axis in AXES)
     unset: Overrides = {"nodes": None, "gpus_per_node": None}
     one = {axis: 1 for axis in ("tp", "cp", "ep") if values[axis] > 1}
@@ -127,6 +128,8 @@ def check_stages(values: ConfigValues, violations: Violations) -> None:
 
 
 def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Violation:
+    """The violation of a world that the axes do not divide (PP-E204), or do not multiply to with a given dp
+    (PP-E203)."""
     replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     code = "PP-E203" if dp else "PP-E204"
     right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"

@@ -76,6 +76,8 @@ def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, De
 
 
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
+    """The layout string that the split options in `used` make, and its reason. Raises Unfit if they exclude each
+    other."""
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
         raise Unfit(f"a layout already determines what {names} set; use only one of them", {"layout": None})
@@ -206,6 +208,8 @@ def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: An
 
 
 def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | int]:
+    """The modules of one part: decoder layers as numbers, others by name. Raises Unfit for a name that the model does
+    not have."""
     for name in part:
         if anatomy is not None:
             yield from _foreign_module(number, str(name), anatomy)

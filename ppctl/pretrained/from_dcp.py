@@ -1,10 +1,10 @@
-"""From a distributed checkpoint of torchtitan's or Megatron-core's to one of ours, one tensor at a time, bit for bit.
+"""Converts a distributed checkpoint (DCP) of torchtitan or Megatron-core to ppctl's, tensor by tensor, bit for bit.
 
-Knows torch's files (`.metadata`, which says which bytes of which file are which part of a tensor, and data, each part
-by itself as `torch.save` writes it), the classes that DCP and Megatron-core put into `.metadata`, and how tensors are
-found by our names. Must not know the command line, ranks or modules. Sizes are the config's: such a checkpoint does not
-tell them in a form that can be read without its program. `.metadata` is a pickle, which is read without running what it
-says; parts are read by torch with `weights_only`.
+Knows torch's files: `.metadata` maps each part of a tensor to a file and its bytes there, and data files hold each part
+as `torch.save` writes it. Knows the classes that DCP and Megatron-core put into `.metadata`, and how tensors are found
+by ppctl's names. Must not know the command line, ranks or modules. The model's sizes come from the config, because such
+a checkpoint does not record them in a form that other programs can read. `.metadata` is a pickle: it is read without
+running any code in it, and torch reads the parts with `weights_only`.
 """
 
 from __future__ import annotations

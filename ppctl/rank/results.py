@@ -201,6 +201,8 @@ def _was_replaced(run: RunDir) -> bool:
 
 
 def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) -> RankFailure:
+    """The record of an error for errors/: of an EngineError its cause, with stage and action; of several problems the
+    first, and the others as text."""
     action = error.action if isinstance(error, EngineError) else None
     cause = error.__cause__ or error if isinstance(error, EngineError) else error
     problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]

@@ -105,6 +105,8 @@ class NodeWatch:
         return None
 
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
+        """Judge the job from what all hosts published: if nothing has moved for too long, write the verdict and leave.
+        The record that carries the verdict is published before this node's ranks are ended."""
         hosts = (self.run.heartbeats() if self._hosts else {}) | {host: dict(record)}
         now = time.time()
         states = published_states(hosts, now, math.inf)

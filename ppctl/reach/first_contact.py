@@ -249,6 +249,8 @@ class FirstContact:
 def _make_all(
     contacts: Sequence[Contact], results: SimpleQueue[list[float] | Exception], enter: Callable[[], None]
 ) -> None:
+    """Run each contact `_ROUNDS` times and put its seconds into `results`; an exception is put there instead, and ends
+    the work. Runs in a thread."""
     enter()
     for contact in contacts:
         times = []

@@ -93,6 +93,7 @@ def _contacts(
     ties: ProcessGroup | None,
     exchanges: Exchanges,
 ) -> list[Contact]:
+    """The messages to try between this rank and others, in the one order that all ranks follow."""
     contacts, channels = list[Contact](), list[Contact]()
     if communicator is not None:
         channels = channel_contacts(communicator.ends, communicator.pp_group, communicator.device)

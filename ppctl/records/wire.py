@@ -168,6 +168,7 @@ def _listed(plain: Any, length: int | None = None) -> list[Any]:
 
 
 def _many(make: Callable[[list[Any]], Any], kind: Any) -> tuple[Convert, Convert]:
+    """Converters of a list or tuple; a plain kind is checked only by the set of its values' types, which is fast."""
     to, back = _converts(kind)
     if to is back and kind is not Any:  # nothing is converted: of 10^5 numbers or names the types alone are looked at
         plain_kind = kind or NoneType

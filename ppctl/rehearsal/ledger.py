@@ -218,6 +218,7 @@ class DeviceLedger(TorchDispatchMode):
             self.message(kind, self.axes.get(group.group_name, "ties"), size, self.during)
 
     def _wait(self) -> None:
+        """Note a place where the host would wait for the device: the innermost frame of ppctl outside the rehearsal."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
             name = frame.f_code.co_filename

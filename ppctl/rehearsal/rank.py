@@ -80,6 +80,7 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
+    """Build one rank's session on meta tensors and count one step of it."""
     if config.model.kernels:
         message = f"kernels from outside are not made for tensors without values: model.kernels={config.model.kernels}"
         raise ConfigError(Problem("PP-E128", message, "model.kernels=null"))
@@ -127,6 +128,7 @@ def _refuse_experts_one_by_one(session: Session) -> None:
 def _figures(
     session: Session, ledger: DeviceLedger, recorder: MemoryRecorder, in_update: int, seconds: float
 ) -> Rehearsed:
+    """The counted step as a record; `in_update` is the most bytes after the schedule."""
     weights, state = session.replica.weights, session.replica.optimizer.state
     moments = [tensor for entry in state.values() for tensor in entry.values() if tensor.is_meta]
     own = {id(parameter) for parameter in weights.model.values()}

@@ -1,7 +1,7 @@
 """Stand-ins while one rank is rehearsed: for the other ranks, the data, the initial weights and a GPU's fused kernels.
 
-Knows which parts `build_session` takes, and torch's functions of which a GPU has one kernel where torch, for meta
-tensors, would go step by step. Must not know what is measured.
+Knows which parts `build_session` takes, and which functions of torch are one fused kernel on a GPU but several
+operations on meta tensors. Must not know what is measured.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """cuDNN's or flash attention: kept are queries, keys, values, the result and a float32 a row and head."""
+    """cuDNN's or flash attention, which saves for the backward queries, keys, values, the result and a float32 for each
+    row and head. Other calls (with a mask, not on meta, or with both kernels switched off) run `func` itself."""
     fuses = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()  # sdpa_kernel's switches
     if not (query.is_meta and fuses) or attn_mask is not None:
         out: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -47,6 +47,8 @@ def find_run(reference: str | None, root: Path) -> RunDir:
 
 
 def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
+    """The runs that fit `reference` by the first rule that any run fits: the id, the job's number, or the id's
+    beginning."""
     rules: tuple[Callable[[RunDir], bool], ...] = (
         lambda run: run.id == reference,
         lambda run: run.id.startswith(f"{reference}.") and reference.isdigit(),

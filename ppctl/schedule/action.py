@@ -108,7 +108,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Parse what `str` prints, and blanks in it. Raises ScheduleError on all else."""
+        """Parse the text of `str(pair)`, which may have more blanks. Raises ScheduleError for any other text."""
         words = _groups(_OVERLAP, text.strip(), "a pair of actions, as in (2F1;1B0)OVERLAP_F_B")
         return cls(*map(Action.parse, words))
 

@@ -189,6 +189,8 @@ def _tables(
     message_seconds: Callable[[Channel], float],
     awake: list[int],
 ) -> _Lookup:
+    """The work of every operation by stage. A list of ready times is one object for the action that fills it and the
+    action that waits for it."""
     stages = range(schedule.placement.num_stages)
     ahead, back, silent = _lines(schedule, message_seconds, awake)
     at_once: _Ready = [0.0] * schedule.num_microbatches

@@ -1,9 +1,9 @@
-"""The task of a search for a schedule, and the orders that it tries: rows of lane numbers, and when each rank ends.
+"""A schedule search's task, and the orders that it tries: rows of lane numbers, and when each rank ends.
 
 A lane is one operation of one stage for all microbatches, which run in order: what is left to choose is in which order
 a rank's lanes take turns. Knows prices and activation sizes. Must not know how orders are found (`search`). Its clock
-is the executor's for schedules without messages (a test compares); it is kept apart because it runs thousands of times
-per search, on less: no whole backwards, no capacities, no batches. Standard library only.
+gives the executor's times for schedules without messages (a test compares them). It is separate code because it runs
+thousands of times per search, and does less: no unsplit backwards, no capacities, no batches. Standard library only.
 """
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:
 
 
 def rows_of(schedule: Schedule) -> Rows | None:
-    """A compute-only schedule's rows, whole backwards as I and W; None if a lane's microbatches are not in order."""
+    """A compute-only schedule's rows, an unsplit backward as I and W; None if a lane's microbatches are out of
+    order."""
     count = [0] * (KINDS * schedule.placement.num_stages)
     rows: Rows = []
     for actions in schedule.actions:

@@ -79,6 +79,7 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra
     filled = num_microbatches + (pp - rest if vpp > 1 and 0 < rest < pp else 0)
 
     def warmup(pp_rank: int) -> int:
+        """Megatron's number of forwards, over all chunks, before the rank's first backward, plus the extra warm-up."""
         if pp == 1:  # Megatron does not pipeline here; the chunks still have to run one after the other
             return min((vpp - 1) * group, vpp * num_microbatches)
         counts = warmup_counts(

@@ -35,7 +35,7 @@ def spans_of(pp_rank: int, actions: Iterable[Action], starts: Iterable[float], e
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The actions of every pp_rank in one step, with their times. A rank's spans are in their order."""
+    """The actions of every pp_rank in one step, with their times. Each rank's spans are in the order of their start."""
 
     pp: int
     spans: tuple[Span, ...]

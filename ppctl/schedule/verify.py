@@ -121,6 +121,7 @@ def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[P
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
+    """The reason why `action` does not belong in this rank's list; call it only for such an action."""
     op, stage, mb = action
     place = schedule.placement
     if not 0 <= stage < place.num_stages:

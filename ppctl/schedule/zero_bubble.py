@@ -92,6 +92,7 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """
 
     def row(pp_rank: int, words: _Words) -> None:
+        """Write the list of one rank into `words`, phase by phase."""
         behind = pp - 1 - pp_rank
         words.add("F0", 2 * behind)
         words.add("F0 F1", pp_rank + 1)

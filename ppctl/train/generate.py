@@ -130,6 +130,8 @@ def write_sample(session: Session) -> dict[str, str] | None:
 
 
 def _sample(session: Session) -> dict[str, str] | None:
+    """Continue a prompt that rank 0 of each pipeline chooses; None if the tokens are of another tokenizer than the
+    config's. A collective."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
     if session.data.training is not None:

@@ -98,6 +98,7 @@ class StagePrograms:
         return self.batch
 
     def _program(self, spec: StageSpec, first: int) -> StageProgram:
+        """The program of one stage in a schedule call whose first microbatch is number `first` of the step."""
         module, recompute = self.session.model.stages[spec.stage], self.session.model.recompute[spec.stage]
         gathered = self.session.replica.gathered
         embeds, predicts, ends = (Layer(kind) in spec.layers for kind in ("embedding", "mtp", "loss"))

@@ -39,10 +39,10 @@ SETTLE = 5.0
 class Saves(Callback):
     """A run's checkpoints: `start` finds and loads one, then each due step is saved.
 
-    `writer` gives the address of the node's writer (without one, ranks write themselves); `say` takes lines for the
-    user on rank 0, `note` there the seconds of every save. Memory for the copies is made now, if `checkpoint.local`
-    is set by `start`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks if one
-    has none.
+    `writer` gives the address of the node's writer process (without one, ranks write themselves). On rank 0 `say` takes
+    lines for the user, and `note` the seconds of every save. The constructor makes the memory for the copies; if
+    `checkpoint.local` is set `start` makes it, because copies of an earlier start may lie there. Raises CheckpointError
+    (PP-E511) on all ranks if one rank has no memory for its copies.
     """
 
     def __init__(
@@ -214,7 +214,10 @@ class Saves(Callback):
         end.checkpoint = self._path or end.checkpoint
 
     def close(self, error: BaseException | None) -> None:
-        """No save follows. Before a process fails, a save under way gets some seconds."""
+        """End saving. If the run fails with `error`, a save under way gets `SETTLE` seconds to become complete.
+
+        After a run without an error the copies in memory are deleted.
+        """
         if self._background is None:
             return
         if isinstance(error, Exception):
@@ -222,7 +225,7 @@ class Saves(Callback):
                 self._background.finish(SETTLE)
             self._look()
         elif error is None and self.local is not None:
-            self.local.remove()  # the last checkpoint on the disk is as new
+            self.local.remove()  # the last checkpoint on the disk is just as recent
         self._background.close()
 
     def _look(self) -> None:

@@ -230,6 +230,7 @@ class Trainer:
 
 
 def _bad_norm(step: int, norm: GradNorm) -> TrainingError:
+    """The error for a gradient norm that is not finite; names the first parameter whose own norm is not."""
     culprits = norm.culprits()
     where = "of all parameters together"
     if culprits:

@@ -1,4 +1,4 @@
-"""Others' autograd functions and modules whose weight gradients are deferred: one registration, `split_backward`.
+"""Deferred weight gradients of autograd functions and modules that users bring: the registration `split_backward`.
 
 Knows how an autograd function runs, and the modules that compute weight gradients when `backward_dw()` is called. Must
 not know any function's formulas.
@@ -171,6 +171,8 @@ class _Later:
         self._made: dict[int, Tensor | None] = {}
 
     def __call__(self, *tensors: Any, index: int) -> Tensor | None:
+        """The gradient of weight `index`; the first call computes the gradients of all weights, and later calls take
+        theirs."""
         if index not in self._made:
             rule, context = self._rule, self._context
             context.saved_tensors = tensors[: self._saved]
@@ -204,7 +206,10 @@ def delays(module: Any) -> bool:
 
 
 def _call_later(module: nn.Module, _: Any, outputs: Any) -> None:
-    """Have `backward_dw` called when the backward of this call of the module has run: in W, or at its end."""
+    """A forward hook of `module`: its pre-hook on the output's `grad_fn` only queues `module.backward_dw`.
+
+    `backward_dw` itself runs in W if the backward is split, else at the end of the backward.
+    """
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
     node = next((each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None), None)
     if node is not None:
