@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as numpy's arrays, if torch is not installed, and the differences of two checkpoints.
+"""Tensors of a checkpoint as numpy arrays, without torch, and the differences between two checkpoints.
 
 Knows the values of one box at a time. Must not know torch, models or files. numpy lacks bfloat16 and 8-bit floats:
 ml_dtypes adds them.
@@ -46,17 +46,17 @@ class TensorDifference:
 
     name: str
     kinds: tuple[str, str]
-    """`float32[4, 8]` of both. If shapes differ, there is no more."""
+    """The dtype and shape in each checkpoint, such as `float32[4, 8]`. If shapes differ, the other fields are empty."""
     different: int = 0
     """Elements, of `elements`."""
     elements: int = 0
     at: tuple[int, ...] = ()
-    """The first of them, and its values in both."""
+    """The first element that differs, and its values in both checkpoints."""
     values: tuple[float, float] = (math.nan, math.nan)
     norm: float = math.nan
     """The second tensor minus the first, in float64."""
     relative: float = math.nan
-    """That over the norm of the first."""
+    """The norm of the difference over the norm of the first tensor."""
     largest: float = math.nan
     """The largest absolute difference of an element."""
 
@@ -66,7 +66,7 @@ class CheckpointDifferences:
     """The differences between two checkpoints; names in the model's order."""
 
     missing: list[str]
-    """Those that only the first one has."""
+    """The names of tensors that only the first checkpoint has."""
     new: list[str]
     """Those that only the second one has."""
     different: list[TensorDifference]

@@ -59,7 +59,7 @@ def choose(all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
 
 @lru_cache(maxsize=1)
 def _writers(all_parts: tuple[bytes, ...]) -> Writers:
-    """Return the writers of these parts; kept, since save after save has the same parts."""
+    """Return the writers of these parts; cached, since every save of a run has the same parts."""
     with without_collections():
         return choose_writers(list(map(parts_of, all_parts)))
 

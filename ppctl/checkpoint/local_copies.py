@@ -1,4 +1,4 @@
-"""Copies in memory as all ranks of a job have them: looked for at a start, brought to who needs them, made.
+"""Copies in memory of all ranks of a job: how a start finds them and sends them to the ranks that need them.
 
 Knows how a copy travels between ranks, over the process group of the saves beside training. Must not know checkpoints
 on the disk, sessions, nor what is reported.
@@ -239,7 +239,7 @@ def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tu
 
 
 def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
-    """Receive a copy: its values into `values`; returns the bytes of its record."""
+    """Receive a copy's values into `values`; returns the bytes of the copy's record."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, of, group=ranks.group, tag=0)
     if not 0 < int(size) <= _PIECE:

@@ -1,8 +1,9 @@
-"""Copies of ranks' shards in hosts' memory that outlive the processes: of which step, whether whole, and which to use.
+"""Copies of ranks' shards in hosts' memory that outlive the processes: their step, whether they are whole, which to
+use.
 
-Of a rank there is one on its own host, and perhaps one that a neighbouring host keeps. Each is in place: its record
-goes before its values change, and comes back when they are whole and have digests. Must not know tensors, nor how a
-copy travels.
+A rank has one copy on its own host, and perhaps another on a neighbouring host. A copy is overwritten in place: its
+record is deleted before its values change, and written again when the values are whole and have digests. Must not know
+tensors, nor how a copy travels.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LocalCopy:
         private_files.write(self.record, text)
 
     def text(self) -> bytes:
-        """Return the bytes of its record. Raises OSError."""
+        """Return the record as bytes. Raises OSError."""
         return private_files.read(self.record, _MOST_OF_A_RECORD)
 
     def is_intact(self) -> bool:
@@ -78,7 +79,7 @@ class LocalCopy:
         return False
 
     def mapped(self) -> mmap:
-        """Map the file of its values. Raises OSError, and ValueError if it is empty."""
+        """Map the file with the copy's values. Raises OSError, and ValueError if it is empty."""
         with open(private_files.open_file(self.values, os.O_RDWR), "r+b") as file:
             return mmap(file.fileno(), 0)
 
@@ -157,7 +158,7 @@ class Seen(NamedTuple):
     parts: str
     """A digest of what the rank holds now."""
     bytes: int
-    """The size of its values."""
+    """Bytes of the copy's values."""
     copies: list[HostCopy]
     """All that lie at the place, whosesoever."""
     changed: bool
@@ -205,7 +206,7 @@ def hosts_of(places: Sequence[str]) -> list[list[int]]:
 
 
 def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
-    """For every rank, the one on the neighbouring host that keeps its copy.
+    """For every rank, the rank on the neighbouring host that keeps its copy.
 
     Hosts are paired in order, and the last three of an odd number go in a ring. Of pairs, fewer losses of two hosts
     take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) if there are no two hosts with

@@ -44,7 +44,7 @@ Chunk = tuple[int, int, str]
 
 _MOST_OF_A_MANIFEST = 2**30
 _MOST_ENTRIES = {"": 64, "files": 2**17, "tensors": 2**20}
-"""Of a manifest, beside its files and tensors, and of these."""
+"""The most entries of a manifest: at its top (`""`), in `files`, and in `tensors`."""
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
@@ -241,7 +241,7 @@ def checked_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def in_file_order(manifest: Manifest) -> Iterator[tuple[str, ShardRecord]]:
-    """Every shard with its tensor, file by file, as they lie on the disk."""
+    """Every shard with its tensor, file by file, in the order of their bytes on the disk."""
     shards = [(name, shard) for name, record in manifest.tensors.items() for shard in record.shards]
     yield from sorted(shards, key=lambda each: (each[1].file, each[1].bytes))
 

@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it holds, rank 0 seals it; then it gets its name, `latest`, and old ones are deleted.
+"""Saving: every rank writes what it holds, rank 0 seals the checkpoint, names it, moves `latest`, and deletes old ones.
 
 Knows the order of the steps, what all ranks agree on, and what a step of training waits for: at once, beside training
 (decision 50), or from one process tensor by tensor. Must not know models, optimizers or the run.

@@ -132,7 +132,7 @@ class HostMemory:
 
 
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
-    """A file, all of it in memory, and its mapping. Raises OSError if there is no room."""
+    """The descriptor of a file that lies in memory, and its mapping. Raises OSError if there is no room."""
     if file is not None:
         descriptor = open_file(file, os.O_RDWR | os.O_CREAT)
     elif sys.platform != "linux":

@@ -40,11 +40,11 @@ class Handed(NamedTuple):
     forward: bool
     stage: int
     microbatch: int
-    """Its number in the global batch, whatever dp is."""
+    """The microbatch's number in the global batch, which does not depend on dp."""
     bits: tuple[int, int]
-    """The halves of the sum of its values' bits, read as integers, modulo 2^64."""
+    """The halves of the sum, modulo 2^64, of the bits of the message's values, read as integers."""
     squares: float
-    """The sum of its values' squares, in float64."""
+    """The sum of the squares of the message's values, in float64."""
 
     @property
     def action(self) -> str:
@@ -202,7 +202,7 @@ class ParameterDifference(NamedTuple):
     at: tuple[int, ...]
     """Where the largest difference is."""
     values: tuple[float, float]
-    """There, in both."""
+    """The values at that place in both runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class StepDifferences:
     parameters: list[ParameterDifference]
     """In the order in which a backward makes them: the last one of the last stage first."""
     equal: int
-    """Gradients that are the same."""
+    """The number of gradients that are equal."""
     missing: list[str]
     """Names that only one of the two has, or that have another shape in the other one."""
     unlike: list[tuple[str, str, str]]
@@ -289,7 +289,7 @@ def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, s
 
 
 def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
-    """|a - b|; 0 if both have the same bits, infinite if they differ and one is not a number."""
+    """|a - b| by element; 0 if the two have the same bits, infinite if they differ and either is not a number."""
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(a - b)

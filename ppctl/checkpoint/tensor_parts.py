@@ -51,12 +51,13 @@ class TensorPart(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes of its values. Raises KeyError for a dtype that the format lacks."""
+        """The number of bytes of the part's values. Raises KeyError for a dtype that the format lacks."""
         return DTYPES[self.dtype][1] * prod(self.box.shape)
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's and, unless it is all of it, where it begins: `NAME@0,512`."""
+        """The part's name in a file: the tensor's name and, unless the part is the whole tensor, its offset:
+        `NAME@0,512`."""
         if self.box == Box.whole(self.whole):
             return self.name
         return f"{self.name}@{','.join(map(str, self.box.offset))}"

@@ -256,7 +256,7 @@ def main() -> NoReturn:
 
 
 def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> None:
-    """Do what a rank asks for until it has gone, or sends what is no call."""
+    """Make the calls that a rank sends, until the rank has gone or sends something that is no call."""
     try:
         with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
             prove(connected, key, b"writer", b"rank")

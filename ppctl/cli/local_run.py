@@ -1,4 +1,4 @@
-"""From an accepted plan to the end of a run on this machine: the steps that train, resume, submit and parity share.
+"""Runs an accepted plan on this machine: the steps that `train`, `resume`, `submit` and `parity` have in common.
 
 Knows their order, and what a person sees of them. Must not know torch: a rank is started as `python -m
 ppctl.rank.worker`. A process that torchrun, SLURM or another scheduler started becomes such a worker.
@@ -178,7 +178,7 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 
 def _note_rates(config: RunConfig, checkpoint: Path) -> None:
-    """Say what the learning rate does, if the checkpoint is of a run with other rates."""
+    """Print what the learning rate does, if the checkpoint is of a run with other rates."""
     with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):

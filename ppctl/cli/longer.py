@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on with another length: whether it jumps, and commands with which it does not.
+"""The learning rate of a run that goes on with another length: whether the rate jumps, and commands that avoid a jump.
 
 Pure functions of configs. Must not know run directories or checkpoints.
 """
@@ -47,7 +47,8 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood after that.
+    """The problem of a jump of the rate, with the choices that `ppctl resume` has; `typed` is what stood after `ppctl
+    resume`.
 
     `more` are switches that each choice needs for other reasons.
     """

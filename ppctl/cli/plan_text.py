@@ -220,7 +220,7 @@ def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
 
 
 def spread(values: Sequence[str]) -> str:
-    """The value, or the first and the last one if they differ."""
+    """The value, or the first and the last value if they differ."""
     return values[0] if len(set(values)) == 1 else f"{values[0]} to {values[-1]}"
 
 

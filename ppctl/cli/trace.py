@@ -34,7 +34,7 @@ from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_cha
 from ppctl.topology import RankGrid
 
 _MOST_OF_A_STEP = 2**27
-"""Bytes of its file."""
+"""Bytes of the trace's file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +177,7 @@ class SeenStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first rank's begin to the last one's end."""
+        """Seconds from the first rank's begin to the last rank's end."""
         return self.ledgers[0].total
 
 

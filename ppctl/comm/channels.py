@@ -1,4 +1,4 @@
-"""One rank's end of a channel: post a receive, start a send, wait for either.
+"""One rank's end of a channel: posts receives, starts sends, and waits for them.
 
 Must not know schedules, stages or autograd.
 """

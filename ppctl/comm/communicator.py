@@ -103,7 +103,8 @@ class Communicator:
         return tuple(self._ends.values())
 
     def close(self) -> None:
-        """End this communicator; the last one over the process group also ends their connections.
+        """End this communicator; the last communicator over the process group also ends the connections that they
+        share.
 
         All ranks of the pipeline call it, with nothing under way, before the group is destroyed. Only NCCL needs it:
         connections that are open at the end of a process are aborted.

@@ -101,7 +101,8 @@ class Connections:
         self._users += 1
 
     def leave(self) -> None:
-        """Count one less; the last one ends all connections, with nothing under way. All ranks leave together."""
+        """Count one communicator less; the last communicator ends all connections, when no message is under way. All
+        ranks leave together."""
         self._users -= 1
         if self._users == 0:
             self.close()

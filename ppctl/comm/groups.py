@@ -1,4 +1,4 @@
-"""Process groups from groups of ranks, and what ranks learn of each other over them: numbers, values, and their clock.
+"""Process groups made from lists of ranks, and what ranks exchange over them: numbers, values, and clock offsets.
 
 Knows how torch makes a group. Must not know what an axis or a number means.
 """
@@ -143,7 +143,8 @@ def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: b
 
 
 def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
-    """The bytes of the first member of a group (None: the world) on all of them. A collective; raises ValueError."""
+    """Return on all members of a group (None: the world) the bytes that its first member gives. A collective; raises
+    ValueError."""
     group = group or dist.group.WORLD
     assert group is not None  # or there would be no rank
     device, first = _device_of(group), dist.get_global_rank(group, 0)

@@ -19,7 +19,7 @@ from ppctl.schedule.action import Channel
 
 
 class LooseBatch:
-    """Each message starts on its channel when it is added."""
+    """Messages that each start on their channel as soon as they are added."""
 
     def __init__(self, end: Callable[[Channel], DirectEnd]) -> None:
         self._end = end

@@ -1,7 +1,7 @@
 """The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
 
-Pure: knows names, quotes and brackets, never values or files. `normalise` makes `KEY=VALUE` of each word, once, and the
-last word about a key counts.
+Pure: knows names, quotes and brackets, never values or files. `normalise` turns each word into `KEY=VALUE`; if several
+words set one key, the last word counts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Arguments:
     """The command's own flags and positional arguments: words that are neither overrides nor Megatron's flags."""
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
-    """Key -> its provenance, for a key that an earlier word gave another value."""
+    """Key -> provenance, for a key to which an earlier word gave another value."""
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:

@@ -65,7 +65,7 @@ class Draft:
 
     @classmethod
     def of(cls, config: RunConfig, provenance: Mapping[str, str], problems: list[Problem]) -> Draft:
-        """The values of `config`; those without a source are defaults."""
+        """A draft with the values of `config`; values without a source count as defaults."""
         return cls(to_values(config), {**dict.fromkeys(text_keys(), DEFAULT), **provenance}, problems)
 
     def source(self, key: str) -> str:

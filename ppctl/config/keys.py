@@ -35,7 +35,7 @@ class Key:
     owner: type
     """The dataclass that declares the field."""
     facts: Facts
-    """From the metadata of its field and of its section."""
+    """The facts in the metadata of the key's field and of its section."""
 
     @property
     def limit(self) -> Limit | None:
@@ -88,7 +88,7 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """Whether its values are strings (names, paths, layouts), possibly none."""
+        """Whether the key's values are strings (names, paths, layouts) or None."""
         return str in members(self.type) or self.is_dtype
 
     @property

@@ -24,7 +24,7 @@ class RatePiece(NamedTuple):
     until: int
     lr: float
     since: int | None = None
-    """The update at which its shape begins, if that may lie inside the warm-up: as in Megatron's WSD."""
+    """The update at which the piece's shape begins, if that may lie inside the warm-up: as in Megatron's WSD."""
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {

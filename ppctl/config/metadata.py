@@ -62,7 +62,7 @@ class Bounds:
 
     @property
     def is_size(self) -> bool:
-        """Whether plans count with it: nothing can be planned if it is out of bounds."""
+        """Whether plans compute with the key's value: nothing can be planned if the value is out of bounds."""
         return 1 < self.most < LARGEST
 
     @property

@@ -1,4 +1,4 @@
-"""Values that change while a run goes on, as they are written: a batch that grows, a rate and a weight in pieces.
+"""The written form of values that change during a run: a batch that grows, a learning rate and a weight in pieces.
 
 Must not know the schema, which names these forms; `batch_sizes.py` and `learning_rate.py` say what they mean.
 """

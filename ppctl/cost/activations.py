@@ -1,4 +1,4 @@
-"""Bytes of one microbatch's activations on one device, by stage: kept, and at most while one of its passes runs.
+"""Bytes of one microbatch's activations on one device, by stage: what is kept for the backward, and the peak of a pass.
 
 Knows how layers follow each other in a stage, what is recomputed together, what is left to the host and when that is on
 the device (`ppctl/model/offload.py`, decision 43). Must not know
@@ -49,11 +49,11 @@ class StageActivations(NamedTuple):
     kept: int
     """From its forward to its backward."""
     in_forward: int
-    """While its forward runs, at most: `kept`, or all that is there in its last layers."""
+    """The most bytes while the forward runs: `kept`, or all that is there in the stage's last layers."""
     in_backward: int
-    """More while its backward runs: the largest piece that is computed again at once, with its gradients."""
+    """Further bytes while the backward runs: the largest piece that is computed again at once, with its gradients."""
     offloaded: int = 0
-    """On the host from its forward to its backward, and not in `kept`."""
+    """Bytes on the host from the forward to the backward; `kept` does not include them."""
 
 
 class StagePieces(NamedTuple):

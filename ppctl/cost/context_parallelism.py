@@ -1,4 +1,4 @@
-"""Bytes that ranks which share sequences send for attention, and keep beyond those of a rank with whole sequences.
+"""Bytes that context-parallel ranks send for attention, and bytes that they keep beyond a rank with whole sequences.
 
 Knows heads, sizes and the ways of `cp_comm_type` as `parallel/context.py` has them. Must not know seconds or links.
 """

@@ -1,8 +1,8 @@
 """Bytes that a split backward keeps of a microbatch from its I to its W: the operands of the weight gradients.
 
-Knows which weights' gradients are deferred (decision 37) and their sizes. Must not know schedules or how it is done
-(`ppctl/weight_gradients`). Of every product that is its input and the gradient of its result; an input that several
-products read counts once. Recomputation changes nothing: what it makes again in I is kept from there.
+The operands of a product are its input and the gradient of its result; an input that several products read counts once.
+Recomputation changes nothing: what I computes again is kept until W. Knows which weights' gradients are deferred
+(decision 37) and their sizes. Must not know schedules, or how gradients are deferred (`ppctl/weight_gradients`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
 
 _READS_WITH = {"wk": "wq", "wv": "wq", "wkv_a": "wq", "wq_a": "wq", "w3": "w1"}
-"""A matrix -> the one that reads the same input."""
+"""A matrix -> the matrix that reads the same input."""
 
 
 class Operands(NamedTuple):
     """Bytes of one microbatch on a stage whose backward is split."""
 
     kept: int
-    """From its I to its W."""
+    """Bytes of one microbatch from its I to its W."""
     in_weights: int
-    """More while its W runs: the largest weight gradient, until it is added to the sum."""
+    """Further bytes while the W runs: the largest weight gradient, until it is added to the sum."""
     in_inputs: int | None = None
     """More than the stage keeps while its I runs; None if a whole backward needs as much."""
 

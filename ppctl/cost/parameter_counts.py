@@ -36,7 +36,8 @@ def held(elements: int, axes: Axes, sizes: ParallelSizes) -> int:
 
 
 def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
-    """A device's part as (so many, of so many). All if tp does not divide `tp/8`; `tp:37` has a first run."""
+    """A device's part of an axis, as (numerator, denominator). All if tp does not divide `tp/8`; `tp:37` has a first
+    run."""
     name, kind, number = axis.partition("/") if "/" in axis else axis.partition(":")
     size: int = getattr(sizes, name)
     if kind == ":":

@@ -1,4 +1,4 @@
-"""In which setting layers run, as far as it decides over their activations: sizes, element, whose blocks.
+"""What decides how large layers' activations are: sizes, bytes of an element, and whose blocks compute.
 
 Knows what each system's blocks keep (`ALLOCATORS`). Must not know layers, schedules, ranks or devices.
 """
@@ -117,7 +117,8 @@ class Setting(NamedTuple):
         return self.whole_bytes(model) // self.sp
 
     def whole_bytes(self, model: ModelConfig) -> int:
-        """Bytes of the same of all tokens that its tensor-parallel ranks have together: what blocks work with."""
+        """Bytes of a hidden state of all tokens that the tensor-parallel ranks have together, which blocks work
+        with."""
         return self.tokens * model.hidden_size * self.element
 
     def travelling(self, model: ModelConfig) -> int:

@@ -67,7 +67,7 @@ class State(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of weights, gradients and optimizer state together."""
         return sum(self)
 
 

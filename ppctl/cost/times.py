@@ -1,4 +1,4 @@
-"""The work of one device for one microbatch in one layer, its seconds, and those of messages.
+"""The work of one device for one microbatch in one layer, the seconds of that work, and the seconds of messages.
 
 Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
 price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     trained: float | None = None
     """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
-    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send several copies."""
+    """Bytes of one copy of the layer's tokens, in 16 bits: dispatch and combine each send several copies."""
 
 
 def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
@@ -169,7 +169,7 @@ class Dispatch(NamedTuple):
     outside: float
     inside: float
     at_once: bool
-    """Whether both are under way at the same time, and not one after the other."""
+    """Whether messages over the network and over fast links run at the same time, not one after the other."""
 
 
 class Machine(NamedTuple):

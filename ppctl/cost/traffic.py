@@ -35,13 +35,13 @@ class Traffic(dict[Key, tuple[int, float]]):
     """(number, bytes that a rank sends) by axis and kind."""
 
     def note(self, axis: str, kind: str, size: float, number: int = 1) -> Traffic:
-        """Add so many exchanges of `size` bytes together."""
+        """Add `number` exchanges that send `size` bytes together."""
         count, total = self.get((axis, kind), (0, 0.0))
         self[axis, kind] = count + number, total + size
         return self
 
     def add(self, other: Traffic, times: int = 1) -> Traffic:
-        """Add another's, so many times (-1: take away what was counted too much)."""
+        """Add another rank's or layer's traffic, `times` times (-1: subtract what was counted too much)."""
         for (axis, kind), (number, size) in other.items():
             self.note(axis, kind, times * size, times * number)
         return self

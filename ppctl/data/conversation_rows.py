@@ -1,7 +1,7 @@
-"""Rows of whole conversations: what batches are drawn from if not all tokens are learned.
+"""Rows of whole conversations, from which batches are drawn if not all tokens are trained on.
 
 Knows which conversations stand in which row, and what of a row counts. Must not know files, steps, batches or torch.
-A row is a sample: one conversation, or several after each other, and filling after them, which nothing learns.
+A row is a sample: one conversation or several in a row, then padding that is not trained on.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ConversationRows:
     Corpus: the digest is of the tokens, of what is learned and of the rows."""
 
     conversations: Corpus
-    """All tokens one after the other."""
+    """The tokens of all conversations, one conversation after the other."""
     learned: npt.NDArray[np.bool_]
-    """For each of these tokens, whether it is trained on."""
+    """For each token of `conversations`, whether it is trained on."""
     firsts: npt.NDArray[np.int64]
     """[conversations + 1]: where each begins."""
     rows: Sequence[Sequence[int]]

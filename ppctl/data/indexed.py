@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx: tokens in one file, the places of documents in the other.
+"""Megatron's .bin and .idx: the .bin has the tokens, the .idx the places of documents.
 
 Read by mapping, never loaded; written byte for byte as Megatron does for the same tokens, whole or not at all. Knows
 the format, its damage, and how to name a document. Must not know samples, text or what the tokens mean.
@@ -66,7 +66,7 @@ class Indexed:
     lengths: Integers
     """Tokens of each sequence, int32."""
     boundaries: Integers
-    """int64: of each document its first sequence, and at the end the number of sequences."""
+    """int64: the first sequence of each document, and at the end the number of sequences."""
 
     @property
     def num_documents(self) -> int:

@@ -1,4 +1,4 @@
-"""Text files: which files a pattern means, the documents in them, and the tokens of these.
+"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens.
 
 Knows .txt and .jsonl files and every way in which they can be wrong. Must not know what the tokens are for.
 """

@@ -79,7 +79,7 @@ class ByteTokenizer:
     vocab_size = 259
     """One more than the largest id."""
     marks: Sequence[str] = ()
-    """Special tokens as text, those first that usually end a document."""
+    """Special tokens as text; first the tokens that usually end a document."""
 
     def encode_bytes(self, data: bytes) -> Tokens:
         """The ids of raw bytes, one each; not decoded, hence never invalid."""
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
 
     @property
     def marks(self) -> list[str]:
-        """The texts of its special tokens, those first that usually end a document."""
+        """The texts of the tokenizer's special tokens; first the tokens that usually end a document."""
         special = _special(self._library)
         return [token for token in _USUAL_ENDS if token in special] + sorted(special - {*_USUAL_ENDS})
 

@@ -64,7 +64,7 @@ class HostPace:
         """The index of the action that the host or the device is in."""
         self.begin = heartbeat.work
         self.ended = 0.0
-        """When the last list was over, on the host's clock (`perf_counter`)."""
+        """The time at which the last list ended, on the host's clock (`perf_counter`)."""
 
     def enter(self, index: int) -> None:
         """The host turns to an action."""
@@ -147,7 +147,7 @@ class DevicePace:
         self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """The host is through its list; the device is followed on, and not waited for."""
+        """The host has reached the end of its list; the device is still followed, and not waited for."""
         self._mark(self.length, begins=False)
 
     def settle(self, flush: Callable[[], None]) -> None:

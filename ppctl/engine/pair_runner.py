@@ -1,7 +1,7 @@
 """A forward and a backward of one rank that advance in turns (`turns`), action by action of a schedule's pairs.
 
-While the exchange of one is under way the other computes. Knows stamps and the order in which halves end. Must not know
-stages' work or schedules' policies.
+While the exchange of one half is under way, the other half computes. Knows stamps and the order in which halves end.
+Must not know stages' work or schedules' policies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class PairRunner:
         """The index of the half that failed, after `run` has raised."""
 
     def run(self, first: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run both; `first` is the forward's index in the list, the backward's is the next one."""
+        """Run a forward and a backward as a pair; `first` is the forward's index in the list, `first + 1` the
+        backward's."""
         running = [first, first + 1]
         for index in reversed(running):  # the forward last, which is first to run
             self.recorder.begin(index)
@@ -95,7 +96,7 @@ class _Refusing:
         self.threads: set[int] = set()
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's; raises TrainingError in a refused thread."""
+        """autograd's `run_backward`; raises TrainingError in a refused thread."""
         if threading.get_ident() in self.threads:
             message = "this forward calls autograd (backward or grad) itself, and it runs beside a backward"
             raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))

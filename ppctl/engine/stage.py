@@ -1,4 +1,4 @@
-"""The execution of one stage: forward and backward of its microbatches, and what is kept between the two.
+"""The execution of one stage: forward and backward of its microbatches, and what is kept between forward and backward.
 
 Knows autograd, arrivals and where outputs go. Must not know schedules, channels or what a stage computes.
 
@@ -63,7 +63,7 @@ class Live(NamedTuple):
     leaves: Message
     edges: tuple[GradientEdge | None, ...]
     outputs: Message
-    """Kept for the last stage (a scalar) and if outputs are not deallocated; otherwise empty."""
+    """The outputs on the last stage (a scalar), or if outputs are not deallocated; otherwise empty."""
     deferred: DeferredGradients | None
     """Collects weight gradients for the W, if the backward is split."""
 

@@ -40,7 +40,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Where its bytes begin in the file."""
+    """The offset of the tensor's bytes in the file."""
     bytes: int
 
 

@@ -169,7 +169,7 @@ def _sizes(config: Any, anatomy: Anatomy, table: Sequence[int]) -> dict[str, Any
 def _adapted(
     blank: nn.Module, anatomy: Anatomy, adapters: Adapters, structures: Sequence[tuple[Parameter, ...]]
 ) -> list[tuple[Parameter, ...]]:
-    """By layer, its rows with those of its adapters, and all others frozen. Changes the model."""
+    """Each layer's rows with the rows of its adapters; all rows but the adapters' are frozen. Changes the model."""
     shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
     adapted = []
     for index, rows in enumerate(structures):
@@ -239,7 +239,7 @@ def _experts(config: Any) -> tuple[int, int] | None:
 
 
 def _active(rows: Sequence[Parameter], experts: tuple[int, int] | None) -> int:
-    """Parameters of a layer that one token meets, tied ones once."""
+    """The number of parameters of a layer that one token meets; a tied parameter counts once."""
     total = 0
     for row in rows:
         routed = experts is not None and (

@@ -1,4 +1,4 @@
-"""A stage of a model of transformers, as training asks for it (`model/stage_model.py`).
+"""A stage of a model of transformers, with the interface that training needs (`model/stage_model.py`).
 
 Knows how transformers' modules stand in for themselves, what crosses a cut beside the hidden state, and how a
 description becomes a stage with initial weights. Must not know families, files or ranks.
@@ -316,7 +316,7 @@ def _stacked(router_logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """A layer's hidden state: its first argument in every model of transformers."""
+    """A layer's hidden state, which is the layer's first argument in every model of transformers."""
     state: Tensor = arguments[0] if arguments else named["hidden_states"]
     return state
 

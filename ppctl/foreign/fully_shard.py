@@ -33,7 +33,7 @@ class StageDtypes:
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtype in which the forward reads its floating parameters and buffers."""
     weights: torch.dtype | None = None
-    """The dtype of its parameters, if they have one."""
+    """The dtype of the module's parameters, if all have the same."""
     around: Casts = UNCHANGED
     """Casts around the stage as a whole."""
     modules: Mapping[str, Casts] = field(default_factory=dict)

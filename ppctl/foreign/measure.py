@@ -223,7 +223,7 @@ class _LayerTables:
     own: set[int]
     """Storages of the model itself, and of what arrived."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Storage -> its number."""
+    """Storage -> the number of the table that lies in it."""
     sizes: list[float] = field(default_factory=list)
     numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Layer -> the numbers of its arguments, in order."""

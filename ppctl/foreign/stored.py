@@ -67,7 +67,8 @@ class StoredWeights:
         return torch.empty(self.shapes[name], dtype=dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by its canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another shape."""
+        """Return the tensor of a canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another
+        shape."""
         parts = self._parts[name]
         if parts[0][0] is None:
             whole = self._stored(parts[0][1])

@@ -1,4 +1,4 @@
-"""How far a token's experts lie apart: runs of experts whose results are summed first, and how many parts hold some.
+"""Over how many parts of the experts a token's experts are spread, and runs of experts whose results are summed first.
 
 Knows how many experts a token has, and how a router limits them. Must not know ranks, tensors or seconds.
 """
@@ -34,7 +34,8 @@ def expert_runs(model: ModelConfig) -> ExpertRuns:
 
 
 def reached(model: ModelConfig, parts: int) -> float:
-    """How many of so many equal parts of the experts hold some of a token's, expected if all choices are as likely.
+    """The expected number of parts that hold an expert of a token, if the experts are cut into `parts` equal parts and
+    all choices are equally likely.
 
     A part with s of E experts holds none of K different ones with the probability C(E - s, K) / C(E, K) of the
     hypergeometric distribution (Feller, An Introduction to Probability Theory and Its Applications I, II.6), and

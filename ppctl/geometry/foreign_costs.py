@@ -22,7 +22,7 @@ class Growth(NamedTuple):
     """Per pair of tokens of one sequence: such as masks that all share."""
 
     def of(self, sequences: int, length: int) -> float:
-        """Return the number for so many sequences of this length."""
+        """Return the number for `sequences` sequences of `length` tokens."""
         each = self.token * length + self.pair * length**2
         return self.constant + self.line * length + self.square * length**2 + sequences * each
 
@@ -42,22 +42,22 @@ class LayerCost(NamedTuple):
     flops: Growth
     """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""
     kept: Growth
-    """From its forward to its backward, without its input and without tables."""
+    """Bytes from the layer's forward to its backward, without its input and without tables."""
     keeps_input: bool
     in_forward: Peak
-    """Beside these and beside all tables, while its forward runs."""
+    """Bytes beside `kept` and beside all tables, while the layer's forward runs."""
     in_backward: Peak
-    """Beside what is still kept, while its backward runs; gradients of weights are constants."""
+    """Bytes beside what is still kept, while the layer's backward runs; gradients of weights are constants."""
     in_inputs: Peak
-    """The same of the I of a split backward."""
+    """Bytes beside what is still kept, while the I of a split backward runs."""
     deferred: Growth
-    """From its I to its W."""
+    """Bytes from the layer's I to its W."""
     in_weights: Peak
-    """Beside that, while its W runs."""
+    """Bytes beside `deferred`, while the layer's W runs."""
     reads: tuple[int, ...] = ()
     """The tables that it is called with: recomputed, it keeps all of them."""
     keeps: tuple[int, ...] = ()
-    """Those that it keeps for its backward."""
+    """The tables that the layer keeps for its backward."""
     back: tuple[Growth, Growth] | None = None
     """Operations of both halves of a backward, for the input's gradient and for weights'. None if all weights are
     trained: both together are two forwards."""
@@ -77,7 +77,7 @@ class PartCosts(NamedTuple):
     first: LayerCost
     """Costs of the part before the layers."""
     last: LayerCost
-    """Costs of the part after them, up to the logits."""
+    """Costs of the part after the layers, up to the logits."""
     layers: tuple[LayerCost, ...]
     """Costs by kind of layer."""
 

@@ -33,7 +33,7 @@ class Anatomy:
     first: tuple[str, ...]
     """Modules with parameters or saved buffers that run before the layers, in the model's order: embeddings."""
     last: tuple[str, ...]
-    """The same after the layers: final norm and head."""
+    """The modules that run after the layers: final norm and head."""
     embedding: str
     head: str
     tied: bool
@@ -86,18 +86,18 @@ class RouterLogits(NamedTuple):
     """The logits that one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
 
     width: int
-    """Experts."""
+    """The number of experts, one logit each."""
     wide: bool
-    """Whether it is float32 if weights have 16 bits."""
+    """Whether the logits are float32 although weights have 16 bits."""
     wide_in_autocast: bool
-    """The same if products are cast to 16 bits."""
+    """Whether the logits are float32 although products are cast to 16 bits."""
 
 
 class ForeignModel(NamedTuple):
     """A model of transformers that was proved to run in stages."""
 
     config: str
-    """Its config.json with the overrides of `model.hf_overrides`, as JSON."""
+    """The model's config.json with the overrides of `model.hf_overrides`, as JSON."""
     overrides: Mapping[str, str]
     transformers: str
     """The version of the library that described it."""
@@ -115,7 +115,7 @@ class ForeignModel(NamedTuple):
     sizes: Mapping[str, Any]
     """The fields of ModelConfig that the model decides over."""
     active: int
-    """Parameters that one token meets: of routed experts only the chosen ones."""
+    """The number of parameters that one token meets: of routed experts only the chosen ones."""
     notes: tuple[str, ...] = ()
     """What differs from transformers' own training, for the plan."""
     adapters: Adapters | None = None

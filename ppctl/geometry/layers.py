@@ -49,7 +49,7 @@ class Layer:
 
     kind: KindName
     index: int = 0
-    """Which one of its kind, counted through the model from 0; 0 for the embedding and the loss."""
+    """The layer's number among those of its kind in the model, from 0; 0 for the embedding and the loss."""
 
     def __str__(self) -> str:
         """`decoder.3`, `embedding`: the form in plan.json, in other files and in messages."""
@@ -82,9 +82,9 @@ class Kind(NamedTuple):
 
     name: KindName
     moe: bool
-    """Whether its feed-forward is a mixture of experts."""
+    """Whether the layer's feed-forward is a mixture of experts."""
     cp_comm_type: str = "p2p"
-    """How its attention exchanges what ranks that share a sequence have of it."""
+    """How the layer's attention exchanges between ranks that each hold a part of a sequence."""
     structure: int = 0
     """For a transformers model: the index in `ForeignModel.kinds`."""
 
@@ -137,7 +137,8 @@ def has_backward(model: ModelConfig, layer: Layer) -> bool:
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
-    """How this layer's attention exchanges what ranks that share a sequence have of it: MTP's as the last layer's.
+    """How this layer's attention exchanges between ranks that each hold a part of a sequence. MTP layers do as the last
+    decoder layer.
 
     `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag.
     """

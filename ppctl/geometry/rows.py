@@ -48,7 +48,7 @@ class Parameter(NamedTuple):
     recomputed: str | None = None
     """The entry of train.recompute_modules that computes with it again."""
     experts: int = 0
-    """How many of them a layer has, each an expert's; 0 for a parameter that is none."""
+    """The number of experts that each have such a parameter; 0 for a parameter that is no expert's."""
     copy_of: str | None = None
     """The canonical name of the parameter that this is a further use of."""
     units: int = 0
@@ -96,7 +96,7 @@ class Parameter(NamedTuple):
         return tuple(f"{axis}:{self.shape[dim]}" if words else axis for axis, dim in self.splits)
 
     def splits_over(self, ranks: int) -> bool:
-        """Whether so many ranks can split it; if there are fewer units than ranks, each has the whole."""
+        """Whether `ranks` ranks can split the parameter; if it has fewer units than ranks, each rank has the whole."""
         return not self.units or self.units % ranks == 0
 
     def inside(self, block: str) -> bool:

@@ -168,7 +168,8 @@ def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | N
 def _unreceived_send(
     plan: Plan, by_rank: Mapping[int, RankState], own: RankState, schedule: Schedule, row: Sequence[Action]
 ) -> Action | None:
-    """At the end of its list a rank waits until all its messages are received: its first send that is not, yet."""
+    """The first send of a rank that is not received yet: at the end of its list a rank waits for all of its
+    messages."""
     for action in row:
         needs = _need(schedule, action) if action.op in SENDS else None
         if needs is not None:

@@ -1,4 +1,4 @@
-"""From a command line to a plan: composed, checked and planned, as far as possible, with every problem once.
+"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once.
 
 Every command that takes overrides has its config and its plan from here (ARCHITECTURE.md draws the road). Knows who
 reads a model's directory and a tokenizer. Must not know how values are composed (`ppctl.config`) or derived

@@ -51,7 +51,7 @@ class JobState:
     start: str = ""
     """When it started, or is expected to."""
     end: str = ""
-    """When its time limit ends it, or when it ended."""
+    """The time at which its time limit ends the job, or at which the job ended."""
     nodes: str = ""
 
     @property
@@ -61,7 +61,7 @@ class JobState:
 
     @property
     def ending(self) -> bool:
-        """Whether its processes are being ended: it accepts no signal any more."""
+        """Whether the job's processes are being ended: the job accepts no signal any more."""
         return self.state == "COMPLETING"
 
     @property

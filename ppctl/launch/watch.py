@@ -126,7 +126,7 @@ class Watch:
         self.asked: int | None = None
         """The signal by which the ranks were asked to save and leave."""
         self.asked_by_key = False
-        """Whether Ctrl-C asked them."""
+        """Whether the request to save and leave came from Ctrl-C."""
         self._signals = signals
         self._show = show
         self._say = say

@@ -1,4 +1,4 @@
-"""The source of a run's first weights (`model.from`): which model it holds, and whether that fits the run's.
+"""The source of a run's first weights (`model.from`): which model it holds, and whether that model fits the run.
 
 Also which tensors a checkpoint of a run holds, so that one can be compared with a config.
 

@@ -1,7 +1,7 @@
 """Reading a layout: a string through the grammar, a list by its names; every problem at once, with a remedy.
 
-Knows the two forms that users write, and asks `rules` for the nearest sound layout to suggest. Must not know
-what is asked of a layout afterwards. Standard library only.
+Knows the two forms that users write, and asks `rules` for the nearest sound layout to suggest. Must not know what a
+layout is used for afterwards. Standard library only.
 """
 
 from __future__ import annotations

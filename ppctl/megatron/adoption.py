@@ -37,7 +37,7 @@ class Place(NamedTuple):
     module: str
     name: str
     what: str
-    """Its name at home, and in ppctl."""
+    """The function's name in Megatron, and in ppctl."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Adoption:
     pp: int | None
     """Megatron's pipeline size; None if its groups are not made yet."""
     vpp: int | None
-    """Its virtual pipeline size; None without interleaving, or if its groups are not made yet."""
+    """Megatron's virtual pipeline size; None without interleaving, or if its groups are not made yet."""
     schedule: str
     """The schedule of every training step, in words."""
     again: bool

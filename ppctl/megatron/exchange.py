@@ -103,7 +103,7 @@ class NeighbourExchange:
         return got, handles
 
     def _shapes(self, sends: Sends, receives: Receives) -> dict[str, list[int]]:
-        """Exchange shapes alone: those of what comes, by move."""
+        """Exchange shapes alone; returns the shapes of the tensors to receive, by move."""
         moves = {name: header((t,), self._header_device) for name, t in sends.items() if t is not None}
         received = {name: empty_header(1, self._header_device) for name, comes in receives.items() if comes}
         self._finish(self._start(moves | received, headers=True))

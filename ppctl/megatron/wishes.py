@@ -33,7 +33,8 @@ class Wish:
 
     @property
     def kind(self) -> str:
-        """How its stages are placed: `loop` or `v`. What is searched for is a loop, as Megatron builds models."""
+        """How the schedule's stages are placed: `loop` or `v`. A search makes a loop, because Megatron builds models
+        so."""
         if self.given is not None:
             return self.given.placement.kind
         return "loop" if self.policy in (None, AUTO) else POLICIES[self.policy].placement

@@ -34,7 +34,7 @@ MULTIPLE = 8
 
 
 class BlockAttention(NamedTuple):
-    """A kernel: its forward and its backward."""
+    """A kernel for attention to one block of keys, as a forward and a backward."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, float, bool, Lengths | None], tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""The middle of attention, between the projections: heads' queries, keys and values to their weighted values.
+"""The middle of attention, between the projections: from queries, keys and values of heads to weighted values.
 
 Knows how a kernel of torch's is called. Must not know which one suits a device (`kernels.py`), nor weights.
 """

@@ -2,7 +2,7 @@
 
 Knows how these become one number for each element, and what dropout does with it. Must not know stages, ranks or the
 schedule: no generator has a state, so that no cut, resume, recomputation or split over ranks changes a draw. The mask
-is kept nowhere: a backward draws it again.
+is not saved for the backward, which draws it again.
 
 A draw has three levels: a key of a sample (host, once a step), a key of a row of elements (64 bits, on the device: a
 position of the hidden state, or a query of a head), and 32 bits for each element of the row. Sources: splitmix64 for
@@ -45,7 +45,7 @@ class Dropped(NamedTuple):
     """[b] int64, of each sample for this attention."""
     p: float
     first_head: int = 0
-    """The global number of the first of these heads."""
+    """The global number of the first head that is drawn for."""
 
 
 def sample_key(seed: int, step: int, sample: int) -> int:
@@ -54,7 +54,7 @@ def sample_key(seed: int, step: int, sample: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """The key of a module by its canonical name."""
+    """The key of a module, computed from its canonical name."""
     return _hash(name)
 
 

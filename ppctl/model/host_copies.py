@@ -32,7 +32,7 @@ class Moved:
 class _Free(NamedTuple):
     buffer: Tensor
     read: Event
-    """When its bytes have been copied back."""
+    """The moment at which the tensor's bytes have been copied back."""
 
 
 class HostBuffers:
@@ -57,7 +57,7 @@ class HostBuffers:
         return _Free(self._make(rounded), None)
 
     def give_back(self, buffer: Tensor, read: Event) -> None:
-        """Let others have it from `read` on."""
+        """Release the buffer to other users once `read` has passed."""
         self._free[buffer.numel()].append(_Free(buffer, read))
 
     def multiply(self, times: int) -> None:

@@ -127,7 +127,8 @@ class Capability:
 
 
 def _varlen_attn() -> AttendDocuments | None:
-    """torch's, imported when it is needed, because it imports torch's compiler; None in builds of torch without it."""
+    """torch's `varlen_attn`, imported when it is needed, because it imports torch's compiler; None in builds of torch
+    without it."""
     try:
         kernel: AttendDocuments = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):

@@ -1,4 +1,5 @@
-"""Multi-token prediction: modules that look one token further each, beside the decoder (DeepSeek-V3, arXiv:2412.19437).
+"""Multi-token prediction: modules beside the decoder that each predict one token further (DeepSeek-V3,
+arXiv:2412.19437).
 
 Knows the modules and how sequences are read ahead. Must not know the output projection, which the loss stage has, nor
 ranks. Attribute names are canonical parameter names: renaming one renames a checkpoint key.

@@ -100,7 +100,8 @@ class LayerStorages:
         self._offload, self._before = offload, before
         self._alive = alive
         self._moved: dict[tuple[int, int], Moved] = {}
-        """(storage, version) -> its copy, until it is fetched; then its users hold it."""
+        """(storage, version) -> the copy on the host, until it is fetched; then only the users of the tensor hold
+        it."""
         self._out: Event = None
         self._back: Event = None
         self._arrived = False

@@ -120,7 +120,7 @@ class _Inputs:
         self._saved: list[ref[_Saved]] = []
 
     def not_kept(self) -> AbstractContextManager[object]:
-        """Hooks for the first call."""
+        """Hooks for the first call: what its operations save is numbered and not kept."""
         return saved_tensors_hooks(self._number, _made_again)
 
     def _number(self, _: Tensor) -> _Saved:

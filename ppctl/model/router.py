@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, with which weights, and what keeps them balanced.
+"""The router of a mixture of experts: which experts a token goes to, with which weights, and how experts stay balanced.
 
 Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `RouterLedger`.
 
@@ -73,7 +73,7 @@ class Router(nn.Module):
             self.reset_bias(self.weight.device)
         self.ledger = RouterLedger()
         self.others: SumOverTokens | None = None
-        """Where other ranks have the other tokens of a microbatch."""
+        """The ranks that have the other tokens of a microbatch, if there are any."""
 
     def reset_bias(self, device: torch.device | str) -> None:
         """Start the bias at zero, in float32 at least: a step of it is lost in bfloat16."""

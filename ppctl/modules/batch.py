@@ -1,4 +1,5 @@
-"""A batch divided into microbatches, and their shares of a step's loss: by a function of the user's, or cross entropy.
+"""A batch divided into microbatches, and each microbatch's share of a step's loss, by cross entropy or a user's
+function.
 
 Knows which tensors of a batch have a row for every sequence. Must not know schedules or stages.
 """

@@ -1,4 +1,4 @@
-"""The two kinds of models that are cut: a user's module by names, one of transformers by its layers.
+"""The two kinds of models that are cut: a user's module by its modules' names, a model of transformers by its layers.
 
 Knows which kind of stage a model gets, its weights, and which of its parameters are tied. Must not know groups, ranks
 or schedules.

@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     targets: Sequence[Any] | None
     loss_kwargs: dict[str, Any]
     outputs: dict[int, Any] | None
-    """None if nobody asks for them."""
+    """The last stage's outputs by microbatch; None if the caller does not want them."""
     losses: dict[int, Tensor]
 
 

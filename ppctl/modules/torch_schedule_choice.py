@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     num_stages: int
     stages: list[int]
     replicated: bool
-    """Whether one of them is in DistributedDataParallel."""
+    """Whether one of the stages is wrapped in DistributedDataParallel."""
     batched: bool
     """Whether messages travel in batches."""
 

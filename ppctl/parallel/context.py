@@ -94,7 +94,7 @@ class BlockGroup(NamedTuple):
     keys_values: Tensor
     """[b, groups, tokens, width + values' width]."""
     documents: Lengths | None = None
-    """For a kernel that joins them: all documents of the one block."""
+    """For a kernel that takes several documents in one call: all documents of the one block."""
     halves: Halves | None = None
     """The rank whose halves `keys_values` are; None if they are of whole sequences."""
 

@@ -1,4 +1,4 @@
-"""Gradients of keys and values on their way to the ranks that these are of (`context`).
+"""Gradients of keys and values on their way to the ranks that own these keys and values (`context`).
 
 Knows a process group and blocks. Must not know kernels, or how keys and values came.
 """
@@ -56,7 +56,8 @@ class GradientSums:
         self._is_own = True
 
     def add(self, gradients: list[Gradients]) -> None:
-        """Take those of a part's blocks out of the list and add them; parts come in their order, the own one first."""
+        """Take the gradients of a part's blocks out of the list and add them; parts come in order, the rank's own part
+        first."""
         if self._is_own:
             self._is_own = False
             _add(self._own, gradients)

@@ -34,7 +34,7 @@ class NodeCopies(NamedTuple):
     """Copies at this rank's place of every node, sorted by expert; sums of each run of a node are made there."""
 
     there: Tensor
-    """The row of each of those that are sent, by node."""
+    """For each copy that is sent, by node, the number of its row."""
     rows: Tensor
     """[n] the row that arrived, for each copy."""
     places: Tensor

@@ -1,4 +1,4 @@
-"""Runs of tensors that belong to one rank of a group each: sums that go to the owner, and wholes that come from owners.
+"""Runs of tensors, each owned by one rank of a group: sums go to the owner, and whole tensors come from the owners.
 
 Knows tensors, a group and who owns what. Must not know what they mean. As `shard`, with runs of any length in place of
 equal parts: one `reduce` to every owner, and one `broadcast` from it, which together move what a scatter and a gather

@@ -1,4 +1,4 @@
-"""Equal parts of tensors over a process group: sums that arrive in parts, and parts that become whole again.
+"""Equal parts of tensors over a process group: reduce-scatter of sums, and all-gather of whole tensors.
 
 Knows tensors and a group. Must not know what they mean. A tensor is read flat, padded to a multiple of the group's
 size n, and cut into n runs; rank r holds the r-th. Every rank of the group makes the same calls.

@@ -1,4 +1,4 @@
-"""From a RunConfig to a Plan: what is derived of it, its schedule made and proved, and all of it priced.
+"""From a RunConfig to a Plan: derives its values, makes and proves its schedule, and prices all of it.
 
 Knows what stands in a Plan, which problems a reader gets, and the lines on what its stages do: whose code runs, which
 have forwards alone, how messages travel, what waits in host memory. Must not know the rules behind them.

@@ -1,7 +1,7 @@
-"""Derives from a config what its plan is put together from: sizes, layout, batch and choice of schedule.
+"""Derives the parts of a plan from a config: sizes, layout, batch and choice of schedule.
 
-Knows in which order these are derived, and what a search for layout or schedule changes in them. Must not know what
-becomes of them in a Plan.
+Knows in which order the parts are derived, and what a search for layout or schedule changes in them. Must not know how
+a Plan holds them.
 """
 
 from __future__ import annotations

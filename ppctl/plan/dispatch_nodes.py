@@ -1,4 +1,4 @@
-"""On how many nodes the experts of a token are looked for, of a config and its sizes.
+"""The number of nodes over which a token's copies are sent to its experts, from a config and its sizes.
 
 Knows `parallel.expert_dispatch` and how ranks lie on machines. Must not know groups, prices or how rows travel.
 """

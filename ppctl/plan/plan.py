@@ -62,7 +62,7 @@ class Plan:
     limit: DeviceLimit | None = None
     """Bytes that a rank may hold; None if the config does not say what the device has."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
-    """pp_rank -> what one of its ranks sends in a step."""
+    """pp_rank -> what one rank with that pp_rank sends in a step."""
     smaller: tuple[SmallerBatch, ...] = ()
     """The ramp-up sizes of a batch that grows, in their order."""
     derived: tuple[Derived, ...] = ()
@@ -338,4 +338,4 @@ class RankPlan:
     actions: tuple[Action, ...]
     """The rank's list in the lowered training schedule."""
     in_first_pipeline: bool
-    """Whether its pipeline is that of rank 0, which speaks for the others."""
+    """Whether the rank is in rank 0's pipeline, which reports for all pipelines."""

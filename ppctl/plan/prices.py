@@ -63,7 +63,8 @@ def stage_costs(
 def pricer(
     config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None = None
 ) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
-    """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
+    """Return a function (stage, its layers, whether it is the last stage) -> the stage's cost. Equal layers are priced
+    once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
@@ -141,7 +142,8 @@ def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
     """Stage costs as a schedule's simulation takes them.
 
-    Gradients are summed after the other chunks' work; only what a rank finishes last, its first chunk, is waited for.
+    A chunk's gradients are summed while other chunks compute; only what a rank finishes last, its first chunk, is
+    waited for.
     """
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):
@@ -206,7 +208,7 @@ def step_timing(
 
 
 def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Who moves matrices with Muon if ranks share state, in words; nothing if each moves all of its own."""
+    """Who moves matrices with Muon if ranks shard state, in words; nothing if each moves all of its own."""
     if config.optim.name != "muon" or sharding_of(config, sizes) == "none":
         return ()
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]

@@ -36,7 +36,7 @@ class RankKind(NamedTuple):
     """pp_ranks whose stages hold the same kinds of layers in the same order."""
 
     pp_ranks: tuple[int, ...]
-    """The first of them is rehearsed: it has the most microbatches in flight."""
+    """The pp_ranks of the kind; the first is rehearsed, because it has the most microbatches in flight."""
     ranks: tuple[int, ...]
     """All global ranks of these pp_ranks, the rehearsed one first."""
 
@@ -204,7 +204,7 @@ def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> li
         }
 
     def replay(of: Plan, pp_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The steps before the first sum, and those after it."""
+        """The steps of a list before the first sum of gradients, and the steps after it."""
         row = of.schedule.actions[pp_rank]
         steps = [*replayed(row, stages_of(pp_rank))]
         end = steady(row).stop

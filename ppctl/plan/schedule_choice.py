@@ -55,7 +55,7 @@ FROM_FILE = "csv"
 
 
 class Choice(NamedTuple):
-    """A policy's name, and the equation if ppctl chose it; or a schedule from a file or a search."""
+    """A policy's name, with the equation if ppctl chose the policy; or a schedule from a file or a search."""
 
     name: str
     derived: tuple[Derived, ...] = ()
@@ -323,7 +323,7 @@ def decide_warmup(
     make: Callable[[int], Schedule],
     price: Callable[[Schedule], Sequence[RankCost]],
 ) -> tuple[int, tuple[Derived, ...]]:
-    """The extra warm-up, and its equation if it was chosen.
+    """The extra warm-up in forwards, and the equation if ppctl chose it.
 
     `auto` simulates the step at `costs()`, messages included, for 0, the powers of two below pp and pp - 1, and takes
     the smallest that is close to the best among those that fit into launch.device_memory. `make` returns the

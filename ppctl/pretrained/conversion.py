@@ -1,4 +1,4 @@
-"""A conversion in either direction: a checkpoint of weights alone, the weights of a checkpoint, and what was done.
+"""What imports and exports have in common: a checkpoint of weights alone, a checkpoint's weights, and the report.
 
 Knows which part of a checkpoint is weights, and how a directory is written whole or not at all. Must not know the
 other program's format.

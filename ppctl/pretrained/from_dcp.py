@@ -260,7 +260,7 @@ def _candidates(place: MegatronPlace) -> Iterator[tuple[str, tuple[int, ...], Ro
 
 
 def _stacked(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A key with its layer and expert in it, or as indexes in front."""
+    """A tensor's key with layer and expert in its text, or with both as indexes in front."""
     experts = STACKED_EXPERT.fullmatch(key)
     for each, behind in [(key, ()), *([(f"{experts[1]}.{experts[3]}", (int(experts[2]),))] if experts else [])]:
         yield each, behind

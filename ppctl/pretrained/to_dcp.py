@@ -114,7 +114,7 @@ def _megatron_parts(
 
 
 def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """A key without its layer and expert, their numbers, and which ones they are."""
+    """A tensor's key without layer and expert; how many of each there are; and the tensor's own numbers."""
     extents, front = list[int](), list[int]()
     if expert := STACKED_EXPERT.fullmatch(key):
         key = f"{expert[1]}.{expert[3]}"

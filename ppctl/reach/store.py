@@ -1,4 +1,4 @@
-"""The store through which ranks find each other, and values of ours in it that have proofs.
+"""The store through which ranks find each other, and ppctl's authenticated values in it.
 
 Knows the rank variables, and who serves a store: a file if the ranks are on one machine, else a port of rank 0's.
 torch's own rendezvous listens on all addresses of a machine; here rank 0 binds one address and hands the socket over.

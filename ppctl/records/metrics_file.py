@@ -1,4 +1,4 @@
-"""metrics.jsonl as it grows: every record once, also of a file of gigabytes or of lines that are none.
+"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record.
 
 Must not know the run, nor what the figures mean.
 """
@@ -21,7 +21,7 @@ _TAIL = 2**18
 """Bytes that are read at the end of a file at least."""
 _MOST_OF_A_RECORD = 2**11
 _MOST_DAMAGED = 1000
-"""Lines that are none, after which the rest is not read: a file of 200 MB may have as many."""
+"""Lines without a record after which the rest is not read: a file of 200 MB may have as many."""
 
 
 class MetricsFile:

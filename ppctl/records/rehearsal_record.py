@@ -60,9 +60,9 @@ class LayerKernels:
     kernels: int
     """Operations of torch's that launch one; exchanges between ranks are none."""
     others: int
-    """Those that are neither products nor attention."""
+    """The operations that are neither products nor attention."""
     other_bytes: int
-    """What the others read and write, each operand and result once."""
+    """Bytes that the other operations read and write, each operand and result once."""
     host_waits: int
 
     COUNTED: ClassVar = ("kernels", "others", "other_bytes", "host_waits")

@@ -1,7 +1,8 @@
 """A run directory: its files, and how each is written and read.
 
-The only module that knows these names. Must not know what the values mean: a config, a plan and a record are written
-and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in `run_starts`.
+The only module that knows the files' names. Must not know what the values mean: a config, a plan and a record are
+written and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in
+`run_starts`.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                          edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
@@ -229,7 +230,7 @@ class RunDir:
         return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:
-        """All such files."""
+        """The paths of all flight records."""
         return sorted((self.path / "errors").glob("flight_recorder_*_rank_*"))
 
     def write_result(self, record: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The pass behind batched messages: neighbouring messages of a rank start together and are waited for together.
 
-Knows where in both ends' lists a message goes. Must not know policies, transports or why somebody wants batches.
+Knows where in both ends' lists a message goes. Must not know policies, transports or why messages are batched.
 Standard library only.
 """
 

@@ -45,7 +45,8 @@ class Task:
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
     deferred: Sequence[float] | None = None
-    """What it holds from its I to its W. None: as much as before, activations count whole until their W."""
+    """Memory that one microbatch holds on each stage from its I to its W. None: as much as before, activations count
+    whole until their W."""
 
 
 def placements(pp: int, vpp: int) -> list[Placement]:

@@ -24,11 +24,11 @@ class First(StrEnum):
     """Which of several forwards, or of several backwards, goes first."""
 
     OLDEST = "oldest"
-    """The one of the oldest microbatch."""
+    """The action of the oldest microbatch."""
     DEEPEST = "deepest"
-    """The one of the last stage: a microbatch is finished before another one starts."""
+    """The action of the last stage: a microbatch is finished before another one starts."""
     FLOW = "flow"
-    """The one that would be first if every stage took equally long, and microbatches came one by one."""
+    """The action that would be first if every stage took equally long, and microbatches came one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rule:
     late_forward: float = 0.5
     """A forward starts although an I arrives before its end if it is late by at most this part of the forward."""
     late_weights: float = 0.5
-    """The same for a W, and what arrives before its end."""
+    """A W starts although an F or I arrives before its end, if that is late by at most this part of the W."""
 
 
 class _StepInProgress:
@@ -134,7 +134,7 @@ class OrderByRule(_StepInProgress):
         self.rule = rule
         self.stride, self.offset = _ranking(lanes, rule.first)
         self.room = _rooms(lanes, limits)
-        """Stage -> what its rank may hold before a forward of it starts."""
+        """Stage -> the memory that the stage's rank may hold before a forward of the stage starts."""
         self.limits = limits
         self.after_gradient = [False] * lanes.placement.pp
 
@@ -197,7 +197,8 @@ def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
 
 
 def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
-    """For each stage its rank's limit, minus one microbatch of it and of every later stage, minus what an I adds."""
+    """For each stage the limit of its rank, minus one microbatch of the stage and of every later one, minus what an I
+    adds."""
     room = [0.0] * lanes.placement.num_stages
     for pp_rank, (stages, limit) in enumerate(zip(lanes.stages_of, limits, strict=True)):
         limit -= lanes.reserve(pp_rank)

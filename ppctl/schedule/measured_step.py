@@ -21,11 +21,11 @@ class RankStamps(NamedTuple):
 
     begin: float
     pipeline_end: float
-    """Its last schedule call is over."""
+    """The time at which the rank's last schedule call was over."""
     agreed: float
-    """The reports of all ranks have come."""
+    """The time at which the reports of all ranks had come."""
     end: float
-    """The optimizer has run."""
+    """The time at which the optimizer had run."""
     actions: Sequence[tuple[int, float, float]]
     """(index in the rank's row, start, end) of what takes the rank's time, in order; of the last schedule call."""
 
@@ -99,7 +99,7 @@ class TimeLedger:
     host: float = 0.0
     """Between actions whose input was there: the interpreter, sends, and the begin of the step."""
     drain: float = 0.0
-    """After its last action, until the last one of its pipeline was over."""
+    """Seconds after the rank's last action, until the last action of its pipeline was over."""
     agreement: float = 0.0
     """From there until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0

@@ -234,7 +234,7 @@ _ROWS = (
 )
 
 POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
-"""The policies by name, those that are wanted most first."""
+"""The policies by name; first those that users want most."""
 
 
 AUTO = "auto"

@@ -89,7 +89,7 @@ class FoundSchedule:
 
     schedule: Schedule
     seconds: float
-    """Seconds of its simulated step."""
+    """Seconds of the schedule's simulated step."""
     bound: float
     """Seconds that no order of this placement undercuts."""
     named: tuple[Named, ...]

@@ -77,7 +77,7 @@ _Done = dict[Op, list[int]]
 
 @dataclass(slots=True)
 class _OpenRow:
-    """One rank's list on its way: what it may run in the next slot, and which of that is due first."""
+    """One rank's list while it is made: which actions may run in the next slot, and which of them is due first."""
 
     stages: tuple[int, ...]
     block: _Block

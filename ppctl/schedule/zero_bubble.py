@@ -111,8 +111,8 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 
 class _Words:
-    """A rank's list on its way: every word counts its own microbatches. A bare `W` is the oldest that is owed, and
-    `F0+B1` is a pair."""
+    """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest that is owed,
+    and `F0+B1` is a pair."""
 
     def __init__(self, stages: tuple[int, ...]) -> None:
         self.stages = stages

@@ -49,7 +49,7 @@ class LocalCopies(NamedTuple):
     order: Tensor
     """[n] the place of each copy, if all copies of one row stood together."""
     back: Tensor
-    """Its inverse."""
+    """The inverse permutation."""
     starts: Tensor | None
     """Where the sum of each run of each row starts; None if sums of runs are the whole sums, or single copies."""
     times: int

@@ -1,6 +1,6 @@
 """The training loop and what one step needs.
 
-loop               step after step; callback: what follows a run, at which places of it
+loop               step after step; callback: what follows a run, at which places of the run
 session            one rank of a run; it is made of a rank_model (what it computes) and a replica (what it trains)
 step               the order of a step; programs: its stages with the objective
 trained_weights    weights and their masters, whole or divided over replicas; mixed_precision: autocast, loss scale

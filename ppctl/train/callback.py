@@ -42,7 +42,7 @@ class TrainingRun(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """A step, the same on every rank but for `phases`."""
+    """The results of one step, the same on every rank but for `phases`."""
 
     step: int
     """From 1."""
@@ -51,7 +51,7 @@ class StepResult:
     stop: str | None
     """Why the run has to stop, if some rank was asked to."""
     last: bool
-    """Whether it is the last step of `train.steps`."""
+    """Whether the step is the last of `train.steps`."""
     phases: tuple[float, float, float, float]
     """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock. On a GPU
     the update may be enqueued by the second, and be under way at the last."""
@@ -69,7 +69,7 @@ class TrainingEnd:
     """Loss of the last evaluation, if there was one."""
     checkpoint: Path | None = None
     why: str | None = None
-    """Why it stopped before the last step; None if it did not."""
+    """Why training stopped before the last step; None if it did not."""
 
     @property
     def stopped(self) -> bool:
@@ -140,7 +140,7 @@ class Callbacks(Callback):
             setattr(self, name, partial(_call_all, [getattr(one, name) for one in each]))
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """Pass to each what the one before has returned."""
+        """Pass the program through all callbacks in order: each gets what the callback before it returned."""
         for one in self.each:
             program = one.stage_program(program, first)
         return program
@@ -150,7 +150,7 @@ class Callbacks(Callback):
         return next(filter(None, [one.stop_requested() for one in self.each]), 0)
 
     def close(self, error: BaseException | None) -> None:
-        """Call each, even if one raises."""
+        """Call `close` of all callbacks, even if one raises."""
         with ExitStack() as closing:
             for one in reversed(self.each):
                 closing.callback(one.close, error)

@@ -169,7 +169,7 @@ class StepFigures:
         self.auxiliary_width = auxiliary_width(stages, session.config.model)
         self.peak_flops = _peak_flops(session)
         self.allocator = AllocatorFigures.of(session.device)
-        """At the last report."""
+        """The allocator's figures at the last report."""
 
     def start_reading(self, programs: StagePrograms, balance: RouterBalance, norm: Tensor) -> HostNumbers:
         """Start copying the step's numbers to the host: the norm, the losses of `report`, and each router's."""

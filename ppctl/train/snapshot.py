@@ -81,7 +81,7 @@ class _Place(NamedTuple):
     local: tuple[int | slice, ...]
     """The position of the box in it."""
     start: int
-    """Its first element in the rank's master read flat."""
+    """The index of the box's first element in the rank's master, read flat."""
 
     def shard(self, prefix: str, suffix: str, own: Tensor) -> Shard:
         """The box of a master or moment of which the rank holds `own`."""

@@ -145,7 +145,7 @@ class DeferredGradients:
             function()
 
     def _move_to(self, groups: list[list[Use]]) -> int:
-        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; these bytes."""
+        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; returns their bytes."""
         groups.append([])
         size = 0
         while self._uses and size < TOGETHER:

@@ -78,7 +78,8 @@ class _Rule(NamedTuple):
 
 
 def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
-    """`Function.apply`, split while an F runs whose backward is, if all of its weights can wait."""
+    """`Function.apply`, but split into I and W in an F whose backward is split, if all of its weights can be
+    deferred."""
     gradients = collector()
     if gradients is None:
         return whole(*args)
