@@ -68,7 +68,7 @@ class CheckpointDifferences:
     missing: list[str]
     """The names of tensors that only the first checkpoint has."""
     new: list[str]
-    """Those that only the second one has."""
+    """The names of tensors that only the second checkpoint has."""
     different: list[TensorDifference]
     equal: int
     """The number of tensors that are equal to the bit."""

@@ -79,7 +79,7 @@ class ChunkReader:
                 yield end - begin, "" if same else changed(shard.file, begin, end, name)
 
     def _checked(self, descriptor: int, begin: int, end: int, digest: str) -> memoryview | None:
-        """The bytes of one chunk; None if they are not those that were saved."""
+        """The bytes of one chunk; None if they differ from the saved bytes."""
         if len(self._chunk) < end - begin:
             self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
         data = memoryview(self._chunk)[: end - begin]

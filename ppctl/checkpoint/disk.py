@@ -39,7 +39,8 @@ __all__ = ["WORK", "discard", "prepare", "retain"]
 
 
 class WrittenParts(NamedTuple):
-    """The file that a rank has written, and digests of its parts. Bare numbers and texts: rank 0 reads those of all."""
+    """The file that a rank has written, and digests of its parts. Bare numbers and texts, because rank 0 reads the
+    parts of all ranks."""
 
     file: tuple[int, int, str] | None
     """Size, bytes of the header and their digest; None if the rank writes nothing."""

@@ -31,7 +31,7 @@ _SHOWN = 4
 
 
 class CopiesAtStart(NamedTuple):
-    """The copies of all ranks, as all of them know after they have looked."""
+    """What every rank knows of all ranks' copies after all have looked."""
 
     start: str
     """A number of this start."""
@@ -123,8 +123,8 @@ class LocalCopies:
         return "".join([*each[:_SHOWN], *more])
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
-        """Bring the chosen copies into the memory of their ranks; the record, or None on all ranks if one's values
-        are not those that it was made for. A collective. Raises CheckpointError."""
+        """Bring the chosen copies into the memory of their ranks. Returns the record, or None on all ranks if the
+        values of one copy do not fit its record. A collective. Raises CheckpointError."""
         chosen, me = self.survey.chosen, self.ranks.rank
         assert chosen is not None
         source, kept = chosen.sources[me]

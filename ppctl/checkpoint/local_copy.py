@@ -73,7 +73,7 @@ class LocalCopy:
         return private_files.read(self.record, _MOST_OF_A_RECORD)
 
     def is_intact(self) -> bool:
-        """Whether there is a record, and the values are those that it was made for; reads all of them."""
+        """Whether there is a record, and the values fit it; reads all values."""
         with suppress(OSError, ValueError):
             return is_of(LocalRecord.of(self.text()), memoryview(self.mapped()))
         return False
@@ -93,7 +93,7 @@ def record_text(
 
 
 def is_of(record: LocalRecord, memory: memoryview) -> bool:
-    """Whether the values are those that were copied; reads all of them."""
+    """Whether the values are the copied values; reads all values."""
     return record.digests == list(digests_of(memory))
 
 
@@ -114,7 +114,7 @@ def remove_all(directory: Path) -> None:
 
 
 def sweep(directory: Path, names: Collection[str]) -> None:
-    """Delete copies and records on this host but those of these `names`."""
+    """Delete all copies and records on this host except the copies called `names`."""
     for name in private_files.names(directory):
         if _OWN.fullmatch(name) and name not in names:
             private_files.remove(directory / name)
@@ -150,7 +150,7 @@ class HostCopy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The copies that a rank sees at a start. Bare values: rank 0 reads those of all ranks."""
+    """The copies that a rank sees at a start. Bare values, because rank 0 reads what all ranks have seen."""
 
     place: str
     """Equal for ranks that share the directory with the copies."""

@@ -315,7 +315,7 @@ def _difference(
 
 
 def _written_as(manifest: Manifest, begin: bytes, stream: BufferedReader) -> str:
-    """The file of values that this one was, by its header; empty if it is none of this checkpoint."""
+    """The name of the file whose header this file has; empty if no file of the checkpoint has it."""
     length = 8 + int.from_bytes(begin, "little")
     same_length = {record.digest: name for name, record in manifest.files.items() if record.header == length}
     stream.seek(0)

@@ -260,7 +260,7 @@ def compare_step(
 
 
 def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """The uses of a shared parameter that did not get the sum over all of them, as its owner did."""
+    """The uses of a shared parameter whose gradient is not the sum over all uses, which the owner got."""
     owner, *others = [name for name in uses if name in step.parts] or [""]
     for name in others:
         if np.any(_apart(step.whole(owner), step.whole(name))):

@@ -159,7 +159,7 @@ class _PartColumns(NamedTuple):
 
 
 _MOST = 2**28
-"""Bytes of one rank's parts: 256 MiB, about two million of them."""
+"""The most bytes of one rank's list of parts: 256 MiB, about two million parts."""
 
 
 def packed_parts(parts: Sequence[TensorPart]) -> bytes:

@@ -125,7 +125,7 @@ def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapp
 
 
 def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: str | None) -> list[Problem]:
-    """Why the position in the data that a checkpoint's `state` tells means nothing to a run with this config.
+    """Why the position in the data in a checkpoint's `state` means nothing to a run with this config.
 
     `digest` is that of the run's data; None if nobody has looked.
     """

@@ -112,7 +112,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _folder(text: str | None, root: Path) -> Path | None:
-    """The directory of checkpoints that `text` means, None of the newest run; None for a single checkpoint."""
+    """The directory of checkpoints that `text` means (None: the newest run's); returns None if it means one
+    checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -231,9 +232,10 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """Checkpoints that stay whatever `--keep` says: the newest good one, and the one that a start goes on from.
+    """Checkpoints that stay whatever `--keep` says: the newest good checkpoint, and the checkpoint that a start goes on
+    from.
 
-    Raises CheckpointError (PP-E530) if none is good.
+    Raises CheckpointError (PP-E530) if no checkpoint is good.
     """
     for path in reversed(checkpoints):
         try:

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suggest(args: argparse.Namespace) -> int:
-    """Print the layout that `layout=auto` would take, and those that it was compared with."""
+    """Print the layout that `layout=auto` would take, and the layouts that it was compared with."""
     from ppctl.config.argv import normalise
     from ppctl.launch.planning import (
         planned,

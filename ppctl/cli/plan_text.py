@@ -86,7 +86,7 @@ def _chunk(stage: StageSpec) -> Chunk:
 def table(plan: Plan, width: int) -> str:
     """The layers and costs of each pp_rank, no wider than `width` if it can be.
 
-    If numbers differ within a row, it shows the first rank's and the last one's.
+    If numbers differ within a row, the row shows the first rank's and the last rank's number.
     """
     unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]

@@ -42,7 +42,7 @@ class Pending(Protocol):
     """Something under way."""
 
     def wait(self) -> object:
-        """Return when it is over; on CUDA, when the current stream waits for it."""
+        """Return when the message is over; on CUDA, when the current stream waits for the message."""
 
 
 def wait_for(works: Iterable[Pending], channel: Channel) -> None:

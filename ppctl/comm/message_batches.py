@@ -123,7 +123,8 @@ class FusedBatch:
 
 
 class AnnouncedBatch:
-    """Messages of variable shape on the pipeline's own group: one after the other, each after a header of its sizes.
+    """Messages of variable shape on the pipeline's own group, one message after the other, each after a header with its
+    sizes.
 
     A receive can start only when its header has been read, and on one group nothing but their order tells messages
     apart: so each is over before the next one starts. All lists have them in one common order (`batch_messages`), and

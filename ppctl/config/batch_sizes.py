@@ -52,7 +52,7 @@ class BatchSizes:
         return begin.sample + (step - begin.step) * begin.size
 
     def steps_for(self, samples: float) -> int:
-        """The fewest completed steps that have consumed so many samples."""
+        """The fewest completed steps that have consumed `samples` samples."""
         begin = self.segments[max(bisect_right(self.segments, samples, key=lambda segment: segment.sample) - 1, 0)]
         return max(0, begin.step - int((begin.sample - samples) // begin.size))
 
@@ -79,7 +79,7 @@ def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Ite
 
 
 def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
-    """Whether steps from this position on take the samples that those of a run from its first step on take."""
+    """Whether steps from this position on take the same samples as in a run that begins with its first step."""
     whole = BatchSizes.of(train).segments
     ends = [*(after.step for _, after in pairwise(whole)), None]
     planned = [

@@ -159,7 +159,7 @@ class Draft:
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
     def _unite_micro_batch(self) -> None:
-        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: that of the stronger source.
+        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value, the value of the stronger source.
 
         With equally strong sources both stay, and `checks.py` reports a difference.
         """

@@ -54,7 +54,7 @@ ADAPTERS = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
 
 
 def _keys_of(flag: str) -> list[Key]:
-    """The keys that a flag of Megatron's means, else those of its name."""
+    """The keys that one of Megatron's flags means, else the keys that have the flag's name."""
     key = names_of_keys("known_as").get(flag) or FIXED.get(flag, "").partition("=")[0]
     field = flag.lstrip("-").replace("-", "_")
     return [text_keys()[key]] if key else [key for key in text_keys().values() if field in (key.field, key.name)]
@@ -81,7 +81,7 @@ class TranslatedFlag(NamedTuple):
 
 
 def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
-    """The meaning of `flag value`; None of an unknown flag. `batch` is the global batch size, if any."""
+    """The meaning of `flag value`; None for an unknown flag. `batch` is the global batch size, if any."""
     from ppctl.config import megatron_flags as table  # long, and few command lines need it
 
     typed = pasted(*filter(None, (flag, value)))

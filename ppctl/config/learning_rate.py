@@ -67,7 +67,7 @@ def warmup_steps(optim: OptimConfig, steps_for: StepsFor | None) -> int:
 
 
 def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[RatePiece]:
-    """The pieces after the warm-up, in order. `steps_for` is asked if something is given in tokens."""
+    """The pieces after the warm-up, in order. `steps_for` is called only if something is given in tokens."""
     if optim.lr_decay_style == "constant":
         return []
     if optim.lr_decay_style == "piecewise":

@@ -1,4 +1,5 @@
-"""Bytes of one microbatch's activations on one device, by stage: what is kept for the backward, and the peak of a pass.
+"""Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
+pass.
 
 Knows how layers follow each other in a stage, what is recomputed together, what is left to the host and when that is on
 the device (`ppctl/model/offload.py`, decision 43). Must not know
@@ -171,7 +172,7 @@ def _moved(
 
 
 def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], decoder: int) -> dict[int, LayerBytes]:
-    """`pieces` by place in the stage, of which those in `moved` leave so many bytes to the host.
+    """`pieces` by place in the stage, less the bytes in `moved`, which wait on the host.
 
     While a layer computes, all of its own are on the device, and so are those of the layer before it: on their way out
     in the forward, on their way back in the backward. If every one of the `decoder` pieces moves, nothing waits for

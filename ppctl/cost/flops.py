@@ -17,7 +17,8 @@ from ppctl.geometry.parameters import Sizes, kind_parameters
 
 @cache
 def _matrices(sizes: Sizes, kind: Kind, block: str, topk: int) -> int:
-    """Elements of the matrices that a token is multiplied with in a block; of the experts those of `topk`."""
+    """Elements of the matrices that a token is multiplied with in a block; of the experts only the `topk` chosen ones
+    count."""
     rows = [row for row in kind_parameters(sizes, kind) if row.inside(block) and row.is_matrix]
     return sum(row.size * (topk if row.experts else 1) for row in rows)
 

@@ -101,7 +101,7 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
     and what it leaves.
 
     torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries, keys and values,
-    not these. ppctl's own attention with dropout keeps neither.
+    not these. ppctl's own attention with dropout keeps neither scores nor copies.
     """
     own = setting.allocator.transformer_engine
     sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp

@@ -186,7 +186,8 @@ class Scores:
         return self.score(candidate), candidate
 
     def burdened(self, candidate: Candidate) -> list[int]:
-        """Stages to take layers from: those of the slowest rank and of the fullest device, and the slowest stage."""
+        """Stages to take layers from: the stages of the slowest rank and of the fullest device, and the slowest
+        stage."""
         prices, times = self.stage_prices(candidate), self.stage_seconds(candidate)
         slowest = max(self._ranks, key=lambda rank: sum(map(times.__getitem__, rank.stages)))
         stages = {*slowest.stages, max(range(len(times)), key=times.__getitem__)}

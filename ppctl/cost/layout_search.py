@@ -1,7 +1,7 @@
 """The layout that a schedule runs fastest: a search over how many layers every stage holds.
 
-Knows the schedule's order and how a search goes: `candidates` says what there is to choose from, `scores` what looks
-good without simulation. Must not know where prices come from. Deterministic: work is counted, never timed.
+Knows the schedule's order and how a search goes: `layout_scores` has the candidates, and their scores without
+simulation. Must not know where prices come from. Deterministic: work is counted, never timed.
 
 Two descents. The first moves single layers between stages while the slowest rank gets faster (then the slowest stage):
 that ignores the order of work and needs no simulation. The second tries neighbours of what it finds, most promising

@@ -120,7 +120,7 @@ _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
 def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
     """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them.
 
-    Of decoder layers those of attention and feed-forward, without the router; of the loss the output.
+    In decoder layers the weights of attention and feed-forward count, not the router; in the loss layer the output.
     """
     shapes = set()
     for kind in set(layer_kinds(model, layers)):
@@ -240,7 +240,7 @@ class Most(NamedTuple):
     weights: int
     gradients: int
     total: int
-    """Of these with activations and what is on its way."""
+    """The peak of weights, gradients, activations and what is on its way."""
 
 
 def passing(

@@ -323,7 +323,7 @@ def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Mac
 
 
 def newton_schulz_seconds(operations: float, device: Device) -> float:
-    """So many operations of Muon's iteration, in bfloat16."""
+    """Seconds of `operations` operations of Muon's iteration, in bfloat16."""
     return operations / (device.bf16_flops * efficiency_of(device).matmul)
 
 

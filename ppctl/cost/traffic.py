@@ -259,7 +259,7 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, if nothing after it is kept for the backward: torch stops before it.
+    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it.
 
     After it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
     """

@@ -54,7 +54,7 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
-    Steps take global_batch_size samples, those of a batch that grows (`rampup`) fewer at first.
+    Steps take global_batch_size samples; while a batch grows (`rampup`) they take fewer.
     `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
     `end` says what a document's end does to loss, positions and attention.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.

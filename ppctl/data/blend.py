@@ -50,7 +50,7 @@ class Blend:
         return " and ".join(f"{part}{corpus.description}" for part, corpus in zip(how, self.corpora, strict=True))
 
     def num_samples(self, seq_length: int) -> int:
-        """The samples of all corpora; DataError if one of them has none."""
+        """The number of samples of all corpora. Raises DataError if a corpus has no sample."""
         return int(self._firsts(seq_length)[-1])
 
     def order(

@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
-    """The template in `file` (`data.chat_template`), or else the one that belongs to `data.tokenizer`.
+    """The template in `file` (`data.chat_template`), or else the template that belongs to `data.tokenizer`.
 
     Raises DataError (PP-E419) if there is none.
     """
@@ -122,7 +122,7 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
 
 
 def _sources(directory: Path, settings: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """The templates of a tokenizer's directory, the one that counts first: transformers' order."""
+    """The templates of a tokenizer's directory in transformers' order: the first one counts."""
     sources = []
     with suppress(OSError):
         sources.append((read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"))

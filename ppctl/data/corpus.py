@@ -37,7 +37,7 @@ class Details(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens of all documents in order; those of text with an eos after each.
+    """Tokens of all documents in order; documents of text files have an eos at their end.
 
     `digest` is the SHA-256 of the ids as little-endian integers of their type's width (of a mapped file larger than
     WHOLE: of its index, its size and pages of it); `description` is one line for people, `place_of` names the document

@@ -165,7 +165,7 @@ class HuggingFaceTokenizer:
         return text
 
     def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
-        """The ids of each document, many at a time. Raises DataError naming those that are not UTF-8."""
+        """The ids of each document, many at a time. Raises DataError naming the documents that are not UTF-8."""
         texts, problems = [], []
         for document in documents:
             try:

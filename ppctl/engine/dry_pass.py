@@ -76,9 +76,9 @@ def _held(device: torch.device) -> int:
 
 
 def representatives(kinds: Iterable[Hashable]) -> list[int]:
-    """Microbatches of a stage that together run all of its kernels; `kinds` are those of its microbatches, in order.
+    """Microbatches of a stage that together run all of its kernels; `kinds` has the kind of each microbatch, in order.
 
-    One of each kind, twice: the second time its gradients are added to those of the first.
+    One of each kind, twice: the second time its gradients are added to the gradients of the first time.
     """
     latest = {kind: mb for mb, kind in enumerate(kinds)}
     return [*latest.values(), *latest.values()]
@@ -125,8 +125,8 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
 def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
     """The sizes of blocks of `size` bytes together that requests of any size may be served from.
 
-    If the user's `max_split_size_mb` forbids to divide larger blocks, one of them would be lost to all requests but
-    those that are as large.
+    If the user's `max_split_size_mb` forbids to divide larger blocks, one divided block would be lost to all but
+    equally large requests.
     """
     most = stats.get("max_split_size", -1) - _ROUNDING
     return [size] if most <= 0 else [*[most] * (size // most), size % most]

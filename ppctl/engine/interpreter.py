@@ -61,7 +61,7 @@ class Engine:
         timed: Timed | None = None,
         pace: HostPace | DevicePace | None = None,
     ) -> None:
-        """`pace` is that of the engine that has run the list before, if the device has not been waited for since."""
+        """`pace` is the pace of the engine that ran the list before, if the device has not been waited for since."""
         self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
@@ -231,7 +231,7 @@ class Engine:
 def _make_stages(
     schedule: Schedule, programs: Sequence[StageProgram], *, deallocates: bool, variable: bool
 ) -> dict[int, Stage]:
-    """This rank's stages by number; those that follow each other hand over without a message."""
+    """This rank's stages by number; stages that follow each other hand over tensors without a message."""
     training = any(action.op in BACKWARDS for row in schedule.actions for action in row)
     split: dict[int, set[int]] = {}
     for number, mb in schedule.split:

@@ -32,8 +32,8 @@ def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Acti
 
 
 class PairRunner:
-    """Runs the halves of a pair, and stamps them: the one that ends first has the time up to its end, the other the
-    rest. Their times add up to the pair's."""
+    """Runs the halves of a pair, and stamps them: the half that ends first gets the time up to its end, the other half
+    the rest. Their times add up to the pair's."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder

@@ -163,7 +163,8 @@ class Stage:
             self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
 
     def backward(self, mb: int) -> None:
-        """Hand the gradient of a microbatch's input on, accumulate those of its weights, and end its life.
+        """Hand on the gradient of a microbatch's input, accumulate the gradients of weights, and end the microbatch's
+        life.
 
         Of a split backward this is the I: deferred gradients of weights are left to `weight_gradients`.
         """

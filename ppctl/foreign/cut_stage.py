@@ -67,7 +67,7 @@ class CutStage(nn.Module):
     def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The tensor that the next stage receives; on the last stage the model's result.
 
-        `arrived` is the tensor of the stage before; None on the first one. The arguments are the model's own, and the
+        `arrived` is the tensor of the stage before; None on the first stage. The arguments are the model's own, and the
         same on every stage: masks and positions are computed from them by the model's own code.
         """
         if "" in self.aware and arrived is not None:
@@ -191,7 +191,7 @@ def with_first_tensor(arguments: Arguments, state: Tensor) -> Arguments:
 
 
 def with_first_argument(arguments: Arguments, state: Tensor) -> Arguments:
-    """Return the arguments with `state` in the place of the first one, whether or not that is a tensor."""
+    """Return the arguments with `state` in place of the first argument, whether or not that is a tensor."""
     positional, named = arguments
     if positional:
         return (state, *positional[1:]), named

@@ -257,7 +257,7 @@ _SHOWN = 3
 
 
 def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
-    """Return for each layer the values in which layers differ, without those that number the layers."""
+    """Return for each layer the values in which layers differ, without values that only number the layers."""
     by_layer = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
     places = dict.fromkeys(place for values in by_layer for place in values)
     telling = [

@@ -70,7 +70,7 @@ def _name(path: str, key: str) -> str:
 
 
 def _policy_of(module: nn.Module) -> Any:
-    """The policy of a module that fully_shard was called with; None of all others."""
+    """The policy of a module that fully_shard was called with; None for all other modules."""
     state = getattr(module, "_get_fsdp_state", None)
     return None if state is None else state()._mp_policy
 
@@ -124,7 +124,8 @@ class GradientSync:
         self.shards = bool(self._modules)
 
     def around(self, last: int, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch; gradients are summed over the shards' ranks after that of `last` alone."""
+        """Run the backward of a microbatch; gradients are summed over the shards' ranks only after the backward of
+        `last`."""
         for module in self._modules:
             module.set_requires_gradient_sync(mb == last, recurse=False)
             module.set_is_last_backward(mb == last)

@@ -316,7 +316,7 @@ def _solved(batches: Sequence[tuple[int, int]], values: Tensor) -> Tensor:
 
 
 def _growth(solved: Tensor, batches: Sequence[tuple[int, int]], largest: float) -> Growth:
-    """The growth with these numbers, those that only rounding has made set to 0."""
+    """The growth with these numbers; numbers that only rounding has made are set to 0."""
     scale = [_terms(*batch) for batch in batches]
     bounds = [1e-6 * max(1.0, largest) / max(row[n] for row in scale) for n in range(5)]
     return Growth(

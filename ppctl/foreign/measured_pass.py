@@ -165,7 +165,8 @@ class PassCosts:
         self.before = whole.before
         """Live bytes when its forward begins, beside tables and what arrived."""
         self.forward = whole.forward
-        """Live bytes by operator beside all that; so are those of the backward and of its halves."""
+        """Live bytes by operator beside tables and what arrived, in the forward; the fields of the backward and of its
+        halves count alike."""
         self.backward = whole.backward()
         split = _Pass(stage, given, DeferredGradients(stage.whole))
         self.inputs = split.backward()

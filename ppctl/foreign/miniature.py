@@ -186,7 +186,7 @@ def _lower_other_heads(config: Any, most: int) -> None:
 
 
 def _fit_state_spaces(small: Any, config: Any) -> None:
-    """Lower the heads of state spaces that fill the residual stream of `config` to as many as fill that of `small`."""
+    """Lower the number of heads of state spaces in proportion to the residual streams of `config` and `small`."""
     for heads_, width_, factor_, groups_ in _STATE_SPACES:
         heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
         filled = _own(config, _STATE_WIDTH)

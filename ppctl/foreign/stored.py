@@ -28,9 +28,9 @@ _UNREAD = ("rotary_emb.inv_freq",)
 class StoredWeights:
     """Reads a model's tensors; files are mapped, not loaded.
 
-    `config` is that of the library; `shapes` are those of all tensors of the model, by canonical name. Raises
-    CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that has
-    other values than the one with which the model shares its memory.
+    `config` is the library's config object; `shapes` has the shapes of all tensors of the model, by canonical name.
+    Raises CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that
+    has other values than the one with which the model shares its memory.
     """
 
     def __init__(self, directory: Path, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:

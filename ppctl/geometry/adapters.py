@@ -110,7 +110,7 @@ def _number(name: str, text: str) -> float:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a canonical name is that of a part of an adapter."""
+    """Whether a canonical name names a part of an adapter."""
     return name.endswith((_FIRST, _SECOND))
 
 

@@ -32,7 +32,7 @@ Peak = tuple[Growth, ...]
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:
-    """Return the bytes of the largest moment of a peak, for so many sequences of this length; at least 0."""
+    """Return the bytes of the largest moment of a peak, for `sequences` sequences of `length` tokens; at least 0."""
     return max((0.0, *(moment.of(sequences, length) for moment in peak)))
 
 

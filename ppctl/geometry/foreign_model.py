@@ -39,7 +39,7 @@ class Anatomy:
     tied: bool
     """Whether the head's weight is the embedding's."""
     returned: int
-    """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
+    """How a layer returns its hidden state: 0 as a tensor, else as the first element of a tuple of so many elements."""
     early: tuple[str, ...] = ()
     """Modules of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()

@@ -78,7 +78,7 @@ def count_of(kind: KindName, layers: Iterable[Layer]) -> int:
 
 
 class Kind(NamedTuple):
-    """A kind of layer: those of one kind have the same parameters and costs wherever they stand."""
+    """A kind of layer: layers of one kind have the same parameters and costs wherever they stand."""
 
     name: KindName
     moe: bool

@@ -140,7 +140,7 @@ def _exchanging(
 
 
 def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
-    """(axis, ranks along it) if all of them are in the action of `culprit` and have started the same exchanges.
+    """(axis, ranks along it) if all these ranks are in the action of `culprit` and have started the same exchanges.
 
     A rank that computes would be behind the others: they go on to the next exchange.
     """

@@ -99,7 +99,7 @@ def _small(arguments: Sequence[str]) -> str:
 
 
 def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:
-    """The overrides `arguments` with those of the same keys replaced by `new`."""
+    """The overrides `arguments`, in which `new` replaces overrides of the same keys."""
     keys = {override.partition("=")[0] for override in new}
     return [*(old for old in arguments if old.partition("=")[0] not in keys), *new]
 

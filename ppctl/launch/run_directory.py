@@ -63,7 +63,8 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
-    """Set `run` to go on from `checkpoint` as `launch` says; its earlier files are kept under numbered names.
+    """Set `run` to go on from `checkpoint` with the config of `launch`; its earlier files are kept under numbered
+    names.
 
     Raises ConfigError (PP-E610) if the directory cannot be written.
     """

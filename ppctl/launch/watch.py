@@ -265,7 +265,7 @@ class Watch:
             self._end("terminated" if self.asked is not None and codes == {-self.asked} else "failure")
 
     def _collect(self) -> bool:
-        """Record the ranks that have ended. Returns whether one of them failed."""
+        """Record the ranks that have ended. Returns whether a rank failed."""
         failed = False
         for rank in self._alive():
             code = rank.poll()

@@ -199,7 +199,7 @@ def _adjust(counts: list[int], num_layers: int) -> tuple[int, ...]:
 
 
 def _mtp_home(stages: tuple[str, ...], counts: tuple[int, ...], pp: int) -> int:
-    """The stage that holds the MTP layers now if it may, else the last one."""
+    """The stage that holds the MTP layers now if that is allowed, else the last stage."""
     holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
     last_decoder = max((stage for stage, count in enumerate(counts) if count), default=0)
     legal = len(holding) == 1 and holding[0] >= max(last_decoder, len(stages) - pp)

@@ -79,7 +79,8 @@ _replaced: list[tuple[ModuleType, str, Any, Any]] = []
 def adopt(
     schedule: str | PathLike[str] | None = None, *, memory: float | None = None, costs: Costs | None = None
 ) -> Adoption:
-    """Put ppctl's forward-backward functions and P2PCommunicator in every place that has Megatron-core's.
+    """Put ppctl's forward-backward functions and P2PCommunicator in every place that has the originals of
+    Megatron-core.
 
     Call it on every rank, with the same arguments, after Megatron's imports and before `get_forward_backward_func` is
     called: what a program has already taken stays what it is. Places are the attributes of all loaded modules, the main

@@ -53,7 +53,7 @@ _wished = Wish()
 
 
 def use(wish: Wish) -> None:
-    """Let all calls from now on run the schedule that `wish` names. Every rank says the same."""
+    """Let all calls from now on run the schedule that `wish` names. Every rank must pass the same."""
     global _wished
     _wished = wish
 

@@ -25,7 +25,7 @@ class EdgeTensor(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """The tensors that a stage receives from the one before and sends to the one after."""
+    """The tensors that a stage receives from the stage before and sends to the stage after."""
 
     receives: tuple[EdgeTensor, ...]
     sends: tuple[EdgeTensor, ...]

@@ -184,7 +184,7 @@ class P2PCommunicator(Communicator):
                 self._exchange({send: tensor}, {}, None)
 
     def _pass_on(self, sends: Sends, receive: str, comes: bool, timer: str, shape: Shape, overlap: bool) -> Any:
-        """Send to one neighbour and receive from the other."""
+        """Send to one neighbour and receive from the other neighbour."""
         with self._timed(timer):
             got, handles = self._exchange(sends, {receive: comes}, shape, wait=not overlap)
         return (got.get(receive), handles) if overlap else got.get(receive)

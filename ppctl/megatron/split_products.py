@@ -34,7 +34,7 @@ _seen: WeakSet[nn.Module] = WeakSet()
 def split_products(chunks: Iterable[nn.Module]) -> None:
     """Register the functions that are loaded, and the modules of the chunks that defer weight gradients themselves.
 
-    A function whose arguments are not those that the rule was written for is left whole.
+    A function with other arguments than the rule was written for is not split.
     """
     layers: Any = sys.modules.get(_LINEAR[0])
     if layers is not None and _LINEAR[1] not in _known:

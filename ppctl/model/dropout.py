@@ -93,7 +93,7 @@ def kept_probabilities(dropped: Dropped, heads: int, queries: Tensor, seen: Tens
 class Dropout(nn.Module):
     """Elements become 0 with probability p, others 1 / (1 - p) times as large: of a hidden state, or probabilities.
 
-    `key` is that of its canonical name, which the stage that it belongs to sets, on its device.
+    `key` is computed from the module's canonical name; the stage that owns the module sets it, on its device.
     """
 
     def __init__(self, p: float) -> None:

@@ -57,7 +57,7 @@ class DroppedBlocks(NamedTuple):
     dropped: Dropped
 
     def of_heads(self, rank: int, heads: int) -> DroppedBlocks:
-        """Those of the rank-th `heads` of these."""
+        """The draws for the rank-th `heads` of these heads."""
         return DroppedBlocks(self.dropped._replace(first_head=self.dropped.first_head + rank * heads))
 
     def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:

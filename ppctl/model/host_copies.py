@@ -48,7 +48,7 @@ class HostBuffers:
         """Bytes of all buffers that were made."""
 
     def take(self, size: int) -> _Free:
-        """A buffer of at least `size` bytes, the one that was given back first."""
+        """The buffer of at least `size` bytes that was given back first, or a new one."""
         rounded = rounded_size(size)
         free = self._free.setdefault(rounded, deque())
         if free:

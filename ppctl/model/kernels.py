@@ -174,7 +174,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
 
 
 def _outside(config: RunConfig, can: Capability, dtype: str) -> dict[str, Kernel]:
-    """The kernels of `model.kernels` that serve. Raises ConfigError (PP-E773) if one would not be asked."""
+    """The kernels of `model.kernels` that serve. Raises ConfigError (PP-E773) if one kernel would never be called."""
     model, parallel, sizes = config.model, config.parallel, Sizes.of(config.model)
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1
     use = KernelUse(

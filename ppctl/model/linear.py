@@ -64,7 +64,7 @@ def rounded(x: Operand, fp8: Fp8) -> Rounded:
 def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     """`product` in 8 bits, with a result in the dtype of `x`; so are both products of the backward.
 
-    Kept for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
+    Saved for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
     tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
     """
     x = rounded(x, fp8)
@@ -163,7 +163,7 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
 
-    Kept for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
+    Saved for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
     they are summed: a GPU reads them as they are, and in the backward the gradient as the sum of two bfloat16 numbers
     (16 of its 24 bits; the results have 8). The CPU makes copies in float32, without which it has no such product.
     """
@@ -254,7 +254,9 @@ def for_each_group(
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped or grouped_product, ends=ends), rows, beside, *stacks)
-    sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for if that says something
+    sizes = (
+        counts.tolist() if len(rows) else [0] * len(counts)
+    )  # the device is waited for only if the counts are needed
     parts = zip(rows.split(sizes), beside.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
     if fp8 is not None:
         multiply = partial(product_in_fp8, fp8=fp8)
@@ -312,7 +314,7 @@ class Linear(nn.Module):
         return _project(x, self, self.bias)
 
     def outputs(self, own: slice) -> Projection:
-        """These outputs of it."""
+        """The outputs with these numbers of the projection."""
         return Projection(self.weight[own], None if self.bias is None else self.bias[own], self.fp8)
 
 

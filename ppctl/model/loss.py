@@ -30,7 +30,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False, wor
 
     If ranks have the logits of their own `words`, [b, s, own words], each gets the losses of all tokens.
 
-    Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is kept for the backward is the
+    Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is saved for the backward is the
     logits and the labels. With `overwrite` the caller reads the logits no more: the backward writes their gradient into
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
@@ -60,7 +60,7 @@ def microbatch_loss(
 
 
 class Words(NamedTuple):
-    """A rank's own words of a vocabulary that is split, and the exchange with those that have the others."""
+    """A rank's own words of a vocabulary that is split, and the exchange with the ranks that have the other words."""
 
     held: range
     split: TensorSplit
@@ -143,7 +143,7 @@ def _memory_for_gradient(ctx: Any) -> Tensor:
     """Where the gradient of the logits goes, the first tensor that was saved.
 
     Into their own memory if that is wanted and nobody else needs it. What was overwritten is not even read: autograd
-    would refuse it in words that say nothing of the loss.
+    would refuse it in a message that does not name the loss.
     """
     if ctx.overwritten:
         raise RuntimeError("the logits of this loss were overwritten by their gradient in its first backward")

@@ -31,7 +31,8 @@ class Offload:
         """The layer whose storages are on their way out, and still on the device."""
 
     def release(self) -> None:
-        """Free on the device what is on its way out, once it is there; what is computed next waits for that."""
+        """Free the device memory of what is on its way to the host, once it has arrived; what is computed next waits
+        for that."""
         leaving, self.leaving = self.leaving, None
         if leaving is not None:
             leaving.gone()

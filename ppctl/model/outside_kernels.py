@@ -73,7 +73,7 @@ class Kernel:
     """What the config calls it; set if it is chosen."""
 
     def against(self, use: KernelUse) -> str:
-        """What `fits` says of a use."""
+        """The reason that `fits` returns for a use; empty if there is none."""
         return "" if self.fits is None else self.fits(use)
 
 

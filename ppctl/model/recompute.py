@@ -51,7 +51,7 @@ def recompute(
     offload: Offload | None = None,
     offloaded: Collection[Layer] = (),
 ) -> Switch:
-    """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`).
+    """Let the stage with this number recompute what the config names; the switch spares single microbatches (`full`).
 
     What its first layers, those `offloaded`, keep all the same goes to the host through `offload`.
     """
@@ -152,7 +152,8 @@ class _Inputs:
 
 
 class _Saved:
-    """A tensor that an operation of the first call saved: not there until its backward asks for it."""
+    """A tensor that an operation of the first call saved: it has no values until the operation's backward needs
+    them."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 

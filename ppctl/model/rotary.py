@@ -32,7 +32,7 @@ class Rotary:
     """Cosines and sines of every position, shared by the layers of a stage.
 
     Frequencies are `base ** (-2i / dim)` for i < dim / 2; dimension i turns with dimension i + dim / 2. The longest
-    table asked for so far is kept, and shorter ones are its slices.
+    table so far is cached, and shorter tables are its slices.
     """
 
     def __init__(self, model: ModelConfig) -> None:

@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class SumOverTokens(Protocol):
-    """The ranks that have equal shares of a microbatch's tokens, from the side of one of them."""
+    """The ranks that have equal shares of a microbatch's tokens, as one of these ranks uses them."""
 
     ranks: int
 

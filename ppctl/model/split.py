@@ -24,7 +24,7 @@ Pending = Callable[[], Tensor]
 
 
 class TensorSplit(Protocol):
-    """The ranks over which weights are divided, from the side of one of them."""
+    """The ranks over which weights are divided, as one of these ranks uses them."""
 
     rank: int
     size: int

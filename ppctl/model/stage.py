@@ -107,7 +107,7 @@ class StageModule(nn.Module):
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Rows for token ids [b, s], plus those of their positions if these are learned."""
+        """Rows for token ids [b, s], plus the positions' rows if positions are learned."""
         assert self.tok_embeddings is not None
         x: Tensor = self.tok_embeddings(self._own_halves(tokens))
         if self.position_embeddings is None:

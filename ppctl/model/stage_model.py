@@ -1,7 +1,8 @@
 """The protocol of a stage's module: all that training, checkpoints, recompute and the compiler ask of it.
 
 ppctl's own decoder meets it (`ppctl.model.stage`). A model of another origin meets it by inheriting from `StageModel`
-beside `nn.Module`: only the abstract methods have to be written, the others say that the model has nothing of the kind.
+beside `nn.Module`: only the abstract methods have to be written, the others report that the model has nothing of the
+kind.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class StageModel(Protocol):
         return False
 
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
-        """From now on call the layers of kind `decoder` through these, which stand for all of them in order."""
+        """From now on call the layers of kind `decoder` through `runs`, which together stand for all these layers in
+        order."""
 
 
 def pieces(name: str, tensor: Tensor, row: Parameter, experts: range) -> Iterator[tuple[str, Tensor]]:

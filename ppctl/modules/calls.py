@@ -200,7 +200,7 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
 
 
 def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> None:
-    """Reserve the GPU memory of a step: that of the dry pass, of microbatches in flight and of posted receives."""
+    """Reserve the GPU memory of a step: for the dry pass, for microbatches in flight and for posted receives."""
     schedule, crossing = run.prepared.schedule, run.prepared.crossing
     row, alive = schedule.actions[run.pp_rank], list[int]()
     trained, most, in_flight = stages_with_backwards(row), 0, 0

@@ -250,7 +250,7 @@ def whole_config(model: Any) -> tuple[Any, torch.dtype]:
 
 
 def weights_of(model: nn.Module) -> Callable[[str], Tensor] | None:
-    """The weights of an instance by name; None of one on meta."""
+    """The weights of an instance by name; None for an instance on meta."""
     state = model.state_dict(keep_vars=True)
     return None if any(tensor.device.type == "meta" for tensor in state.values()) else state.__getitem__
 

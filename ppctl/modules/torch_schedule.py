@@ -182,7 +182,8 @@ class TorchSchedule(PipelineScheduleMulti):
         return StageProgram(index, forward, *edges, around_backward=around, on_deferred=tell)
 
     def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
-        """Tells what has sharded or replicated a stage which of its backwards is the last: as torch's runtime does."""
+        """Tell the wrapper that shards or replicates a stage which of its backwards is the last: as torch's runtime
+        does."""
         module = stage.submod
         if isinstance(module, FSDPModule):
             return partial(_without_sum, module)  # the sum follows in `_reduce`

@@ -97,7 +97,8 @@ def _named(name: str, place: Placement, num_microbatches: int) -> Schedule:
 
 
 def _last_first(schedule: Schedule) -> Schedule:
-    """The schedule with the backwards of the last microbatch in the place of the first one's, and so on."""
+    """The schedule with the microbatches of backwards in reverse: the last microbatch's in place of the first's, and so
+    on."""
     last = schedule.num_microbatches - 1
     turned = (tuple(a._replace(mb=last - a.mb) if a.op in BACKWARDS else a for a in row) for row in schedule.actions)
     return replace(schedule, actions=tuple(turned))

@@ -30,7 +30,7 @@ class Hop(NamedTuple):
 
     @classmethod
     def start(cls, sent: Tensor, group: dist.ProcessGroup) -> Hop:
-        """Send to the next rank of the group, and receive as much from the one before."""
+        """Send to the next rank of the group, and receive as much from the rank before."""
         rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
         ops = [
             dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
@@ -47,7 +47,7 @@ class Hop(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of keys and values on their way to the ranks that these are of; subclasses say which way."""
+    """Gradients of keys and values on their way to the ranks that these are of; subclasses define the way."""
 
     def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
         self._own = k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])

@@ -29,7 +29,7 @@ class ReducedSums(NamedTuple):
     widths: list[int]
 
     def wait(self) -> list[Tensor]:
-        """Waits for the sums; returns of each tensor that of the part that this rank owns, flat."""
+        """Waits for the sums; returns for each tensor the sum of the run that this rank owns, flat."""
         _wait(self.works)
         return list(self.own.split(self.widths))
 
@@ -65,7 +65,7 @@ class OwnedWholes(NamedTuple):
     runs: Sequence[Runs]
 
     def into(self, wholes: Iterable[Tensor]) -> None:
-        """Fill the wholes, one after the other."""
+        """Fill the whole tensors, one after the other."""
         _wait(self.works)
         taken = dict.fromkeys(self.flats, 0)
         for whole, owned in zip(wholes, self.runs, strict=True):

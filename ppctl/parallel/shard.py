@@ -89,7 +89,7 @@ class GatheredWholes(NamedTuple):
     widths: list[int]
 
     def into(self, wholes: Iterable[Tensor]) -> None:
-        """Fill the wholes, one after the other."""
+        """Fill the whole tensors, one after the other."""
         if self.work is not None:
             self.work.wait()
         for whole, rows in zip(wholes, self.flat.split(self.widths, dim=1), strict=True):

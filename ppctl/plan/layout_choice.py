@@ -44,7 +44,7 @@ class LayoutCut:
 
 
 def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
-    """The layout. None if there is none that fits; then `violations` say why.
+    """The layout. None if no layout fits; then `violations` has the reasons.
 
     `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp if none is set.
     """

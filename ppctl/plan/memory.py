@@ -97,7 +97,8 @@ class _LastingBytes(NamedTuple):
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
-    """Says of a schedule what each pp_rank's device holds; what does not depend on the schedule is computed once."""
+    """Return a function from a schedule to what each pp_rank's device holds; what does not depend on the schedule is
+    computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
@@ -175,7 +176,8 @@ def _rank(
 def halves_of(
     config: RunConfig, stages: Sequence[StageSpec], setting: Setting, alive: Sequence[StageActivations]
 ) -> Ends | None:
-    """Bytes that the halves of split backwards free and need on every stage; None if nothing is known of them."""
+    """Bytes that the halves of split backwards free and need on every stage; None if the allocator preset has no
+    figures."""
     if not setting.allocator.backward:
         return None
     model, of_inputs = config.model, setting._replace(deferred=True)
@@ -259,7 +261,7 @@ def held_bytes(
         count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
     )
     kept = stage_activations(config.model, layers, setting, stage).kept
-    # All that was kept, if nothing is known of what lives in backwards.
+    # All that was kept, if the allocator preset has no figures for backwards.
     later = stage_operands(config.model, layers, setting).kept if setting.allocator.backward else kept
     return Held(state.total + _untrained(config, layers), kept, later)
 

@@ -105,7 +105,8 @@ def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
 def memory_violations(
     values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]], least: bool = False
 ) -> list[Violation]:
-    """The pp_rank with the highest peak, if that is more than the device has. `ranks` is asked if there is a limit.
+    """The pp_rank with the highest peak, if that is more than the device has. `ranks` is called only if there is a
+    limit.
 
     `least` says that they run in the order that holds least.
     Candidates are what leaves a device less to hold, the least change first, and at last a larger device.

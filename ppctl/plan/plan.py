@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Whether all ranks fit, and one of them with less than 5 % of its memory free."""
+        """Whether all ranks fit, but one rank has less than 5 % of its memory free."""
         return self.limit is not None and self.limit.is_tight(max(cost.peak_bytes for cost in self.pp_ranks))
 
     @property
@@ -161,7 +161,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
+        """The inverse of `to_json`. Raises ValueError for any text that `to_json` cannot have returned."""
         fields = read(_PlanFile, data)
         if fields["digest"] != _digest_of({key: value for key, value in data.items() if key != "digest"}):
             raise ValueError("its digest does not match its content")

@@ -53,7 +53,7 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """The cost of every stage from the layers that it holds, in model order.
 
-    `measured` costs take the place of the preset's, kind of layer by kind of layer.
+    `measured` costs replace the costs from the preset, kind of layer by kind of layer.
     """
     price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(own) for own in layers]
@@ -131,7 +131,7 @@ def _scales(
 
 
 def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
-    """Summing fp32 gradients: to every rank, or to those that keep a share and then send the new weights back."""
+    """Seconds of summing fp32 gradients: on every rank, or in shards, whose ranks then send the new weights."""
     precision = precision_of(config)
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":

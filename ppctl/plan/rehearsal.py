@@ -240,7 +240,7 @@ class Rehearsal:
     config: RunConfig
     plan: Plan
     short: Plan
-    """The plan that was rehearsed: that of the run, with fewer microbatches."""
+    """The plan that was rehearsed: the run's plan with fewer microbatches."""
     measured: tuple[tuple[RankKind, Rehearsed], ...]
 
     @property

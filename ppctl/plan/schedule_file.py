@@ -79,7 +79,7 @@ def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int,
 def choose_file(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
-    """The schedule of the file, if its rows, stages and microbatches are those of the run."""
+    """The schedule of the file, if its rows, stages and microbatches fit the run."""
     wrong = list(_disagreements(values, schedule, cut, batch))
     violations += wrong
     if wrong:

@@ -186,7 +186,8 @@ def _by_names(values: ConfigValues) -> str:
 
 
 def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: Anatomy | None) -> tuple[str, ...]:
-    """The letters of each stage (`Ett`) from the names of its modules: those of ppctl's decoder, or of `anatomy`.
+    """The letters of each stage (`Ett`) from the names of its modules: names in ppctl's decoder, or in the model that
+    `anatomy` describes.
 
     The final norm goes with the head. Raises Unfit for unknown names, and for layers that are not all there in order.
     """

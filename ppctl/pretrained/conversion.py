@@ -92,7 +92,7 @@ def write_weights(
 class SavedWeights:
     """The weights in a checkpoint, by canonical name; in `dtype` if it is not None, but those that balance experts.
 
-    Without `mtp` they are those of the model without multi-token prediction.
+    Without `mtp` the weights of multi-token prediction are left out.
     """
 
     def __init__(self, path: Path, *, dtype: torch.dtype | None, mtp: bool) -> None:

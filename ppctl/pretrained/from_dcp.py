@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes nothing but `_CLASSES`. Raises UnpicklingError naming any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class, or one that does nothing in place of Megatron-core's."""
+        """Return the class, or in place of a class of Megatron-core's one that does nothing."""
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing."):

@@ -58,7 +58,7 @@ class DirectoryReader:
     def check_copies(self) -> None:
         """Compare the stored copies of tables with their originals: training keeps one of them.
 
-        Raises CheckpointError (PP-E524) naming those that differ.
+        Raises CheckpointError (PP-E524) naming the copies that differ.
         """
         directory = self.directory
         unequal = [name for name, of in directory.copies.items() if not torch.equal(self.stored(name), self.tensor(of))]

@@ -41,8 +41,9 @@ Exchanges = Mapping[str, Collection[str]]
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
     """Make the default process group on `backends` (`ppctl.host.devices`): gloo for messages between CPUs among them.
 
-    A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long its
-    backends wait for other ranks, and those of every group that is made later. Raises DeadEdge (PP-E707).
+    A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long
+    backends wait for other ranks, in the world's group and in every group that is made later. Raises DeadEdge
+    (PP-E707).
 
     By itself gloo connects every rank of a group with every other one: 2,047 sockets a rank in a world of 2,048, more
     than the usual limit of 1,024 files, and addresses that all go through rank 0's store (16 KiB a rank, which every
@@ -175,7 +176,8 @@ def call_roll(
 
 
 def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) -> dict[int, Any]:
-    """The entries of these ranks under `what`. Raises _Absent naming those that have not in `patience` seconds."""
+    """The entries of these ranks under `what`. Raises _Absent naming the ranks that have not written in `patience`
+    seconds."""
     keys = {rank: f"{_KEY}/{what}/{rank}" for rank in ranks}
     try:
         store.plain.wait([*keys.values()], timedelta(seconds=patience))

@@ -44,7 +44,7 @@ class Operations:
     during: str
     count: int
     launches: int
-    """Operations that launch a kernel: those that make or change values on the device."""
+    """Operations that launch a kernel, which are all that make or change values on the device."""
 
 
 @dataclass(frozen=True, slots=True)

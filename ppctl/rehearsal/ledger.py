@@ -63,7 +63,7 @@ class DeviceLedger(TorchDispatchMode):
         self.peak = 0
         """The most so far; `restart_peak` starts anew."""
         self.axes: dict[str, str] = {}
-        """Process group's name -> its axis; the others are those of shared parameters."""
+        """Process group's name -> its axis; the groups of tied parameters are not in it."""
         self._waits: Counter[tuple[str, int, str]] = Counter()
         self._operations: Counter[str] = Counter()
         self._launches: Counter[str] = Counter()

@@ -92,7 +92,8 @@ def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = No
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm over the last dimension; kept are the input and a float32 a row. Torch itself would go step by step.
+    """A norm over the last dimension; the input and a float32 for each row are saved for the backward. Torch itself
+    would go step by step.
 
     Called is LayerNorm, which is one kernel everywhere: it reads and writes what RMSNorm's does, but for a mean a row.
     """

@@ -78,9 +78,9 @@ def is_step(checkpoint: Path) -> bool:
 def find(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
-    The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. If
-    none is complete, the newest one: loading it fails, so that no run starts again at step 0 beside its checkpoints.
-    Raises CheckpointError (PP-E505) if the directory cannot be read.
+    The checkpoint that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning.
+    If no checkpoint is complete, the newest incomplete one: loading it fails, so that no run starts again at step 0
+    beside its checkpoints. Raises CheckpointError (PP-E505) if the directory cannot be read.
     """
     with _os_errors_as_problems(directory):
         named, fault = _named_by_latest(directory)

@@ -64,7 +64,8 @@ def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def last_checkpoint(run: RunDir) -> Path | None:
-    """The checkpoint that a start of `run` continues from; a warning on stderr if it is not the one of `latest`.
+    """The checkpoint that a start of `run` continues from; a warning on stderr if it is not the checkpoint that
+    `latest` names.
 
     Raises CheckpointError (PP-E505) if the directory of checkpoints cannot be read.
     """
@@ -77,7 +78,7 @@ def last_checkpoint(run: RunDir) -> Path | None:
 
 
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
-    """The checkpoint that `text` means: its directory, that of its run, or a run under `root`.
+    """The checkpoint that `text` means: the checkpoint's directory, its run's directory, or a run under `root`.
 
     Raises CheckpointError (PP-E615) if there is none; `name` is the key or argument that the error is about.
     """

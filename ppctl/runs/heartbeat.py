@@ -106,7 +106,7 @@ def read(directory: Path, rank: int) -> RankState | None:
 
 
 def read_all(directory: Path, ranks: Iterable[int]) -> list[RankState]:
-    """The states of those of `ranks` that have a file."""
+    """The states of all `ranks` that have a file."""
     return [state for state in (read(directory, rank) for rank in ranks) if state is not None]
 
 

@@ -110,7 +110,7 @@ class RunDir:
         self._write_json("plan.json", plan.to_json())
 
     def read_plan(self, name: str = "plan.json") -> Plan:
-        """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) if it is missing or no plan."""
+        """Read plan.json, or the plan of an earlier start. Raises ConfigError (PP-E611) if it is missing or no plan."""
         from ppctl.plan import Plan
 
         return self._parsed(name, lambda data: Plan.from_json(parse(data)), _MOST_OF_A_PLAN)
@@ -262,7 +262,7 @@ class RunDir:
         return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
     def plan_of(self, digest: str) -> Plan:
-        """The plan with this digest: plan.json, or that of an earlier start, in another cut. Raises LookupError, and
+        """The plan with this digest: plan.json, or the plan of an earlier start in another cut. Raises LookupError, and
         as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):

@@ -51,7 +51,7 @@ SENDS = frozenset({SEND_F, SEND_B})
 RECEIVES = frozenset({RECV_F, RECV_B})
 MESSAGES = SENDS | RECEIVES
 TIMED = frozenset(Op) - MESSAGES
-"""What takes a rank's time; messages take a channel's."""
+"""Operations that take a rank's time; messages take a channel's time."""
 
 BOTH = "FB"
 """The direction of a queue that carries activations and gradients."""
@@ -120,7 +120,7 @@ _new_action = partial(tuple.__new__, Action)
 def lane(op: Op, stage: int, num_microbatches: int) -> tuple[Action, ...]:
     """One operation of one stage for every microbatch in order.
 
-    Built at C speed, and kept: schedules hold many actions, and whoever makes, lowers or judges one asks for the same.
+    Built at C speed, and cached: schedules hold many actions, and many passes over a schedule call it.
     """
     return tuple(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
 
@@ -153,7 +153,7 @@ class Edge(NamedTuple):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """The operations that make the results, and of the receiver those that use them."""
+        """The operations that make the results, and the receiver's operations that use them."""
         return _FORWARD if self.send is SEND_F else INPUT_GRADIENTS
 
 

@@ -289,7 +289,7 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 class Clock:
     """One run of rows: when each rank ends (`ends`, None if they hang) and, if `traced`, what each entry waited for.
 
-    Every message is sent at once and received at once; those of a channel go one after another.
+    Every message is sent at once and received at once; the messages of a channel go one after another.
     """
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:

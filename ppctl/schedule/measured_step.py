@@ -53,7 +53,7 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
-        """The inverse of `to_json`. Raises ValueError if it is none of its results."""
+        """The inverse of `to_json`. Raises ValueError for data that `to_json` cannot have returned."""
         fields = read(_File, data)
         return cls(fields["step"], tuple(_rank_of(*rank) for rank in fields["ranks"]))
 
@@ -86,7 +86,7 @@ def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Seque
 @dataclass(slots=True)
 class TimeLedger:
     """Where one rank's step went, in seconds: its rows add up to the time of the step, from the first rank's begin to
-    the last one's end."""
+    the last rank's end."""
 
     compute: float = 0.0
     """In F, B, I and W."""

@@ -89,7 +89,7 @@ def _of_both_kinds(pair: Pair) -> bool:
 
 
 def some(things: Iterable[object]) -> str:
-    """Return the texts of the first things, and the number of the others."""
+    """Return the texts of the first few things, and the number of the rest."""
     named = [str(thing) for thing in things]
     more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
     return ", ".join(named[:SHOWN]) + more

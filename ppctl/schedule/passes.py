@@ -85,7 +85,7 @@ def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
     """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs.
 
     It runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All
-    else keeps its order, and each stage's Ws keep that of its Is.
+    else keeps its order, and each stage's Ws keep the order of its Is.
     """
     return replace(
         schedule, actions=tuple(_weights_sooner(grouped(row, schedule.pairs), most) for row in schedule.actions)

@@ -67,7 +67,7 @@ class Picture:
     memory: tuple[RankMemory, ...] = ()
     """As planned."""
     measured: tuple[RankMemory | None, ...] = ()
-    """The same as a rehearsal found it; None of a pp_rank that it left out."""
+    """The planned memory's counterpart from a rehearsal; None for a pp_rank that was not rehearsed."""
     limit: int | None = None
     """Bytes of one device."""
     planned: Trace | None = None

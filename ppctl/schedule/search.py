@@ -126,7 +126,7 @@ class _Point:
     memory: float = 1.0
     """Part of the limit that is used, beyond what any order needs."""
     noise: float = 0.0
-    """Most that a lane's time is off, as a part of it."""
+    """The largest error of a lane's time, as a part of that time."""
     seed: int = 0
 
 
@@ -227,7 +227,7 @@ class _OrderSearch:
             self.consider(placed)
 
     def _start_with_names(self) -> list[Named]:
-        """Consider all named schedules; returns those that fit."""
+        """Consider all named schedules; returns the schedules that fit."""
         fitting = []
         for schedule in named_schedules(self.task):
             rows = rows_of(schedule)
@@ -241,7 +241,7 @@ class _OrderSearch:
         return fitting
 
     def _start_with_rules(self) -> None:
-        """Every first rule at four kinds of costs; then all rules next to the best of these."""
+        """Every first rule at four kinds of costs; then all rules that are next to the best of the first ones."""
         for message, even in ((0.0, 0.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)):
             for first in First:
                 self._try_point(_Point(Rule(first), message, even))

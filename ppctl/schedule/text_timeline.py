@@ -23,7 +23,7 @@ _USUAL = 80
 def timeline_text(trace: Trace, width: int = 100, seconds: float | None = None) -> str:
     """The trace drawn in at most `width` columns (at least 40), a line for every stage of every pp_rank.
 
-    They show `seconds` from its first action on; None: all of it.
+    They show `seconds` from the step's first action on; None: the whole step.
 
     A column shows what runs in its middle: the last digit of the microbatch, as a digit for a forward and as a letter
     for a backward (`a` is 0, `k` as well if it is paired with the forward in front of it). Dots are the rank's idle

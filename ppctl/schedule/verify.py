@@ -63,7 +63,7 @@ def verify(schedule: Schedule) -> list[Problem]:
 
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
-    """The stages that add up gradients in another order than that of the microbatches, each with two actions that do.
+    """The stages that add up gradients in another order than the microbatches', each with two actions that show it.
 
     Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules.
     """
@@ -157,7 +157,7 @@ def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem
         {((s, mb) in split, (s + 1, mb) in split): mb for mb in range(schedule.num_microbatches)}.values()
         for s in stages
     ]
-    """By stage a microbatch of every kind: those that are split alike need the same."""
+    """By stage one microbatch of every kind: microbatches that are split alike need the same actions."""
     for pp_rank, own in enumerate(lanes):
         early: list[tuple[int, Action, Action]] = []
         for (op, stage), at in own.items():

@@ -22,7 +22,7 @@ def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds what the first one holds. One chunk.
+    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds as much as the first rank. One chunk.
 
     Bubble time (pp - 1)(tf + tb - tw) if tw is at most tf and tb, with as much memory as 1F1B's first rank.
     """
@@ -122,7 +122,7 @@ class _Words:
         self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
-        """Add the actions of the words in `phase`, so many times."""
+        """Add the actions of the words in `phase`, `times` times."""
         for word in phase.split() * times:
             if "+" in word:
                 self.pairs.append(Pair(*map(self._one, word.split("+"))))

@@ -63,7 +63,7 @@ def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tens
 
 
 Case = tuple[Sequence[Sequence[int]], Reference]
-"""Shapes of the tensors, and what is computed of them."""
+"""Shapes of the tensors, and the function that is computed from them."""
 
 
 def _attention(use: KernelUse) -> Case:

@@ -62,7 +62,7 @@ class LossScale:
             self.scale, self.good_steps, self.chances = self.scale * GROWTH, 0, self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """The entries that a checkpoint saves of it, for `restore`."""
+        """The entries of this scale that a checkpoint saves, for `restore`."""
         return {"scale": self.scale, "good_steps": self.good_steps, "chances": self.chances}
 
     def restore(self, state: Mapping[str, float]) -> None:

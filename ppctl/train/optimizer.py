@@ -236,7 +236,7 @@ def _factor(adjust: str, rows: int, columns: int) -> float:
 
 
 def _pieces(stack: _Stack, elements: int) -> Iterator[_Stack]:
-    """The stack in pieces of so many elements, or of one matrix that has more."""
+    """The stack in pieces of at most `elements` elements, or of one matrix if that has more."""
     most = max(1, elements // stack.master[0].numel())
     return (_Stack(*pieces) for pieces in zip(*(each.split(most) for each in stack), strict=True))
 

@@ -79,7 +79,7 @@ class StagePrograms:
         return [in_precision(self._program(spec, first), autocast, s.device, scale) for spec in s.own.stages]
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
-        """Forget the losses of the step before, and take the samples of this one; None is no step of training.
+        """Forget the losses of the step before, and take the samples of this step; None outside training.
 
         Weights that are gathered start to be, beside the wait for the first message.
         """
@@ -201,7 +201,7 @@ def own_words_of(session: Session) -> Words | None:
 
 
 def kinds_of_names(names: Iterable[str]) -> str:
-    """Names of parameters, those that differ in numbers alone as one: `layers.*.attention.wq`."""
+    """Names of parameters; names that differ only in numbers become one: `layers.*.attention.wq`."""
     kinds = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
     return ", ".join(sorted(kinds)) or "nothing"
 
@@ -259,9 +259,10 @@ class RouterBalance:
 
     @torch.no_grad()
     def move_biases(self, left_out: Tensor | None = None) -> None:
-        """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
+        """Raise the bias of experts with fewer tokens than the mean, and lower the bias of experts with more, by one
+        rate.
 
-        Tokens are counted over the step's microbatches of all ranks. A collective of these. If `left_out` (a scalar
+        Tokens are counted over the step's microbatches of all ranks. A collective of all ranks. If `left_out` (a scalar
         on the device) is 1, biases stay.
         """
         if not (self.rate and self.routers):

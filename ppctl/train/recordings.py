@@ -57,7 +57,7 @@ class StepTraces(Callback):
         self._width = session.plan.longest_row
 
     def post_update(self, result: StepResult) -> None:
-        """Gather and keep the step's stamps, if it is one of those."""
+        """Gather and save the step's stamps, if the step is traced."""
         if result.step not in self.steps:
             return
         s, recorder = self.session, self.session.pipeline.recorder
@@ -171,7 +171,7 @@ class KeptGradients(Callback):
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a tensor's squares in float64, and that of its bits: two scalars on its device.
+    """The sum of a tensor's squares in float64, and the sum of its bits: two scalars on its device.
 
     In pieces, which take 32 MiB beside the tensor at most: plans know nothing of what a step of `log.gradients` needs.
     """
@@ -184,7 +184,7 @@ def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
 class TorchProfile(Callback):
     """Runs torch's profiler in the steps of `log.torch_profile`; on a GPU with the history of its memory.
 
-    `directory` is the run's. Without the key nothing is imported.
+    `directory` is the run's directory. Without the key nothing is imported.
     """
 
     def __init__(self, session: Session, directory: Path, say: Callable[[str], None] = print) -> None:
@@ -199,7 +199,7 @@ class TorchProfile(Callback):
         self._enter = run.enter
 
     def pre_step(self, step: int) -> None:
-        """Begin to record, if the step is one of those."""
+        """Begin to record, if the step is profiled."""
         if step in self.steps:
             self._profiled.enter_context(self._recorded(step))
 

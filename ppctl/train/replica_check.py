@@ -31,7 +31,7 @@ PIECE = 2**22
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of this rank of which others may have copies: those with the same name and part."""
+    """A tensor of this rank; other ranks have copies of it if they have one with the same name and part."""
 
     name: str
     stage: int
@@ -50,7 +50,7 @@ class ReplicaCheck(Callback):
         """For each pp_rank the stage and name of its tensors; exchanged once."""
 
     def post_update(self, result: StepResult) -> None:
-        """Compare copies, if the step is one of those, and add to its figures how many there are."""
+        """Compare copies, if the step is one to check, and add the number of copies to its figures."""
         if self.every > 0 and result.step % self.every == 0:
             result.record["replicas_compared"] = self.compare(result.step)
 

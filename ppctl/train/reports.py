@@ -186,9 +186,9 @@ class StepFigures:
         )
 
     def report(self, programs: StagePrograms, numbers: Sequence[Sequence[float]], stop: int) -> RankReport:
-        """This rank's numbers, of which `numbers` are those that `start_reading` has read, without the norm.
+        """This rank's numbers; `numbers` are what `start_reading` has read, without the norm.
 
-        Times are those of the step's last schedule call; all its calls are alike.
+        Times are of the step's last schedule call; all calls of a step are alike.
         """
         s, report = self.session, RankReport(stop=float(stop))
         tokens, losses, mtp_losses, added, *routers = numbers
@@ -226,7 +226,7 @@ class StepFigures:
         return losses
 
     def throughput(self, reports: Reports, seconds: float) -> dict[str, Any]:
-        """Throughput and balance of a step that took `seconds`; what belongs to one pipeline is that of rank 0's."""
+        """Throughput and balance of a step that took `seconds`; figures of one pipeline are of rank 0's pipeline."""
         s = self.session
         stage, rank = slowest_stage(reports, self.stages_of)
         # All that went through the model, as FLOPs count them; samples are whole, so that none of these is padding.
@@ -271,7 +271,8 @@ def retries_problem(reports: Reports, step: int) -> Problem | None:
 
 
 def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
-    """1 - busy time / (ranks x time from the first action's start to the last one's end), over one pipeline's ranks."""
+    """1 - busy time / (ranks x time from the first action's start to the last action's end), over one pipeline's
+    ranks."""
     start, end, busy = (reports.column(name)[list(pipeline)] for name in ("start", "end", "busy"))
     span = float(end.max() - start.min())
     return 1.0 - sum(busy.tolist()) / (len(pipeline) * span) if span > 0 else math.nan

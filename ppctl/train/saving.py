@@ -178,8 +178,8 @@ class Saves(Callback):
         """Save, if something is due after this step; returns when training may change it.
 
         The step goes to the disk at `checkpoint.interval` and if the run ends with it, else into memory alone.
-        Raises TrainingError on all ranks if this save or the one before could not be written: the earlier
-        checkpoints are as they were.
+        Raises TrainingError on all ranks if this save or the save before could not be written: earlier checkpoints are
+        as they were.
         """
         config, step, ends = self.session.config.checkpoint, result.step, result.last or bool(result.stop)
         on_disk, in_memory = (every > 0 and step % every == 0 for every in (config.interval, config.local_every))

@@ -79,7 +79,7 @@ class RankPipeline:
     totals: deque[StepTotals] = field(default_factory=lambda: deque(maxlen=KEPT))
     """The last steps of this rank in figures."""
     _engine: Engine | None = None
-    """That of the last schedule call, unless the device has been waited for since."""
+    """The engine of the last schedule call, unless the device has been waited for since."""
 
     def train(
         self, schedule: Schedule, programs: Sequence[StageProgram], reduce_grad: Callable[[int], None] | None

@@ -135,11 +135,12 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
 
 
 def start_from(session: Session, path: Path) -> None:
-    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
+    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of the weights from the
+    seed.
 
-    Values are cast to the masters' dtype; the optimizer's state stays. A directory of transformers without weights
-    leaves those of the seed. Raises CheckpointError as the sources do.
-    Whether they fit the model was looked at before the first rank started.
+    Values are cast to the masters' dtype; the optimizer's state stays. If a directory of transformers has no weights,
+    the weights from the seed stay. Raises CheckpointError as the sources do. Whether they fit the model was looked at
+    before the first rank started.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
@@ -189,7 +190,7 @@ class Loaded(NamedTuple):
     """The checkpoint that a run goes on from, and the state saved in it."""
 
     path: Path | None
-    """Its directory; if the run continues from copies in memory, that of the newest checkpoint on disk."""
+    """The checkpoint's directory; if the run continues from copies in memory, the newest checkpoint on disk."""
     state: dict[str, Any]
 
 
@@ -199,7 +200,7 @@ def load_first(
     """Load the first of the candidates, as rank 0 finds them, that is not damaged; None if there are none.
 
     A collective over the world. `say` takes, on rank 0, a line for every one that is passed over: which one, and why.
-    Raises CheckpointError if the last one is damaged, too, or one does not fit the run.
+    Raises CheckpointError if all candidates are damaged, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
     given = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])

@@ -160,7 +160,7 @@ class ShardedWeights(Weights):
         super().clear_gradients()
 
     def run(self, name: str) -> range:
-        """Which elements of the rank's parameter, read flat, its part is; the padding after the last one not."""
+        """The range of the rank's part in the parameter, read flat, without the padding at the end."""
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
@@ -266,7 +266,7 @@ class GradientScatter:
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
         """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
 
-        Those of the stage before are waited for first, so that no more than one stage's are on their way.
+        The sums of the stage before are waited for first, so that no more than one stage's sums are on their way.
         """
         self.finish()
         weights = self.weights

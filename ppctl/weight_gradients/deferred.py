@@ -108,9 +108,9 @@ class DeferredGradients:
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether something that is kept for W lies, or may lie, in the memory of one of these.
+        """Whether something that is kept for W lies, or may lie, in the memory of one of these tensors.
 
-        What a function has kept that was deferred, nobody sees: it may be any of them.
+        Nobody sees what a deferred function has kept: it may be any of these tensors.
         """
         if not tensors or self._functions:
             return bool(tensors)
