@@ -215,7 +215,7 @@ class StepDifferences:
     equal: int
     """The number of gradients that are equal."""
     missing: list[str]
-    """Names that only one of the two has, or that have another shape in the other one."""
+    """Names that only one of the two steps has, or whose shapes differ."""
     unlike: list[tuple[str, str, str]]
     """(`A` or `B`, name, owner): uses of a shared parameter whose gradient is not its owner's, which is no step's."""
     largest: float

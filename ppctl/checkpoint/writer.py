@@ -275,6 +275,8 @@ def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> N
 
 
 def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:
+    """Serve one rank for ever: a call of `disk`, then its result (0) or its problems (1). Ends only by an exception of
+    the connection."""
     while True:
         number, (what, *arguments) = _receive(asking, _CALLS)
         try:

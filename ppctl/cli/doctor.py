@@ -279,7 +279,7 @@ def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
 
 
 def _without_dropout(error: PpctlError) -> dict[str, str]:
-    """The fields that the problem of a model with dropout sets to 0. Raises `error` if it is another one."""
+    """The fields that the problem of a model with dropout sets to 0. Raises `error` again if it is any other error."""
     problem, *others = error.problems
     if others or problem.code != "PP-E529":
         raise error

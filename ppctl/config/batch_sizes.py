@@ -89,7 +89,7 @@ def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
 
 
 StepsFor = Callable[[float], int]
-"""The fewest completed steps that have consumed so many tokens."""
+"""A number of tokens -> the fewest completed steps that have consumed as many."""
 
 
 def steps_for_tokens(config: RunConfig) -> StepsFor:

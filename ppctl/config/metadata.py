@@ -31,7 +31,7 @@ MOST_WIDTH = 2**20
 MOST_INNER_WIDTH = 2**22
 """Width of a feed-forward."""
 MOST_HEADS = 2**16
-"""Heads, experts, groups of either, and the width of one head."""
+"""Heads, experts, groups of heads or experts, and the width of one head."""
 MOST_TOKENS = 2**27
 """Tokens of a sample, positions of a model."""
 MOST_VOCABULARY = 2**24

@@ -121,7 +121,7 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[LayerPart]:
-    """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
+    """Input, norm and inner vectors of one feed-forward; experts: as many for each chosen expert."""
     size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
     h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
     yield from norm_parts(h / setting.sp, setting, "residual")

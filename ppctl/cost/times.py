@@ -132,6 +132,7 @@ def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Wor
 
 
 def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Work]:
+    """The products and traffic of one feed-forward on one device, by the module whose recomputation repeats them."""
     sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
     h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
     flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)

@@ -93,7 +93,8 @@ class PartCosts(NamedTuple):
 
 
 def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> PartCosts:
-    """The one for numbers of so many bytes in sequences of this length; wider ones cost in proportion to the widest."""
+    """The costs measured for numbers of `element` bytes and sequences of `length` tokens; wider numbers cost in
+    proportion to the widest measured."""
     width = element if any(each.element == element for each in measured) else max(each.element for each in measured)
     fitting = sorted((each for each in measured if each.element == width), key=lambda each: each.above)
     chosen: PartCosts = next((each for each in reversed(fitting) if each.above < length), fitting[0])

@@ -9,10 +9,10 @@ from math import prod
 from typing import Literal, NamedTuple
 
 Role = Literal["matrix", "expert", "router", "other", "embedding", "norm", "bias", "correction"]
-"""matrix: of a product with activations, and expert: the same of a routed expert; router: scores of experts; other: of
-transformers' models what decays as matrices do and is none of a hidden layer, as a head, a convolution's filters or
-rates of decay; bias: added to a product or a norm; correction: what balances a router, moved once a step without a
-gradient."""
+"""matrix: of a product with activations, and expert: such a matrix of a routed expert; router: scores of experts;
+other: of transformers' models what decays as matrices do and is none of a hidden layer, as a head, a convolution's
+filters or rates of decay; bias: added to a product or a norm; correction: what balances a router, moved once a step
+without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
 """What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of

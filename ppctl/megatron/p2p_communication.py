@@ -210,7 +210,8 @@ class P2PCommunicator(Communicator):
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """The config's timers around a call, under Megatron's names; they are asked for at both ends, as there."""
+        """The config's timers around a call, under Megatron's names; timers are started at both ends, as Megatron
+        does."""
         timers = getattr(self.config, "timers", None)
         if timers is None:
             yield

@@ -87,6 +87,8 @@ def v_channels(pp: int) -> frozenset[Channel]:
 
 
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
+    """The model's communicator over `group`, made anew if the group, the placement or a mode in the config has
+    changed."""
     key = [group, kind, *(setting(config, name) for name in _MODES)]
     kept = _made.get(model)
     if kept is None or kept[0] != key:

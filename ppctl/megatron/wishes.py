@@ -125,6 +125,7 @@ def lowered_schedule(
 
 
 def _training_schedule(wish: Wish, pp: int, vpp: int, m: int, group: int | None, interleaved: bool) -> Schedule:
+    """The schedule of a training call, by strength: found by a search, from the wish's file, or made by a policy."""
     own = "interleaved_1f1b" if interleaved else "1f1b"
     name = own if pp == 1 else wish.policy or own
     if name == AUTO:

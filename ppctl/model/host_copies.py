@@ -72,7 +72,7 @@ class HostBuffers:
 
 
 def rounded_size(size: int) -> int:
-    """The size of the buffer for so many bytes."""
+    """The size of the buffer that holds `size` bytes."""
     step = max(512, 1 << max(size.bit_length() - 4, 0))
     return -(-size // step) * step
 

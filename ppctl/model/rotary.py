@@ -43,8 +43,8 @@ class Rotary:
     def turns(self, like: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
         """Cosines and sines [length, 2, dim / 2] of the positions in a row, on the device of `like` and in its dtype.
 
-        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own, the same for
-        every head.
+        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own table for all
+        heads.
         """
         kept = self._turns
         if len(kept) < length or kept.device != like.device or kept.dtype != like.dtype:

@@ -97,8 +97,7 @@ class _LastingBytes(NamedTuple):
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
-    """Return a function from a schedule to what each pp_rank's device holds; what does not depend on the schedule is
-    computed once."""
+    """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))

@@ -144,7 +144,7 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
     """The index of every forward, backward and sum in a list, and the most bytes of activations while it runs.
 
     Each stage holds what was measured of it; the list starts from 0 bytes. The memory of received messages is used
-    again, and never given back: it counts as much as there ever was at once.
+    again, and never given back: it counts with the most bytes that it ever held at once.
     """
     held = waiting = pool = 0
     trained = stages_with_backwards(actions)

@@ -293,6 +293,7 @@ def _within(values: ConfigValues, on_device: bool) -> str:
 
 
 def _equation(best: _Timed, rival: _Timed | None, results: Sequence[FoundSchedule], bound: float, within: str) -> str:
+    """The line on a search in the plan. Seconds are of one schedule call."""
     beside = "no named schedule fits" if rival is None else f"best named {rival.schedule.name} {rival.seconds:.4g} s"
     kind = "V" if best.schedule.placement.kind == "v" else "loop"
     what = "found" if best.schedule.name == AUTO else "as good as any that was found"

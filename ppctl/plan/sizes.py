@@ -183,6 +183,8 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
+    """Overrides with which ep and etp divide the world: other values of ep, no division of experts, or a larger
+    world."""
     for size in nearest_divisors(dense, ep):
         yield {"ep": size}
     yield {"ep": 1, "etp": 1}

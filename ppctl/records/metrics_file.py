@@ -25,7 +25,7 @@ _MOST_DAMAGED = 1000
 
 
 class MetricsFile:
-    """Reads what was added since it read last; at first all, or at least the `last` so many records."""
+    """Reads what was added since it read last; at first all records, or at least the last `last` ones."""
 
     def __init__(self, path: Path, damaged: Callable[[object], None], *, last: int | None = None, at: int = 0) -> None:
         """`damaged` takes the reason why the file, or the first such line, was left out."""

@@ -250,7 +250,7 @@ class _OrderSearch:
                 self._try_point(replace(point, rule=rule))
 
     def _change_points(self, until: int) -> None:
-        """One change at a time to one of the best points, until so much of the allowance is left."""
+        """One change at a time to one of the best points, until only `until` of the allowance is left."""
         while self.left > until and len(self.points) < _MOST_POINTS and not self.at_bound:
             rank = min(int(self.random.expovariate(1.0)), len(self.best) - 1)
             self._try_point(self._changed(self.best[rank][2]))

@@ -37,7 +37,7 @@ class TrainingRun(NamedTuple):
     session: Session
     start: Start
     enter: Callable[[str, int], None]
-    """Tells all callbacks that the rank turns to a state, after so many completed steps."""
+    """`enter(state, steps)` tells all callbacks that the rank turns to a state after so many completed steps."""
 
 
 @dataclass(slots=True)
