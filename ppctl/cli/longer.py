@@ -62,7 +62,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
     jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
-    # Rates that were typed give way to those of a choice.
+    # Rates that were typed give way to the rates of a choice.
     kept = [word for word in typed if not sets_rate(word)]
     commands = [
         pasted("ppctl", "resume", *(kept if optim else typed), *_words(optim=optim), *allow)

@@ -272,7 +272,7 @@ def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bo
         values = read_model(directory, *asked)
     except PpctlError as error:
         draft.problems += error.problems
-        for name in ("hf_overrides", "lora"):  # of a model of which nothing is known they are not wrong besides
+        for name in ("hf_overrides", "lora"):  # without a known model, these keys are not wrong as well
             draft.values[f"model.{name}"] = {}
         return
     if values.get("model.transformers") is not None:
@@ -312,7 +312,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
     rows = []
     try:
         values = _miniature(draft, scale)
-    except ConfigError as error:  # layers that are none, such as a wrong model.moe_layer_freq
+    except ConfigError as error:  # values that describe no layers, such as a wrong model.moe_layer_freq
         draft.problems += error.problems
         return
     for key, value in values.items():

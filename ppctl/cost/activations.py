@@ -79,7 +79,7 @@ def stage_activations(
     whole = sum(piece.stays for piece in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
     for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # What is after has not had its forward; it had its backward before, and is free but for its gradient.
+        # Later pieces have nothing yet in the forward; in the backward they are over, and free but for a gradient.
         in_forward = max(in_forward, whole - behind + forward)
         ahead = hidden - behind if number and setting.allocator.backward else 0.0
         in_backward = max(in_backward, backward + ahead)

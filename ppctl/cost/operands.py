@@ -93,7 +93,7 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
             inside = 0.0 if row.role == "embedding" or read in seen else _on_device(row, 1, sizes, sequence_parallel)
             seen.add(read)
             total += uses * (inside + _on_device(row, 0, sizes, sequence_parallel))
-    if kind.name == "mtp":  # the embedding's copy, of which every module reads rows
+    if kind.name == "mtp":  # the embedding's copy, from which every MTP module reads rows
         total += model.hidden_size
     return total
 

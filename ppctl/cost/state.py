@@ -262,13 +262,13 @@ def passing(
         (elements - moved, matrix, 1, ranks)
         for elements, moved, matrix, ranks in zip(every, owned, matrices, ways, strict=True)
     ]
-    # What Muon moves travels in buckets of its own; of one its owner has the share that it has of all.
+    # Matrices that Muon moves travel in buckets of their own; an owner has the same share of each bucket as of all.
     groups = [*equal, (sum(owned), max(matrices), muon.owned, sum(owned))] if muon.owned else equal
     whole, copied, leaving, there = sum(every), 0, 0, 0
     for elements, matrix, some, of in groups:
         copy = min(elements, max(limit, matrix))
         copied = max(copied, copy)
-        # The copy is made beside its tensors; when its part is, all of them but the last one are free.
+        # A bucket's copy is made beside its tensors; when the rank's part is made, all tensors but the last are free.
         making = max(copy, min(matrix, copy) - -copy * some // of)
         leaving = max(leaving, there - -(elements - copy) * some // of + making)
         there -= -elements * some // of
@@ -299,7 +299,7 @@ def most(
     rank, ahead = _RankMoments(stages), gathers_ahead(actions)
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)
-    for call in range(calls - min(calls, 3), calls):  # those between the first and the last are alike
+    for call in range(calls - min(calls, 3), calls):  # calls between the first and the last are alike
         for action in actions:
             op, stage, _ = action
             if op is F:

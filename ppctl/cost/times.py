@@ -271,7 +271,7 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent
-    if work.back is not None:  # measured: a frozen weight has no gradient, and before the first trained one none has
+    if work.back is not None:  # measured: a frozen weight has no gradient, and none precedes the first trained one
         inputs, weights = (operations / rate for operations in work.back)
         beside = plain + work.traffic / machine.memory
         return PartSeconds(ahead, inputs + beside if inputs else 0.0, weights + added if weights else 0.0)

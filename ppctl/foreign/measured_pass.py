@@ -220,7 +220,8 @@ class _Pass:
             storage, key = tensor.untyped_storage(), storage_of(tensor)
             if key not in self.own and key not in kept:
                 kept[key] = float(storage.nbytes())
-                # What a part of the graph kept that is gone is not kept, and its address may be another storage's.
+                # If the part of the graph that kept a storage is gone, it is free, and its address may be another
+                # storage's.
                 alive[key] = weakref.ref(storage, lambda _: kept.pop(key, None))
             return tensor
 

@@ -63,7 +63,7 @@ def parse_text(text: str) -> Parsed:
     parser = _LayoutParser(text)
     pieces = parser.items()
     stages = "".join(letter for letter, _ in pieces).split("|")
-    columns = iter([*(column for _, column in pieces), len(text)])  # after a stage its bar's, or the end
+    columns = iter([*(column for _, column in pieces), len(text)])  # after a stage the column of its bar, or of the end
     places = tuple(tuple(islice(columns, len(stage) + 1)) for stage in stages)
     return Parsed(tuple(stages), places, tuple(parser.mistakes), parser.repaired())
 

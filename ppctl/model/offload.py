@@ -117,7 +117,7 @@ class LayerStorages:
         storage = _storage(tensor)
         if storage in self._alive or tensor.untyped_storage().nbytes() < SMALLEST_OFFLOADED:
             return tensor
-        # Until the layer's forward ends its storages are held: no other one can be in their place.
+        # Until the layer's forward ends its storages are held: no other storage can take their addresses.
         key = storage, tensor._version
         if key not in self._moved:
             self._moved[key] = Moved(tensor)

@@ -56,7 +56,7 @@ def plan_checked(
     """
     beyond = beyond_limits(config)
     if any(is_size(key) for key in beyond):
-        raise ConfigError(problems)  # they name these values; nothing can be derived from such
+        raise ConfigError(problems)  # these problems name values from which nothing can be derived
     values = ConfigValues(within_limits(config), provenance)
     violations: Violations = []
     derivation = derive(values, violations, before=before)

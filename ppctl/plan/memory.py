@@ -141,7 +141,7 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
-        for at in range(schedule.frozen_stages):  # what arrived as a message is not kept: it lies in a buffer for these
+        for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))

@@ -147,7 +147,7 @@ class Plan:
             "replicated_params": [stage.replicated_params for stage in self.stages],
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
             "schedule": _without_rows(self.schedule, {_CALLS: self.gradient_accumulation_steps}, times),
-            # Earlier plans have no such key, and most have one size.
+            # Earlier plans have no such key, and most plans have one batch size.
             **({"smaller": [_smaller_batch_json(each) for each in self.smaller]} if self.smaller else {}),
             "timing": self.timing.to_json(),
             "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
@@ -220,7 +220,7 @@ def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[s
 def _rows(schedule: Schedule) -> dict[str, Any]:
     """Each rank's actions, the pairs among them, and how many stages have no backward."""
     rows: dict[str, Any] = {"actions": [" ".join(map(str, row)) for row in schedule.actions]}
-    if schedule.pairs:  # most have none, and earlier plans have no such key
+    if schedule.pairs:  # most plans have no pairs, and earlier plans have no such key
         rows["pairs"] = [str(pair) for pair in sorted(schedule.pairs)]
     if schedule.frozen_stages:
         rows["frozen_stages"] = schedule.frozen_stages

@@ -94,7 +94,7 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
 
 def sealed(store: Store, run: RunDir, *, reported: bool = False) -> SealedStore:
     """The store with the secret of the run's newest start. `reported` and the errors are those of `secret_of`."""
-    # A number alone would be that of another job's start, whose secret is still in its run directory, as well.
+    # A number alone may also be the number of another job's start, whose secret is still in its run directory.
     start = [os.environ.get(name, "") for name in (_TORCHRUN, "MASTER_PORT", _START)]
     return SealedStore(store, secret_of(run, reported=reported), " ".join(start))
 

@@ -167,7 +167,7 @@ def _at(path: Path) -> Path | None:
     for place in places:
         if is_complete(place) and place.suffix != _TEMPORARY:
             return place
-    # Without a manifest it is damaged. Loading it reports that: no other one is used in its place here.
+    # Without a manifest it is damaged. Loading it reports that: no other checkpoint takes its place here.
     return next((place for place in places if _KEPT.fullmatch(place.name) and place.is_dir()), None)
 
 

@@ -100,7 +100,7 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
         words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's first: all others wait for it
         words.add("F0+B1 F1+B0", num_microbatches - fills_dualpipev(pp) + pp_rank + min(behind, 1))
         words.add("B1 F1+B0", behind)
-        whole = (pp_rank + 1) // 2  # of the last pairs; the others leave their weight gradients for the end
+        whole = (pp_rank + 1) // 2  # B's of the last pairs; the other backwards leave W for the end
         words.add("B1 B0", whole)
         words.add("B1 I0" if pp_rank % 2 == 0 else "I1 I0")
         words.add("I1 I0", pp_rank - whole)

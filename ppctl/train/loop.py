@@ -62,5 +62,5 @@ def _evaluate(evaluator: Evaluator | None, result: StepResult, callback: Callbac
 
 
 def _is_logged(result: StepResult, first: bool, interval: int) -> bool:
-    """Whether a step's figures are logged: at the interval, and if something else happens than a step."""
+    """Whether a step's figures are logged: at the interval, and if more than a step happens."""
     return first or result.last or bool(result.stop) or result.step % interval == 0 or "eval_loss" in result.record

@@ -229,7 +229,7 @@ class StepFigures:
         """Throughput and balance of a step that took `seconds`; figures of one pipeline are of rank 0's pipeline."""
         s = self.session
         stage, rank = slowest_stage(reports, self.stages_of)
-        # All that went through the model, as FLOPs count them; samples are whole, so that none of these is padding.
+        # All tokens that went through the model, as FLOPs count them; samples are whole, so that no token is padding.
         tokens = s.config.train.global_batch_size * s.config.data.seq_length
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.

@@ -100,10 +100,10 @@ class Trainer:
         try:
             norm, numbers, left_out, lr, stop = self._enqueue_end(step)
         except RuntimeError:
-            s.pipeline.settle()  # an error of the device is raised as its action's
+            s.pipeline.settle()  # an error of the device is raised as the error of its action
             raise
         ahead, pipeline_end = s.pipeline.ahead, s.pipeline.settle()
-        if ahead:  # until here the rank's state was its device's action
+        if ahead:  # until here the rank's state named the action of its device
             self.callback.enter("updating", step)
         (grad_norm,), *read = numbers.read()
         reports = gather_reports(self.figures.report(self.stages, read, stop), s.own.rank, s.groups.world)
