@@ -1,6 +1,6 @@
 """How context parallelism divides a sequence over its ranks, and which keys the queries of each rank see.
 
-A sequence is cut into 2n equal chunks; of n ranks, rank r has the chunks r and 2n-1-r, one behind the other: its two
+A sequence is cut into 2n equal chunks; of n ranks, rank r has the chunks r and 2n-1-r, one after the other: its two
 halves. So causal attention costs every rank the same. Knows numbers. Must not know tensors, groups or configs.
 Standard library only.
 """
@@ -128,7 +128,7 @@ def _blocks(rows: Iterable[list[tuple[int, int, int, int]]]) -> Iterator[Visible
 
 
 def _runs(rows: Sequence[T]) -> Iterator[tuple[int, int, T]]:
-    """(first, behind the last, what they are) of each run of equal rows: one block serves all of them."""
+    """(first, after the last, what they are) of each run of equal rows: one block serves all of them."""
     first = 0
     for same, run in groupby(rows):
         last = first + len(list(run))

@@ -103,7 +103,7 @@ class ParallelSizes:
 
     @property
     def pipeline_strides(self) -> tuple[int, ...]:
-        """How far apart neighbours of a pipeline are in each view; equal where pp is the last axis of the order."""
+        """How far apart neighbours of a pipeline are in each view; equal if pp is the last axis of the order."""
         return tuple(prod(getattr(self, name) for name in axes[: axes.index("pp")]) for axes in self._views)
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as numpy's arrays, where torch is not installed, and the differences of two checkpoints.
+"""Tensors of a checkpoint as numpy arrays, without torch, and the differences between two checkpoints.
 
 Knows the values of one box at a time. Must not know torch, models or files. numpy lacks bfloat16 and 8-bit floats:
 ml_dtypes adds them.
@@ -28,7 +28,7 @@ class ArrayReader(ChunkReader):
     """Reads boxes of tensors of one checkpoint."""
 
     def box(self, name: str, box: Box) -> NDArray[Any]:
-        """Return a box of a tensor. Raises CheckpointError (PP-E503) where its values are not what was saved."""
+        """Return a box of a tensor. Raises CheckpointError (PP-E503) if its values are not what was saved."""
         out = np.empty(box.shape, numpy_dtype(self.manifest.tensors[name].dtype))
         for piece in self.pieces(name, box):
             out[piece.place] = np.frombuffer(piece.data, out.dtype).reshape(piece.shape)[piece.taken]
@@ -46,17 +46,17 @@ class TensorDifference:
 
     name: str
     kinds: tuple[str, str]
-    """`float32[4, 8]` of both. Where shapes differ, there is no more."""
+    """The dtype and shape in each checkpoint, such as `float32[4, 8]`. If shapes differ, the other fields are empty."""
     different: int = 0
     """Elements, of `elements`."""
     elements: int = 0
     at: tuple[int, ...] = ()
-    """The first of them, and its values in both."""
+    """The first element that differs, and its values in both checkpoints."""
     values: tuple[float, float] = (math.nan, math.nan)
     norm: float = math.nan
     """The second tensor minus the first, in float64."""
     relative: float = math.nan
-    """That over the norm of the first."""
+    """The norm of the difference over the norm of the first tensor."""
     largest: float = math.nan
     """The largest absolute difference of an element."""
 
@@ -66,9 +66,9 @@ class CheckpointDifferences:
     """The differences between two checkpoints; names in the model's order."""
 
     missing: list[str]
-    """Those that only the first one has."""
+    """The names of tensors that only the first checkpoint has."""
     new: list[str]
-    """Those that only the second one has."""
+    """The names of tensors that only the second checkpoint has."""
     different: list[TensorDifference]
     equal: int
     """The number of tensors that are equal to the bit."""
@@ -92,7 +92,7 @@ def compare(
     """Compare all tensors of two checkpoints of any cut.
 
     Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
-    in memory. `progress` takes bytes of the first as they are done. Raises CheckpointError (PP-E503) where values are
+    in memory. `progress` takes bytes of the first as they are done. Raises CheckpointError (PP-E503) if values are
     not what was saved.
     """
     ours, theirs = first.manifest.tensors, second.manifest.tensors
@@ -144,7 +144,7 @@ def _difference(
 
 
 def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where two arrays differ: to the bit, or as numbers where their dtypes differ."""
+    """Return where two arrays differ: to the bit, or as numbers if their dtypes differ."""
     if a.dtype != b.dtype:
         return np.asarray(a.astype(np.float64) != b.astype(np.float64))
     bits = np.dtype(f"u{a.dtype.itemsize}")

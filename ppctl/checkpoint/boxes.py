@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
     @property
     def end(self) -> Shape:
-        """The index behind the last element on each dim."""
+        """The index after the last element on each dim."""
         return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
 
     def within(self, origin: Shape) -> tuple[slice, ...]:
@@ -93,7 +93,8 @@ def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
 
 @lru_cache(maxsize=1024)
 def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
-    """Return the fault of sorted boxes; kept, as all layers of a model and their moments are divided in a few ways.
+    """Return the fault of sorted boxes; cached, because all layers of a model and their moments are divided in a few
+    ways.
 
     By their corners, of which neighbours have opposite signs: those of boxes that neither overlap nor leave anything
     out add up to those of the whole. Boxes are not compared in pairs, of which a file may have too many.

@@ -42,7 +42,7 @@ class ChunkReader:
     def pieces(self, name: str, wanted: Box) -> Iterator[ChunkPiece]:
         """Yield all pieces of the box `wanted` of a tensor.
 
-        Raises CheckpointError (PP-E503) where the bytes are not those that were saved, and OSError.
+        Raises CheckpointError (PP-E503) if the bytes are not those that were saved, and OSError.
         """
         record = self.manifest.tensors[name]
         for shard in record.shards:
@@ -50,6 +50,8 @@ class ChunkReader:
                 yield from self._pieces(name, shard, DTYPES[record.dtype][1], wanted)
 
     def _pieces(self, name: str, shard: ShardRecord, width: int, wanted: Box) -> Iterator[ChunkPiece]:
+        """The parts of the box `wanted` in one shard, chunk by chunk; a chunk's digest is checked before any of it is
+        given. `width` is the bytes of an element."""
         first = shard.bytes[0]
         with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
@@ -77,7 +79,7 @@ class ChunkReader:
                 yield end - begin, "" if same else changed(shard.file, begin, end, name)
 
     def _checked(self, descriptor: int, begin: int, end: int, digest: str) -> memoryview | None:
-        """The bytes of one chunk; None if they are not those that were saved."""
+        """The bytes of one chunk; None if they differ from the saved bytes."""
         if len(self._chunk) < end - begin:
             self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
         data = memoryview(self._chunk)[: end - begin]
@@ -86,6 +88,6 @@ class ChunkReader:
 
 
 def _read_into(descriptor: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from a file; what is behind its end stays as it is, and is found by the digest."""
+    """Fill `data` from a file; what is after its end stays as it is, and is found by the digest."""
     while data and (count := os.preadv(descriptor, [data], offset)):
         data, offset = data[count:], offset + count

@@ -39,10 +39,11 @@ __all__ = ["WORK", "discard", "prepare", "retain"]
 
 
 class WrittenParts(NamedTuple):
-    """The file that a rank has written, and digests of its parts. Bare numbers and texts: rank 0 reads those of all."""
+    """The file that a rank has written, and digests of its parts. Bare numbers and texts, because rank 0 reads the
+    parts of all ranks."""
 
     file: tuple[int, int, str] | None
-    """Size, bytes of the header and their digest; None where the rank writes nothing."""
+    """Size, bytes of the header and their digest; None if the rank writes nothing."""
     begins: list[int]
     """Where in the file each of its own parts begins, in the order of its parts."""
     digests: list[str]
@@ -59,7 +60,7 @@ def choose(all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
 
 @lru_cache(maxsize=1)
 def _writers(all_parts: tuple[bytes, ...]) -> Writers:
-    """Return the writers of these parts; kept, since save after save has the same parts."""
+    """Return the writers of these parts; cached, since every save of a run has the same parts."""
     with without_collections():
         return choose_writers(list(map(parts_of, all_parts)))
 
@@ -83,7 +84,7 @@ def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequ
 
 
 def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) -> Manifest:
-    """Return the manifest of what all ranks have written. Raises CheckpointError (PP-E504) where copies differ."""
+    """Return the manifest of what all ranks have written. Raises CheckpointError (PP-E504) if copies differ."""
     check_copies(writers, [each.digests for each in reports])
     begins = [iter(each.begins) for each in reports]
     of_rank = [
@@ -169,8 +170,8 @@ def write_file(
     """Write a new safetensors file and bring it to the disk; returns its record, and where each part is in it.
 
     `values` are the bytes of each part, asked for one after the other. Digests are those of the bytes in memory: what a
-    disk or a network loses on the way is found by them. Raises OSError, also where the file exists: what a writer of an
-    earlier start still does never mixes with this. Raises ValueError where values are not as long as their part says.
+    disk or a network loses on the way is found by them. Raises OSError, also if the file exists: what a writer of an
+    earlier start still does never mixes with this. Raises ValueError if values are not as long as their part says.
     """
     header, begins = header_of(parts, ppctl=str(FORMAT))
     shards = []

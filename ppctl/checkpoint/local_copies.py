@@ -1,4 +1,4 @@
-"""Copies in memory as all ranks of a job have them: looked for at a start, brought to who needs them, made.
+"""Copies in memory of all ranks of a job: how a start finds them and sends them to the ranks that need them.
 
 Knows how a copy travels between ranks, over the process group of the saves beside training. Must not know checkpoints
 on the disk, sessions, nor what is reported.
@@ -31,7 +31,7 @@ _SHOWN = 4
 
 
 class CopiesAtStart(NamedTuple):
-    """The copies of all ranks, as all of them know after they have looked."""
+    """What every rank knows of all ranks' copies after all have looked."""
 
     start: str
     """A number of this start."""
@@ -46,14 +46,14 @@ class CopiesAtStart(NamedTuple):
     note: str
     """Why copies that are there are not chosen."""
     other: int
-    """Their step where they are all of another cut or optimizer; else 0."""
+    """Their step if they are all of another cut or optimizer; else 0."""
 
 
 class LocalCopies:
     """This rank's copies, of a run whose ranks' copies lie in `directory` of their hosts. Made by all ranks together.
 
     With `replicas` of 1 each copy goes to a neighbouring host as well. Nothing is deleted before the start is sure to
-    go on: one that is refused leaves what lies there to the next. Raises CheckpointError on all ranks: PP-E544 where
+    go on: one that is refused leaves what lies there to the next. Raises CheckpointError on all ranks: PP-E544 if
     there is no neighbour, PP-E505.
     """
 
@@ -75,6 +75,7 @@ class LocalCopies:
         (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
 
     def _survey(self, seen: list[Seen]) -> CopiesAtStart:
+        """What all ranks need to know at a start, from what each has `seen` in its host's memory."""
         hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
         return CopiesAtStart(
             secrets.token_hex(8),
@@ -122,8 +123,8 @@ class LocalCopies:
         return "".join([*each[:_SHOWN], *more])
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
-        """Bring the chosen copies into the memory of their ranks; the record, or None on all ranks where one's values
-        are not those that it was made for. A collective. Raises CheckpointError."""
+        """Bring the chosen copies into the memory of their ranks. Returns the record, or None on all ranks if the
+        values of one copy do not fit its record. A collective. Raises CheckpointError."""
         chosen, me = self.survey.chosen, self.ranks.rank
         assert chosen is not None
         source, kept = chosen.sources[me]
@@ -164,7 +165,7 @@ class LocalCopies:
         """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
         memory back, there is room for a neighbour's copy, and one where the copies are used.
 
-        A collective. Raises CheckpointError (PP-E511) where there is no room.
+        A collective. Raises CheckpointError (PP-E511) if there is no room.
         """
         records = {copy.record.name for copy in self._rooms()} if used is not None else set()
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
@@ -238,7 +239,7 @@ def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tu
 
 
 def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
-    """Receive a copy: its values into `values`; returns the bytes of its record."""
+    """Receive a copy's values into `values`; returns the bytes of the copy's record."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, of, group=ranks.group, tag=0)
     if not 0 < int(size) <= _PIECE:

@@ -1,8 +1,9 @@
-"""Copies of ranks' shards in hosts' memory that outlive the processes: of which step, whether whole, and which to use.
+"""Copies of ranks' shards in hosts' memory that outlive the processes: their step, whether they are whole, which to
+use.
 
-Of a rank there is one on its own host, and perhaps one that a neighbouring host keeps. Each is in place: its record
-goes before its values change, and comes back when they are whole and have digests. Must not know tensors, nor how a
-copy travels.
+A rank has one copy on its own host, and perhaps another on a neighbouring host. A copy is overwritten in place: its
+record is deleted before its values change, and written again when the values are whole and have digests. Must not know
+tensors, nor how a copy travels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CHANGED = "warning: copies in memory have changed since they were made; they are
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """The record of a copy: of use where every rank has one of the same step and start, of its parts."""
+    """The record of a copy: of use if every rank has one of the same step and start, of its parts."""
 
     step: int
     start: str
@@ -68,17 +69,17 @@ class LocalCopy:
         private_files.write(self.record, text)
 
     def text(self) -> bytes:
-        """Return the bytes of its record. Raises OSError."""
+        """Return the record as bytes. Raises OSError."""
         return private_files.read(self.record, _MOST_OF_A_RECORD)
 
     def is_intact(self) -> bool:
-        """Whether there is a record, and the values are those that it was made for; reads all of them."""
+        """Whether there is a record, and the values fit it; reads all values."""
         with suppress(OSError, ValueError):
             return is_of(LocalRecord.of(self.text()), memoryview(self.mapped()))
         return False
 
     def mapped(self) -> mmap:
-        """Map the file of its values. Raises OSError, and ValueError where it is empty."""
+        """Map the file with the copy's values. Raises OSError, and ValueError if it is empty."""
         with open(private_files.open_file(self.values, os.O_RDWR), "r+b") as file:
             return mmap(file.fileno(), 0)
 
@@ -92,7 +93,7 @@ def record_text(
 
 
 def is_of(record: LocalRecord, memory: memoryview) -> bool:
-    """Whether the values are those that were copied; reads all of them."""
+    """Whether the values are the copied values; reads all values."""
     return record.digests == list(digests_of(memory))
 
 
@@ -106,14 +107,14 @@ def directory_of(local: Path, run: Path) -> Path:
 
 def remove_all(directory: Path) -> None:
     """Delete the run's copies on this host, also those of ranks that an earlier start had in another cut, and nothing
-    else: the directory with them only where it is empty then."""
+    else: the directory with them only if it is empty then."""
     with suppress(OSError):
         sweep(directory, ())
         directory.rmdir()
 
 
 def sweep(directory: Path, names: Collection[str]) -> None:
-    """Delete copies and records on this host but those of these `names`."""
+    """Delete all copies and records on this host except the copies called `names`."""
     for name in private_files.names(directory):
         if _OWN.fullmatch(name) and name not in names:
             private_files.remove(directory / name)
@@ -149,7 +150,7 @@ class HostCopy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The copies that a rank sees at a start. Bare values: rank 0 reads those of all ranks."""
+    """The copies that a rank sees at a start. Bare values, because rank 0 reads what all ranks have seen."""
 
     place: str
     """Equal for ranks that share the directory with the copies."""
@@ -157,7 +158,7 @@ class Seen(NamedTuple):
     parts: str
     """A digest of what the rank holds now."""
     bytes: int
-    """The size of its values."""
+    """Bytes of the copy's values."""
     copies: list[HostCopy]
     """All that lie at the place, whosesoever."""
     changed: bool
@@ -177,7 +178,7 @@ class Chosen(NamedTuple):
 def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
     """Look at the copies on this host; of its own the rank reads the values.
 
-    Raises CheckpointError (PP-E650) where the directory, or `checkpoint.local` above it, is not this user's alone.
+    Raises CheckpointError (PP-E650) if the directory, or `checkpoint.local` above it, is not this user's alone.
     """
     try:
         private_files.make_directory(directory)
@@ -205,10 +206,10 @@ def hosts_of(places: Sequence[str]) -> list[list[int]]:
 
 
 def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
-    """For every rank, the one on the neighbouring host that keeps its copy.
+    """For every rank, the rank on the neighbouring host that keeps its copy.
 
     Hosts are paired in order, and the last three of an odd number go in a ring. Of pairs, fewer losses of two hosts
-    take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) where there are no two hosts with
+    take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) if there are no two hosts with
     the same number of ranks on all.
     """
     count, sizes = len(hosts), sorted({len(ranks) for ranks in hosts})
@@ -237,7 +238,7 @@ def refused_on_one_host(world: int) -> list[Problem]:
 
 
 def choose(seen: Sequence[Seen]) -> Chosen | None:
-    """The copies of the latest step of which every rank has one, on whatever host; its own where that is one."""
+    """The copies of the latest step of which every rank has one, on whatever host; its own if that is one."""
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
     for ranks in hosts_of([each.place for each in seen]):
         for copy in {copy for rank in ranks for copy in seen[rank].copies}:
@@ -257,7 +258,7 @@ def choose(seen: Sequence[Seen]) -> Chosen | None:
 
 
 def why_none(seen: Sequence[Seen]) -> str:
-    """Return why copies that are there are not chosen; empty where there are none."""
+    """Return why copies that are there are not chosen; empty if there are none."""
     fit = [copy for each in seen for copy in each.copies if _fits(copy, seen)]
     if any(each.changed for each in seen):
         return CHANGED
@@ -271,7 +272,7 @@ def why_none(seen: Sequence[Seen]) -> str:
 
 
 def latest_of_others(seen: Sequence[Seen]) -> int:
-    """The latest step of which there are copies, where none has what any rank holds now; else 0."""
+    """The latest step of which there are copies, if none has what any rank holds now; else 0."""
     copies = [copy for each in seen for copy in each.copies]
     return 0 if any(_fits(copy, seen) for copy in copies) else max([copy.step for copy in copies], default=0)
 

@@ -44,7 +44,7 @@ Chunk = tuple[int, int, str]
 
 _MOST_OF_A_MANIFEST = 2**30
 _MOST_ENTRIES = {"": 64, "files": 2**17, "tensors": 2**20}
-"""Of a manifest, beside its files and tensors, and of these."""
+"""The most entries of a manifest: at its top (`""`), in `files`, and in `tensors`."""
 _MOST_DIMS, _MOST_ELEMENTS = 32, 2**60
 
 _LISTED = 8
@@ -190,7 +190,7 @@ _SECTIONS = {b'"files": {': "files", b'"tensors": {': "tensors"}
 
 
 def _named_format(text: bytes) -> int:
-    """The number of the format that a manifest of any version names. Raises ValueError where it names none."""
+    """The number of the format that a manifest of any version names. Raises ValueError if it names none."""
     if len(text) > MOST_READ:
         raise ValueError(f"it has {len(text)} bytes")
     version: int = read(Count, read(dict[str, Any], parse(text)).get("format"))
@@ -241,7 +241,7 @@ def checked_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def in_file_order(manifest: Manifest) -> Iterator[tuple[str, ShardRecord]]:
-    """Every shard with its tensor, file by file, as they lie on the disk."""
+    """Every shard with its tensor, file by file, in the order of their bytes on the disk."""
     shards = [(name, shard) for name, record in manifest.tensors.items() for shard in record.shards]
     yield from sorted(shards, key=lambda each: (each[1].file, each[1].bytes))
 
@@ -282,6 +282,8 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
+    """What is wrong with one file by its size and the digest of its header; None if nothing is. Raises OSError if the
+    file system fails, not if the file is missing."""
     expected = manifest.files.get(name)
     if expected is None:
         return damaged(path, f"{name} is not in its {MANIFEST}")
@@ -299,6 +301,7 @@ def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
 def _difference(
     path: Path, name: str, manifest: Manifest, expected: FileRecord, stream: BufferedReader
 ) -> Problem | None:
+    """The first difference of an open file from its record. A header of another file is recognised by its digest."""
     size = os.fstat(stream.fileno()).st_size
     header = stream.read(min(expected.header, size))
     same = xxh3_128(header).hexdigest() == expected.digest
@@ -312,7 +315,7 @@ def _difference(
 
 
 def _written_as(manifest: Manifest, begin: bytes, stream: BufferedReader) -> str:
-    """The file of values that this one was, by its header; empty if it is none of this checkpoint."""
+    """The name of the file whose header this file has; empty if no file of the checkpoint has it."""
     length = 8 + int.from_bytes(begin, "little")
     same_length = {record.digest: name for name, record in manifest.files.items() if record.header == length}
     stream.seek(0)

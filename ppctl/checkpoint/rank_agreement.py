@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class AgreeingRanks:
-    """The ranks of a process group (None: the default one), or this process alone where none is initialised.
+    """The ranks of a process group (None: the default one), or this process alone if none is initialised.
 
     The group is of gloo, or of NCCL with the current device set.
     """
@@ -76,4 +76,4 @@ class AgreeingRanks:
 
 def _outcome(kind: Any) -> Any:
     """Return the annotation of a rank's outcome: its problems, or a value of this annotation."""
-    return tuple[tuple[Problem, ...], Optional[kind]]  # noqa: UP045 - `kind | None` is no annotation where it is None
+    return tuple[tuple[Problem, ...], Optional[kind]]  # noqa: UP045 - `kind | None` is no annotation if it is None

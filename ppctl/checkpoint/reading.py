@@ -32,7 +32,7 @@ class CheckpointReader(ChunkReader):
         self._there: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
+        """Return one tensor, on the CPU. Raises CheckpointError (PP-E503) if it is not what was saved."""
         record = self.manifest.tensors[name]
         files = {shard.file for shard in record.shards} - self._there
         check_files(self.path, self.manifest, files)  # before memory is taken for what a manifest says
@@ -45,7 +45,7 @@ class CheckpointReader(ChunkReader):
     def fill(self, name: str, offset: tuple[int, ...], out: Tensor) -> None:
         """Fill `out` with the box of a tensor that begins at `offset`, cast to the dtype of `out`.
 
-        Raises CheckpointError (PP-E503) where the values are not those that were saved, and OSError.
+        Raises CheckpointError (PP-E503) if the values are not those that were saved, and OSError.
         """
         dtype = getattr(torch, self.manifest.tensors[name].dtype)
         for piece in self.pieces(name, Box(offset, tuple(out.shape))):

@@ -80,7 +80,7 @@ def read_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
 
 
 def run_state(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """`read_state` of what ppctl itself saved. Raises CheckpointError (PP-E503) where it cannot have saved it."""
+    """`read_state` of what ppctl itself saved. Raises CheckpointError (PP-E503) if it cannot have saved it."""
     manifest = manifest or read_manifest(path)
     state: dict[str, Any] = _checked(path, manifest, RunState)
     steps = {manifest.step, state.get("step", manifest.step)}

@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it holds, rank 0 seals it; then it gets its name, `latest`, and old ones are deleted.
+"""Saving: every rank writes what it holds, rank 0 seals the checkpoint, names it, moves `latest`, and deletes old ones.
 
 Knows the order of the steps, what all ranks agree on, and what a step of training waits for: at once, beside training
 (decision 50), or from one process tensor by tensor. Must not know models, optimizers or the run.
@@ -54,7 +54,7 @@ class Saver:
         self._writer = writer
         self._parts: list[TensorPart] | None = None
         self._own = b""
-        """For each of the parts 1 where this rank writes it."""
+        """For each of the parts 1 if this rank writes it."""
         self._all_parts: list[bytes] = []
         """On rank 0: the packed parts of every rank."""
 
@@ -119,7 +119,7 @@ class Saver:
         self._own, self._parts = own[self.ranks.rank], parts
 
     def _do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
-        """Call a function of `disk`, in the writer where there is one."""
+        """Call a function of `disk`, in the writer if there is one."""
         return work(*arguments) if self._writer is None else self._writer.do(what, work, *arguments)
 
 
@@ -168,7 +168,7 @@ class BackgroundSaver:
 
     `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
-    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) where there is no memory.
+    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) if there is no memory.
     """
 
     def __init__(
@@ -240,6 +240,7 @@ class BackgroundSaver:
         self._writer.close()
 
     def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
+        """Write one step, in the thread. The error is kept for `finish`: the thread has nobody to raise it to."""
         try:
             self.memory.wait(copied)
             if self.local is not None:

@@ -57,7 +57,7 @@ def whole_shards(tensors: Tensors) -> list[Shard]:
 
 
 def values_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's values, row-major: no copy where it is contiguous and on the CPU."""
+    """The bytes of a tensor's values, row-major: no copy if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -132,7 +132,7 @@ class HostMemory:
 
 
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
-    """A file, all of it in memory, and its mapping. Raises OSError where there is no room."""
+    """The descriptor of a file that lies in memory, and its mapping. Raises OSError if there is no room."""
     if file is not None:
         descriptor = open_file(file, os.O_RDWR | os.O_CREAT)
     elif sys.platform != "linux":

@@ -40,11 +40,11 @@ class Handed(NamedTuple):
     forward: bool
     stage: int
     microbatch: int
-    """Its number in the global batch, whatever dp is."""
+    """The microbatch's number in the global batch, which does not depend on dp."""
     bits: tuple[int, int]
-    """The halves of the sum of its values' bits, read as integers, modulo 2^64."""
+    """The halves of the sum, modulo 2^64, of the bits of the message's values, read as integers."""
     squares: float
-    """The sum of its values' squares, in float64."""
+    """The sum of the squares of the message's values, in float64."""
 
     @property
     def action(self) -> str:
@@ -98,7 +98,7 @@ class KeptPart(NamedTuple):
 
 
 class KeptStep:
-    """A step as a run has kept it. Raises CheckpointError (PP-E645) where a file is damaged."""
+    """A step as a run has kept it. Raises CheckpointError (PP-E645) if a file is damaged."""
 
     def __init__(self, gradients: Path, step: int) -> None:
         self.path = step_directory(gradients, step)
@@ -128,7 +128,7 @@ class KeptStep:
 
 
 def _whole_shape(name: str, parts: Sequence[KeptPart]) -> Shape:
-    """Return the extents of a gradient with these parts. Raises ValueError where they cannot be all of it."""
+    """Return the extents of a gradient with these parts. Raises ValueError if they cannot be all of it."""
     shape = tuple(map(max, zip(*(part.box.end for part in parts), strict=True)))
     if sum(part.box.size for part in parts) < prod(shape):
         raise ValueError(f"{name} is not whole")
@@ -185,7 +185,7 @@ class ActionDifference(NamedTuple):
     ranks: list[int]
     """Ranks of the second run."""
     relative: float
-    """The relative difference of the norm; 0 where only bits differ."""
+    """The relative difference of the norm; 0 if only bits differ."""
 
 
 class ParameterDifference(NamedTuple):
@@ -198,11 +198,11 @@ class ParameterDifference(NamedTuple):
     of: int
     """How many ranks have parts or copies."""
     relative: float
-    """The largest difference over the largest absolute value of the first run's; nan where that is 0."""
+    """The largest difference over the largest absolute value of the first run's; nan if that is 0."""
     at: tuple[int, ...]
     """Where the largest difference is."""
     values: tuple[float, float]
-    """There, in both."""
+    """The values at that place in both runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +213,9 @@ class StepDifferences:
     parameters: list[ParameterDifference]
     """In the order in which a backward makes them: the last one of the last stage first."""
     equal: int
-    """Gradients that are the same."""
+    """The number of gradients that are equal."""
     missing: list[str]
-    """Names that only one of the two has, or that have another shape in the other one."""
+    """Names that only one of the two steps has, or whose shapes differ."""
     unlike: list[tuple[str, str, str]]
     """(`A` or `B`, name, owner): uses of a shared parameter whose gradient is not its owner's, which is no step's."""
     largest: float
@@ -260,7 +260,7 @@ def compare_step(
 
 
 def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """The uses of a shared parameter that did not get the sum over all of them, as its owner did."""
+    """The uses of a shared parameter whose gradient is not the sum over all uses, which the owner got."""
     owner, *others = [name for name in uses if name in step.parts] or [""]
     for name in others:
         if np.any(_apart(step.whole(owner), step.whole(name))):
@@ -268,6 +268,8 @@ def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str
 
 
 def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, stage: int) -> ParameterDifference:
+    """Compare a parameter's gradient, whole in `first`, with its parts in `second`. `tolerance` is relative to the
+    largest absolute value in `first`."""
     whole = first.whole(name)
     scale = float(np.max(np.abs(whole.astype(np.float64)), initial=0.0))
     parts = second.parts[name]
@@ -287,7 +289,7 @@ def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, s
 
 
 def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.float64]:
-    """|a - b|; 0 where both have the same bits, infinite where they differ and one is not a number."""
+    """|a - b| by element; 0 if the two have the same bits, infinite if they differ and either is not a number."""
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(a - b)
@@ -319,7 +321,7 @@ def _order(key: tuple[bool, int, int]) -> tuple[bool, int, int]:
 def _handed_apart(
     key: tuple[bool, int, int], one: tuple[Side, list[Handed]], other: tuple[Side, list[Handed]], tolerance: float
 ) -> float | None:
-    """The relative difference of the norms where two messages differ; None where they do not."""
+    """The relative difference of the norms if two messages differ; None if they do not."""
     (a, ours), (b, theirs) = one, other
     if not tolerance and [each.bits for each in ours] == [each.bits for each in theirs]:
         return None

@@ -51,12 +51,13 @@ class TensorPart(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes of its values. Raises KeyError for a dtype that the format lacks."""
+        """The number of bytes of the part's values. Raises KeyError for a dtype that the format lacks."""
         return DTYPES[self.dtype][1] * prod(self.box.shape)
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's and, unless it is all of it, where it begins: `NAME@0,512`."""
+        """The part's name in a file: the tensor's name and, unless the part is the whole tensor, its offset:
+        `NAME@0,512`."""
         if self.box == Box.whole(self.whole):
             return self.name
         return f"{self.name}@{','.join(map(str, self.box.offset))}"
@@ -142,7 +143,7 @@ class Writers(NamedTuple):
     """The ranks that write, and the ranks that hold, each part."""
 
     own: tuple[bytes, ...]
-    """For each rank: for each of its parts, in order, 1 where it writes it."""
+    """For each rank: for each of its parts, in order, 1 if it writes it."""
     holders: dict[TensorPart, list[tuple[int, int]]]
     """For each part: (rank, number of the part on it) of all that hold it, the writer first."""
 
@@ -158,7 +159,7 @@ class _PartColumns(NamedTuple):
 
 
 _MOST = 2**28
-"""Bytes of one rank's parts: 256 MiB, about two million of them."""
+"""The most bytes of one rank's list of parts: 256 MiB, about two million parts."""
 
 
 def packed_parts(parts: Sequence[TensorPart]) -> bytes:
@@ -181,7 +182,7 @@ def choose_writers(held: Sequence[Sequence[TensorPart]]) -> Writers:
     """Choose the rank that writes each part, over all ranks' parts in rank order: the least loaded of its holders.
 
     The largest parts are given away first; equal ones in the order of their names, to the lowest of equal ranks, so
-    that the same parts always give the same writers. Raises CheckpointError where parts of one tensor do not fit
+    that the same parts always give the same writers. Raises CheckpointError if parts of one tensor do not fit
     together, or are not all of it.
     """
     holders: dict[TensorPart, list[tuple[int, int]]] = {}

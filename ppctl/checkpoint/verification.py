@@ -27,7 +27,7 @@ _MOST_DAMAGED = 100
 """Files that are named as damaged; the others are not looked at."""
 
 READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
-"""Fields of `data` that decide what files mean, kept in a checkpoint's state behind `data_`."""
+"""Fields of `data` that decide what files mean, kept in a checkpoint's state after `data_`."""
 
 
 class Verified(NamedTuple):
@@ -111,7 +111,7 @@ _SOURCE = ("from_", "transformers", *_CODE)
 
 
 def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
-    """The problems; where tensors do not fit, with the keys that give a model `here` the sizes that were `saved`.
+    """The problems; if tensors do not fit, with the keys that give a model `here` the sizes that were `saved`.
 
     A model whose code is transformers' has them from its directory, and refuses them as keys.
     """
@@ -125,9 +125,9 @@ def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapp
 
 
 def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: str | None) -> list[Problem]:
-    """Why the position in the data that a checkpoint's `state` tells means nothing to a run with this config.
+    """Why the position in the data in a checkpoint's `state` means nothing to a run with this config.
 
-    `digest` is that of the run's data; None where nobody has looked.
+    `digest` is that of the run's data; None if nobody has looked.
     """
     now = {"seq_length": config.data.seq_length, "seed": config.train.seed, "data_digest": digest}
     message = "the checkpoint's position in the data means nothing here: {} was {} and is {}"

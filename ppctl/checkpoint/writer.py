@@ -38,7 +38,7 @@ R = TypeVar("R")
 _HELLO = struct.Struct("<qq")
 """The rank, and the bytes of its memory, whose descriptor comes along."""
 _LOOK = 5.0
-"""Seconds between looks whether the parent is alive, where the kernel does not say it."""
+"""Seconds between looks whether the parent is alive, if the kernel does not say it."""
 _PATIENCE = 60.0
 """Seconds that the other end has to prove itself: a host may be busy when a run begins."""
 _NICE = 5
@@ -58,7 +58,7 @@ NO_WRITER = WriterAddress()
 
 
 class WriterProcess:
-    """The writer of this node, as the rank sees it that starts it. Raises OSError where it cannot be started."""
+    """The writer of this node, as the rank sees it that starts it. Raises OSError if it cannot be started."""
 
     def __init__(self, key: bytes = b"") -> None:
         self.address = WriterAddress(f"ppctl-writer-{os.getpid()}-{secrets.token_hex(8)}", key)
@@ -101,7 +101,7 @@ class NodeWriter:
     def do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
         """Call a function of `disk.WORK`. `what` names the work in messages, as an infinitive.
 
-        Raises CheckpointError where it fails in the writer, and what the function raises where this process calls it.
+        Raises CheckpointError if it fails in the writer, and what the function raises if this process calls it.
         """
         if self._connection is not None:
             number = disk.WORK.index(work.__name__)
@@ -243,7 +243,7 @@ def main() -> NoReturn:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else the next look finds out
     with suppress(OSError):
-        os.nice(_NICE)  # training goes first, where there is no core for both
+        os.nice(_NICE)  # training goes first, if there is no core for both
     listening, connections = socket.socket(fileno=descriptor), _Connections()
     listening.settimeout(_LOOK)
     while os.getppid() == parent:
@@ -256,7 +256,7 @@ def main() -> NoReturn:
 
 
 def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> None:
-    """Do what a rank asks for until it has gone, or sends what is no call."""
+    """Make the calls that a rank sends, until the rank has gone or sends something that is no call."""
     try:
         with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
             prove(connected, key, b"writer", b"rank")
@@ -275,6 +275,8 @@ def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> N
 
 
 def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:
+    """Serve one rank for ever: a call of `disk`, then its result (0) or its problems (1). Ends only by an exception of
+    the connection."""
     while True:
         number, (what, *arguments) = _receive(asking, _CALLS)
         try:

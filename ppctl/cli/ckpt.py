@@ -1,6 +1,6 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
-Knows the arguments, where a checkpoint is found, and in which order its parts are asked. Must not know torch: what
+Knows the arguments, where a checkpoint is found, and in which order its parts are checked. Must not know torch: what
 makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
 """
 
@@ -112,7 +112,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _folder(text: str | None, root: Path) -> Path | None:
-    """The directory of checkpoints that `text` means, None of the newest run; None for a single checkpoint."""
+    """The directory of checkpoints that `text` means (None: the newest run's); returns None if it means one
+    checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -162,8 +163,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And behind
-    how many samples of its data it would go on; None where that is not known.
+    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And after
+    how many samples of its data it would go on; None if that is not known.
 
     Whether the data are those of the checkpoint is seen when the run reads them.
     """
@@ -230,20 +231,21 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
-    """Checkpoints that stay whatever `--keep` says: the newest good one, and the one that a start goes on from.
+def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
+    """Checkpoints that stay whatever `--keep` says: the newest good checkpoint, and the checkpoint that a start goes on
+    from.
 
-    Raises CheckpointError (PP-E530) where none is good.
+    Raises CheckpointError (PP-E530) if no checkpoint is good.
     """
-    for path in reversed(kept):
+    for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:
                 named = checkpoint_folder.find(folder)
                 return [path, *([] if named is None else [named.path])]
         except CheckpointError:
             continue
-    message = f"none of the {len(kept)} checkpoints in {folder} is good, and nothing is deleted"
-    remedy = f"ppctl ckpt verify {pasted(kept[-1])}" if kept else f"ls -l {pasted(folder)}"
+    message = f"none of the {len(checkpoints)} checkpoints in {folder} is good, and nothing is deleted"
+    remedy = f"ppctl ckpt verify {pasted(checkpoints[-1])}" if checkpoints else f"ls -l {pasted(folder)}"
     raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
 
 

@@ -81,7 +81,7 @@ def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
     from ppctl.config.schema import ModelConfig
     from ppctl.launch.weights import model_values
 
-    read_config_file(Path(source))  # a checkpoint, which model.from may be, is none
+    read_config_file(Path(source))  # `model.from` may be a checkpoint, which is no model directory
     implementation, overrides = "auto", dict[str, str]()
     for word in words:
         key, equals, value = word.partition("=")

@@ -34,7 +34,7 @@ _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
+    """The contents of a checkpoint. Raises CheckpointError if its manifest or its state is damaged."""
     manifest = read_manifest(path)
     state = run_state(path, manifest)
     groups: dict[str, dict[str, Any]] = {}
@@ -47,7 +47,7 @@ def contents(path: Path) -> dict[str, Any]:
         entry["dtypes"] = sorted({*entry["dtypes"], record.dtype})
     run = RunDir(path.parent.parent)
     sizes, model = state.get("parallel", {}), state.get("model", {})
-    # Of a model whose code is transformers' those that its plan knows.
+    # For a model whose code is transformers', the numbers that its plan knows.
     known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
     position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
     return {

@@ -28,7 +28,7 @@ Word = tuple[str, str]
 """A completion, and a line about it; no blank follows one that ends with `=`."""
 
 _FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer")
-"""Flags behind which a file or a directory stands, which shells complete by themselves."""
+"""Flags after which a file or a directory stands, which shells complete by themselves."""
 
 SHELLS = {
     "bash": """\
@@ -97,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[Word]:
-    """Completions of the last of `words`, those behind `ppctl`; none where a shell completes files."""
+    """Completions of the last of `words`, which are the command line's words after `ppctl`.
+
+    Empty if the shell itself should complete a file name.
+    """
     *before, word = words
     if not before:
         offered: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())
@@ -116,14 +119,14 @@ def candidates(words: Sequence[str]) -> list[Word]:
 
 
 def _takes_keys(before: Sequence[str], word: str) -> bool:
-    """Whether KEY=VALUE may stand here: not where a run does, and behind `ckpt verify RUN --for`."""
+    """Whether KEY=VALUE may stand here: not where a run does, and after `ckpt verify RUN --for`."""
     if front_door.COMMANDS[before[0]].overrides:
         return "=" in word or len(before) > 1 or before[0] != "resume"
     return "--for" in before
 
 
 def _overrides(word: str) -> Iterator[Word]:
-    """Keys, and behind `=` the values that a key is known to take."""
+    """Keys, and after `=` the values that a key is known to take."""
     name, given, _ = word.partition("=")
     if given:
         for value, text in _values(name):
@@ -153,7 +156,7 @@ def _values(name: str) -> Iterator[Word]:
 
 
 def _flags(before: Sequence[str]) -> Iterator[Word]:
-    """The flags of a command or its action, and Megatron's where keys are taken."""
+    """The flags of a command or its action, and Megatron's if keys are taken."""
     command = front_door.COMMANDS[before[0]]
     module = importlib.import_module(f"ppctl.cli.{(command.place or before[0]).partition('.')[0]}")
     parser = front_door.parser_of(before[0], module)
@@ -188,7 +191,7 @@ def _topics(_: Sequence[str]) -> Iterator[Word]:
 
 
 def _actions(*names: str, then: Callable[[Sequence[str]], Iterable[Word]]) -> Callable[[Sequence[str]], Iterable[Word]]:
-    """The names of a command's actions, and behind one of them what `then` finds."""
+    """The names of a command's actions, and after one of them what `then` finds."""
     return lambda before: ((name, "") for name in names) if len(before) == 1 else then(before)
 
 

@@ -1,7 +1,7 @@
 """Where text goes and how wide it is: results to stdout, everything else to stderr; tables and lines of plain text.
 
 Colour and live drawing only on a terminal. Control characters of what is printed are shown as escapes, by the streams
-themselves (`VisibleText`). Only drawings pass below them: rich's, and a line that overwrites itself.
+themselves (`VisibleText`). Only drawings bypass these streams: rich's, and a line that overwrites itself.
 
 Knows streams, widths, cells and rich, which it imports only to draw. Must not know what is printed.
 """
@@ -86,7 +86,7 @@ def is_live() -> bool:
 
 
 def width(piped: int = PIPE_WIDTH) -> int:
-    """The columns of the terminal; where stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
+    """The columns of the terminal; if stdout is none, of COLUMNS, or else `piped`. Words stay UNFOLDED there."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         piped = shutil.get_terminal_size().columns
@@ -106,7 +106,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that takes bytes as they are done, and shows them as a bar if stderr is a terminal."""
+    """Yield a function to call with each number of bytes done; their sum is drawn as a bar if stderr is a terminal."""
     if not sys.stderr.isatty() or not total:
         yield lambda size: None
         return

@@ -175,7 +175,7 @@ def _wrong(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _broken(report: dict[str, Any]) -> Iterator[str]:
-    """Edges without an answer, and the default transport where it fails."""
+    """Edges without an answer, and the default transport if it fails."""
     for edge in report["edges"]:
         if edge["error"]:
             source, target = edge["hosts"]
@@ -279,7 +279,7 @@ def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
 
 
 def _without_dropout(error: PpctlError) -> dict[str, str]:
-    """The fields that the problem of a model with dropout sets to 0. Raises `error` if it is another one."""
+    """The fields that the problem of a model with dropout sets to 0. Raises `error` again if it is any other error."""
     problem, *others = error.problems
     if others or problem.code != "PP-E529":
         raise error

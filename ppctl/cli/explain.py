@@ -113,7 +113,7 @@ def _paragraph(text: str) -> str:
 
 
 def _filled(text: str, label: str = "") -> str:
-    """Running text behind a label, with continued lines indented to the text."""
+    """Running text after a label, with continued lines indented to the text."""
     width = min(shutil.get_terminal_size((READABLE, 24)).columns, READABLE)
     wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(" ".join(text.split()))
@@ -206,7 +206,7 @@ def keys_called(topic: str) -> list[Key]:
     """The keys that a topic means: by a full name, an alias, another system's name, or as the last part of their name.
     An entry of a mapping (`model.lora.rank`) means that.
 
-    More than one where several sections have a key of that name. A section's own name means no key.
+    More than one if several sections have a key of that name. A section's own name means no key.
     """
     name = full_name(topic)
     owner = name if name in keys() else mapping_with(name)
@@ -216,7 +216,7 @@ def keys_called(topic: str) -> list[Key]:
 
 
 def key_facts(key: Key) -> dict[str, Any]:
-    """A key with its text and facts; `type`, `default` and `limit` are null where no text can set it."""
+    """A key with its text and facts; `type`, `default` and `limit` are null if no text can set it."""
     support, names = key.facts.support, key.facts.names.split()
     settable = support.state != PYTHON
     facts: dict[str, Any] = {
@@ -243,7 +243,7 @@ def summary(name: str) -> str:
 
 
 def keys_of(section: str) -> list[Key]:
-    """The keys of a section that text can set."""
+    """The keys of `section` (such as `model`) whose value can be given as text, on a command line or in a file."""
     return [key for key in text_keys().values() if key.name.startswith(f"{section}.")]
 
 

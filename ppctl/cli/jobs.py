@@ -29,7 +29,7 @@ def job_of(run: RunDir) -> slurm.JobState | None:
 
 
 def combined_state(state: str, job: slurm.JobState) -> str:
-    """The run's state by its directory, corrected by its job's: SLURM may have ended or requeued it."""
+    """The run's state in its directory, corrected by the state of its job: SLURM may have ended or requeued the job."""
     if job.ended and state in ("queued", *STARTED, LOST):
         return "interrupted" if job.state == "CANCELLED" else "failed"
     if job.state == "PENDING" and state != "finished":

@@ -19,7 +19,7 @@ from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.letters import LETTERS
 
 INTERMIXED = True
-"""Overrides may stand before and behind options."""
+"""Overrides may stand before and after options."""
 
 _KEY = "LAYOUT"
 """The layout's name in the usage line and in messages."""
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suggest(args: argparse.Namespace) -> int:
-    """Print the layout that `layout=auto` would take, and those that it was compared with."""
+    """Print the layout that `layout=auto` would take, and the layouts that it was compared with."""
     from ppctl.config.argv import normalise
     from ppctl.launch.planning import (
         planned,

@@ -1,4 +1,4 @@
-"""A block at the foot of the terminal while ranks train on this machine: what they do, how far, how well.
+"""The block at the foot of the terminal while ranks train on this machine: what they do, their progress, the loss.
 
 Knows rich, the records of metrics.jsonl and the ranks' heartbeats. What rank 0 prints scrolls by above it. Must not
 know how ranks are started.

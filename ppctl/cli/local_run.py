@@ -1,4 +1,4 @@
-"""From an accepted plan to the end of a run on this machine: the steps that train, resume, submit and parity share.
+"""Runs an accepted plan on this machine: the steps that `train`, `resume`, `submit` and `parity` have in common.
 
 Knows their order, and what a person sees of them. Must not know torch: a rank is started as `python -m
 ppctl.rank.worker`. A process that torchrun, SLURM or another scheduler started becomes such a worker.
@@ -126,7 +126,7 @@ def adapt_to_machine(
 
 
 def _asked_device(config: RunConfig, plan: Plan) -> str:
-    """`launch.device`; where nothing sets it and this machine has no GPU, a model that is here trains on the CPU."""
+    """`launch.device`; if nothing sets it and this machine has no GPU, a model that is here trains on the CPU."""
     left_open = plan.provenance.get("launch.device", "default") == "default" and config.model.from_ is not None
     if not left_open or config.launch.device != "cuda" or count_gpus(os.environ):
         return config.launch.device
@@ -178,7 +178,7 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 
 def _note_rates(config: RunConfig, checkpoint: Path) -> None:
-    """Say what the learning rate does, where the checkpoint is of a run with other rates."""
+    """Print what the learning rate does, if the checkpoint is of a run with other rates."""
     with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
@@ -186,7 +186,7 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
 
 
 def _with_loaded(config: RunConfig, load: str) -> RunConfig:
-    """`config` with the checkpoint that `checkpoint.load` finds; as it is where the run begins."""
+    """`config` with the checkpoint that `checkpoint.load` finds; as it is if the run begins."""
     checkpoint = checkpoint_if_any(load, Path(config.log.dir))
     outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
     note(f"note: checkpoint.load={load}: {outcome}")

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on with another length: whether it jumps, and commands with which it does not.
+"""The learning rate of a run that goes on with another length: whether the rate jumps, and commands that avoid a jump.
 
 Pure functions of configs. Must not know run directories or checkpoints.
 """
@@ -47,7 +47,8 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of such a jump, with the choices that `ppctl resume` has; `typed` is what stood behind that.
+    """The problem of a jump of the rate, with the choices that `ppctl resume` has; `typed` is what stood after `ppctl
+    resume`.
 
     `more` are switches that each choice needs for other reasons.
     """
@@ -61,7 +62,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
     choices.append(("the rates of the longer run from its start", {}, ("--allow",)))
     jumped = f"the next step's learning rate would be {jump}: {rates_text(before, after, done)}"
-    # Rates that were typed give way to those of a choice.
+    # Rates that were typed give way to the rates of a choice.
     kept = [word for word in typed if not sets_rate(word)]
     commands = [
         pasted("ppctl", "resume", *(kept if optim else typed), *_words(optim=optim), *allow)
@@ -86,7 +87,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
 
 
 def _held(config: RunConfig) -> dict[str, Any]:
-    """Values that keep the end of the decay, and the rate that it has there; none where it is set."""
+    """Values that keep the end of the decay, and the rate that it has there; none if it is set."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
     return {"lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}

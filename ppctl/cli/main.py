@@ -172,7 +172,7 @@ def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Seque
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """argparse's, whose errors are folded as all messages are."""
+    """argparse's parser, whose errors are folded as all messages are."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and end with the exit code of a usage error."""

@@ -1,4 +1,4 @@
-"""`ppctl parity`: a job's steps in one process and in its cut, compared; or two runs that are there.
+"""`ppctl parity`: compares a job's steps in one process with those in its cut, or compares two runs that exist.
 
 Knows how the two are planned, started and read; `plan/parity.py` knows what makes them comparable. The runs are
 ordinary ones, in a directory that is removed at the end. Must not know torch, the files of a step, nor the words
@@ -59,7 +59,7 @@ class _Side(NamedTuple):
     failure: str = ""
     """Why it did not finish: copies that differ, for example, are not saved."""
     stays: bool = True
-    """Whether its directory is there when the result is read."""
+    """Whether the run's directory still exists when the result is read."""
 
     def step(self, step: int) -> Side:
         """The gradients and messages that it has kept of a step."""
@@ -156,7 +156,7 @@ def _show_step(line: str) -> None:
 
 
 def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argparse.Namespace) -> _Side:
-    """Run it to its end. Raises SystemExit for a signal, ConfigError (PP-E646) where it keeps no step."""
+    """Train the run to its end. Raises SystemExit for a signal, ConfigError (PP-E646) if it keeps no step."""
     config = with_value(config, "log", dir=str(root), name=name)
     note(f"{parity_text.NAMES[name]}: {parity_text.sizes_text(plan)}")
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
@@ -258,7 +258,7 @@ def _progress(step: int) -> Callable[[str], None]:
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
-    """The newest checkpoints of one step that both runs have, compared; None where there are none."""
+    """The newest checkpoints of one step that both runs have, compared; None if there are none."""
     there = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
              for side in (first, second)]  # fmt: skip
     step = max(there[0].keys() & there[1].keys(), default=None)

@@ -28,7 +28,7 @@ def sizes_text(plan: Plan) -> str:
 
 
 def text(report: Mapping[str, Any], columns: int) -> str:
-    """The law, a table of steps, what differs, and the verdict at the end, in at most so many columns."""
+    """The law, a table of steps, what differs, and the verdict at the end, in at most `columns` columns."""
     rows: list[tuple[str, ...]] = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
     rows += [_row(step) for step in report["steps"]]
     lines = []

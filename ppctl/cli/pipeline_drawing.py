@@ -19,7 +19,7 @@ class Chunk(NamedTuple):
     letters: str
     """The letters of the chunk's layers, such as `Ettt`."""
     first: int
-    """The id of its first decoder layer; any number if it has none."""
+    """The id of the chunk's first decoder layer; any number if the chunk has no decoder layer."""
 
 
 class Row(NamedTuple):

@@ -86,7 +86,7 @@ def _chunk(stage: StageSpec) -> Chunk:
 def table(plan: Plan, width: int) -> str:
     """The layers and costs of each pp_rank, no wider than `width` if it can be.
 
-    Where numbers differ within a row, it shows the first rank's and the last one's.
+    If numbers differ within a row, the row shows the first rank's and the last rank's number.
     """
     unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
@@ -162,7 +162,7 @@ def memory_line(plan: Plan) -> str:
 
 
 def limit_line(plan: Plan) -> list[str]:
-    """The memory that a rank may hold, and the share of the highest peak; nothing where no limit is known."""
+    """The memory that a rank may hold, and the share of the highest peak; nothing if no limit is known."""
     limit = plan.limit
     if limit is None or limit.available_bytes <= 0:
         return []
@@ -220,7 +220,7 @@ def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
 
 
 def spread(values: Sequence[str]) -> str:
-    """The value, or the first and the last one if they differ."""
+    """The value, or the first and the last value if they differ."""
     return values[0] if len(set(values)) == 1 else f"{values[0]} to {values[-1]}"
 
 

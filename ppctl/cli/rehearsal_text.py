@@ -113,7 +113,7 @@ def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _state(rehearsal: Rehearsal) -> _Part:
-    """Only where it is not as planned."""
+    """Only if it is not as planned."""
     rows = [
         [
             f"rank {rank} {what}",

@@ -1,4 +1,5 @@
-"""`ppctl rehearse`: run the job's ranks at full size on this machine, without values, and hold the plan against them.
+"""`ppctl rehearse`: run the job's ranks at full size on this machine, with meta tensors, and hold the plan against
+them.
 
 Knows the command's arguments and the processes that rehearse. Must not know how memory is measured
 (`ppctl/rehearsal`), what follows for other ranks (`plan/rehearsal`), or the words (`rehearsal_text`).
@@ -138,7 +139,7 @@ class _Ranks:
         """The first rank that failed; its failure ends the others."""
         self.ended = False
         self._lock = Lock()
-        """Held where a process starts, so that none starts behind the end."""
+        """Held where a process starts, so that none starts after the end."""
 
     def measure_all(self, ranks: Sequence[int]) -> list[Rehearsed]:
         """The measurements of each rank, in order. A rank that fails, or a signal, ends all processes."""
@@ -150,7 +151,7 @@ class _Ranks:
                 raise
 
     def measure(self, rank: int) -> Rehearsed:
-        """Run one rank. Raises TrainingError (PP-E780) where it fails, CancelledError behind the end."""
+        """Run one rank. Raises TrainingError (PP-E780) if it fails, CancelledError after the end."""
         started = time.monotonic()
         command = [*python("ppctl.rehearsal.rank"), str(self.directory), str(rank)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ

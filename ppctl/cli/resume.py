@@ -69,7 +69,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     if other := [] if args.allow else forbidden(computed, sound, args):
-        # One --allow accepts both: who types it for the one has read of the other.
+        # One --allow accepts both changes: who types it for one has read of the other.
         with suppress(CheckpointError):
             done = step_of(find_checkpoint(str(source), args.dir))
             if not problems and jumps(before, composed.config, done):
@@ -97,7 +97,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config with the overrides applied, its plan if it has one, and all problems of both."""
     plan = run.read_plan()
-    # Values from the run's own command line are weaker than those from this one.
+    # Values from the run's own command line are weaker than values from this command line.
     sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}
     problems: Sequence[Problem] = ()
     try:
@@ -146,7 +146,7 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
 
 
 def _typed(args: argparse.Namespace) -> list[str]:
-    """The words that stood behind `ppctl resume`, but for its switches."""
+    """The words that stood after `ppctl resume`, but for its switches."""
     return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.line.overrides]
 
 
@@ -176,7 +176,7 @@ def _refuse_finished(run: RunDir, before: RunConfig, composed: Composed, checkpo
 
 
 def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, checkpoint: Path) -> None:
-    """Raise ConfigError (PP-E648) where this command asks to keep steps that are done already."""
+    """Raise ConfigError (PP-E648) if this command asks to keep steps that are done already."""
     done, problems = step_of(checkpoint), []
     for name in WATCHED:
         asked = changes[name][1] if name in changes else None

@@ -23,7 +23,7 @@ from ppctl.runs.run_starts import QUIET, holder, is_held, quiet_for
 from ppctl.runs.rundir import RunDir, warn
 
 RUNS = Path("runs")
-"""The directory of all runs, where no other is named."""
+"""The directory of all runs, if no other is named."""
 T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
@@ -134,7 +134,7 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def readable(read: Callable[[], T]) -> T | None:
-    """The result of `read`; None where it cannot be read, with a warning."""
+    """The result of `read`; None if it cannot be read, with a warning."""
     try:
         return read()
     except PpctlError as error:
@@ -143,7 +143,7 @@ def readable(read: Callable[[], T]) -> T | None:
 
 
 def checkpoint_of(run: RunDir) -> Path | None:
-    """The checkpoint that a start would go on from; None also if the directory cannot be read."""
+    """The checkpoint that a start would go on from; None even if the directory cannot be read."""
     newest = readable(lambda: checkpoint_folder.find(run.checkpoints))
     return None if newest is None else newest.path
 
@@ -191,7 +191,7 @@ _ROWS = 12
 def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
     """The differences of two runs: `keys` (key -> both values), and `steps` that both have done.
 
-    `tokens_per_s` is each run's median. Raises ConfigError (PP-E611) where a config cannot be read.
+    `tokens_per_s` is each run's median. Raises ConfigError (PP-E611) if a config cannot be read.
     """
     from statistics import median  # fractions and decimals
 
@@ -214,7 +214,8 @@ def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
 
 
 def _comparison_text(compared: dict[str, Any], columns: int) -> str:
-    """The comparison in tables, of so many columns: keys, then a dozen steps from the first common one to the last."""
+    """The comparison in tables of at most `columns` columns: keys, then a dozen steps from the first common one to the
+    last."""
     named = aligned(zip("AB", compared["ids"], strict=True))
     lines = [named, "", _keys(compared["keys"], columns) if compared["keys"] else "no key differs", ""]
     steps = compared["steps"]

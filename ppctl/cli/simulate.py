@@ -206,7 +206,7 @@ def print_comparison(
     timeline: str | None,
     as_json: bool,
 ) -> None:
-    """Compare, draw into the file `timeline` where one is named, and print. Raises ScheduleError, ConfigError."""
+    """Compare, draw into the file `timeline` if one is named, and print. Raises ScheduleError, ConfigError."""
     compared, left_out = compare(pp, num_microbatches, vpp, costs)
     if timeline is not None:
         write_timeline([_compared_picture(each) for each in compared], Path(timeline))

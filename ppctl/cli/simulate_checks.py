@@ -113,7 +113,7 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
 
 
 def _unknown(args: argparse.Namespace) -> Problem:
-    """The problem of a schedule that is none of the names."""
+    """The problem of a schedule with an unknown name."""
     from ppctl.config.keys import nearest
 
     close = nearest(args.schedule, (*SCHEDULES, AUTO))

@@ -118,7 +118,7 @@ def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
 
 
 def _text(report: dict[str, Any], columns: int) -> str:
-    """The run in lines of at most so many columns, but for its ranks' table, paths and what is to be pasted."""
+    """The run in lines of at most `columns` columns, but for its ranks' table, paths and what is to be pasted."""
     parts = [prose(_said(report), columns)]
     now = time.time()
     if _tells(report):

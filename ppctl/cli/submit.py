@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
-    """(what to run, its job, problems of what this release cannot train). Raises PpctlError with all other problems.
+    """(the launch, its SLURM job, problems with what this release cannot train). Raises PpctlError with all other
+    problems.
 
     Only a dry run goes on with what cannot be trained; it looks at no files, and its run directory is called ID.
     """

@@ -34,7 +34,7 @@ from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_cha
 from ppctl.topology import RankGrid
 
 _MOST_OF_A_STEP = 2**27
-"""Bytes of its file."""
+"""Bytes of the trace's file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
 
 
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
-    """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) where the run has none,
+    """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) if the run has none,
     or not this one, or a damaged one."""
     files = run.measured_steps()
     if not files:
@@ -131,7 +131,7 @@ def _none_traced(run: RunDir) -> Problem:
 
 
 def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
-    """Raise ValueError or IndexError where the file is not that of `step`, run by `plan`."""
+    """Raise ValueError or IndexError if the file is not that of `step`, run by `plan`."""
     if measured.step != step:
         raise ValueError(f"it holds step {measured.step!r}")
     if len(measured.ranks) != plan.sizes.world:
@@ -168,7 +168,7 @@ class SeenStep(NamedTuple):
 
     @property
     def named_ranks(self) -> str:
-        """The pipeline's ranks, which stand apart where others share its stages: `ranks 0, 2`."""
+        """The pipeline's ranks, which stand apart if others share its stages: `ranks 0, 2`."""
         first, *rest = self.pipeline
         if not rest:
             return f"rank {first}"
@@ -177,7 +177,7 @@ class SeenStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first rank's begin to the last one's end."""
+        """Seconds from the first rank's begin to the last rank's end."""
         return self.ledgers[0].total
 
 

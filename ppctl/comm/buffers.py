@@ -44,7 +44,7 @@ class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a message, where the shapes are known."""
+        """Bytes of a message, if the shapes are known."""
         return sum(shape.numel() * dtype.itemsize for shape, dtype in self if shape is not None)
 
     def fits(self, message: Message) -> bool:
@@ -55,7 +55,7 @@ class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
         return all(t.dtype == dtype and (shape is None or t.shape == shape) for t, (shape, dtype) in pairs)
 
     def make(self, device: torch.device, shapes: Sequence[Sequence[int]] | None = None) -> Message:
-        """Fresh tensors, their contents undefined; `shapes` where the spec leaves them open."""
+        """Fresh tensors, their contents undefined; `shapes` if the spec leaves them open."""
         sizes = [shape for shape, _ in self] if shapes is None else shapes
         pairs = zip(sizes, self, strict=True)
         return tuple(torch.empty(size or (), dtype=dtype, device=device) for size, (_, dtype) in pairs)

@@ -1,4 +1,4 @@
-"""One rank's end of a channel: post a receive, start a send, wait for either.
+"""One rank's end of a channel: posts receives, starts sends, and waits for them.
 
 Must not know schedules, stages or autograd.
 """
@@ -42,7 +42,7 @@ class Pending(Protocol):
     """Something under way."""
 
     def wait(self) -> object:
-        """Return when it is over; on CUDA, when the current stream waits for it."""
+        """Return when the message is over; on CUDA, when the current stream waits for the message."""
 
 
 def wait_for(works: Iterable[Pending], channel: Channel) -> None:
@@ -57,7 +57,7 @@ def wait_for(works: Iterable[Pending], channel: Channel) -> None:
 def check_connection(backend: object, channel: Channel) -> None:
     """Raise PeerLost if a backend's watchdog has ended the connection. Only NCCL's keeps such a record.
 
-    Where TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the process live, NCCL's kernels then leave without their messages and
+    If TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the process live, NCCL's kernels then leave without their messages and
     the device goes on with what was in the buffers: nothing raises any more that was waited for before.
     """
     try:
@@ -150,7 +150,7 @@ class DirectEnd:
             raise PeerLost(self.channel, error) from error
 
     def send(self, message: Message) -> None:
-        """Start sending contiguous tensors, which stay referenced until sent; waits only where the slots are used up.
+        """Start sending contiguous tensors, which stay referenced until sent; waits only if the slots are used up.
 
         The oldest send is waited for, never polled: gloo reports a send as done only to the one who waits.
         """

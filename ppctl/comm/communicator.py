@@ -34,7 +34,7 @@ _AS_DECLARED = Modes()
 
 def goes_by_group(pp_group: ProcessGroup, transport: str = "auto") -> bool:
     """Whether messages travel over the pipeline's process group alone, in batches (decision 79): with `transport`
-    `plain`, and with `auto` where the group's backend moves tensors of a GPU. Raises ConfigError (PP-E103)."""
+    `plain`, and with `auto` if the group's backend moves tensors of a GPU. Raises ConfigError (PP-E103)."""
     if transport not in ("auto", "plain", "channels"):
         message = f"transport={transport!r} is none of auto, plain, channels"
         raise ConfigError(Problem("PP-E103", message, "transport='auto'"))
@@ -45,13 +45,13 @@ class Communicator:
     """This rank's ends of a pipeline's channels, and the pool that their messages are received into.
 
     `pp_group` has the pipeline's ranks in pp order; all of them construct it together. `channels` are the channels to
-    make, by default those of a loop; pass those of a V. `modes` say how messages are sent. `transport` is `plain`,
-    `channels` or `auto` (`goes_by_group`); `batched` says whether schedules must be lowered for batches. `device` is
-    where tensors live: by default a GPU if the group's backend sends GPU tensors, else torch's default device. GPU
-    tensors on a gloo group go through pinned host memory. Without `connect`, NCCL connects on first messages; if shapes
-    vary, that must happen before the engine's messages (`ppctl.reach` then sets `connected`), or the engine refuses to
-    run. `ends` are this rank's ends of all channels, if the caller has made them. Raises ConfigError (PP-E608) if
-    channels and kernels of a GPU would share one hardware queue.
+    make, by default the channels of a loop; for a V, pass the V's channels. `modes` say how messages are sent.
+    `transport` is `plain`, `channels` or `auto` (`goes_by_group`); `batched` says whether schedules must be lowered for
+    batches. `device` is where tensors live: by default a GPU if the group's backend sends GPU tensors, else torch's
+    default device. GPU tensors on a gloo group go through pinned host memory. Without `connect`, NCCL connects on first
+    messages; if shapes vary, that must happen before the engine's messages (`ppctl.reach` then sets `connected`), or
+    the engine refuses to run. `ends` are this rank's ends of all channels, if the caller has made them. Raises
+    ConfigError (PP-E608) if channels and kernels of a GPU would share one hardware queue.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Communicator:
         return tuple(self._ends.values())
 
     def close(self) -> None:
-        """End this communicator; the last one over the process group also ends their connections.
+        """End this communicator; the last communicator over the process group also ends the connections that they
+        share.
 
         All ranks of the pipeline call it, with nothing under way, before the group is destroyed. Only NCCL needs it:
         connections that are open at the end of a process are aborted.

@@ -101,7 +101,8 @@ class Connections:
         self._users += 1
 
     def leave(self) -> None:
-        """Count one less; the last one ends all connections, with nothing under way. All ranks leave together."""
+        """Count one communicator less; the last communicator ends all connections, when no message is under way. All
+        ranks leave together."""
         self._users -= 1
         if self._users == 0:
             self.close()
@@ -145,7 +146,7 @@ def connections_of(pp_group: ProcessGroup) -> Connections:
 
 
 def device_backend(pp_group: ProcessGroup) -> str | None:
-    """The name of the group's backend for CUDA tensors, where it has one."""
+    """The name of the group's backend for CUDA tensors, if it has one."""
     return next((name for name in ("nccl", "ucc") if name in dist.get_backend(pp_group)), None)
 
 
@@ -240,7 +241,7 @@ def _meet_once(pp_group: ProcessGroup, device: torch.device) -> None:
 def _pair_ends(
     connections: Connections, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
 ) -> dict[Channel, DirectEnd]:
-    """A connection of its two ends for every channel (and for its headers, where shapes vary)."""
+    """A connection of its two ends for every channel (and for its headers, if shapes vary)."""
 
     def end(channel: Channel, part: str) -> DirectEnd:
         peer = sorted(channel[:2]).index(other_end(channel, connections.rank))

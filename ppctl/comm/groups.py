@@ -1,4 +1,4 @@
-"""Process groups from groups of ranks, and what ranks learn of each other over them: numbers, values, and their clock.
+"""Process groups made from lists of ranks, and what ranks exchange over them: numbers, values, and clock offsets.
 
 Knows how torch makes a group. Must not know what an axis or a number means.
 """
@@ -36,7 +36,7 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
     """Make the process group of this rank among `groups` (disjoint tuples of global ranks, in group order).
 
     Group rank i is the i-th of the tuple. The group obeys the world's limit; torch's own defaults (30 minutes, 10 for
-    NCCL) know nothing of the limits of a run. Raises ValueError where no group, or more than one, holds this rank.
+    NCCL) know nothing of the limits of a run. Raises ValueError if no group, or more than one, holds this rank.
 
     Only the members take part in making a group, and torch then names it after its ranks and the number of groups that
     the process has made. So its members must have made the same number of groups before, or they look for each other
@@ -120,7 +120,7 @@ def gather_values(kind: Any, own: Any, group: ProcessGroup | None = None, *, eve
 
 
 def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: bool = False) -> list[bytes]:
-    """Like `gather_values`, of any bytes. Raises ValueError on all members where one has more than 1 GiB.
+    """Like `gather_values`, of any bytes. Raises ValueError on all members if one has more than 1 GiB.
 
     In place of torch's collectives of objects, which run what arrives as a pickle; the messages are as long as theirs.
     """
@@ -143,7 +143,8 @@ def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: b
 
 
 def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
-    """The bytes of the first member of a group (None: the world) on all of them. A collective; raises ValueError."""
+    """Return on all members of a group (None: the world) the bytes that its first member gives. A collective; raises
+    ValueError."""
     group = group or dist.group.WORLD
     assert group is not None  # or there would be no rank
     device, first = _device_of(group), dist.get_global_rank(group, 0)
@@ -157,7 +158,7 @@ def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
-    """Where a group's messages lie: the CPU where it has a backend for that, else this process's current GPU."""
+    """Where a group's messages lie: the CPU if it has a backend for that, else this process's current GPU."""
     cpu = torch.device("cpu")
     return cpu if cpu in group._device_types else group._device_types[0]
 

@@ -19,7 +19,7 @@ from ppctl.schedule.action import Channel
 
 
 class LooseBatch:
-    """Each message starts on its channel when it is added."""
+    """Messages that each start on their channel as soon as they are added."""
 
     def __init__(self, end: Callable[[Channel], DirectEnd]) -> None:
         self._end = end
@@ -78,7 +78,7 @@ class GroupTransport:
 
 
 class FusedBatch:
-    """All messages start in one batch_isend_irecv, on the pipeline's own group and without tags.
+    """Messages that all start in one `batch_isend_irecv`, on the pipeline's own group and without tags.
 
     Between two ranks only the order distinguishes messages, activations and gradients: both ends must add them in the
     same sequence, as batched schedules do.
@@ -101,7 +101,7 @@ class FusedBatch:
         return Arrival(message, shelf=shelf)
 
     def settle(self) -> None:
-        """Start the batch and wait for it; then, where asked for, for the whole device."""
+        """Start the batch and wait for it; then, if asked for, for the whole device."""
         try:
             for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
                 work.wait()
@@ -123,7 +123,8 @@ class FusedBatch:
 
 
 class AnnouncedBatch:
-    """Messages of variable shape on the pipeline's own group: one after the other, each behind a header of its sizes.
+    """Messages of variable shape on the pipeline's own group, one message after the other, each after a header with its
+    sizes.
 
     A receive can start only when its header has been read, and on one group nothing but their order tells messages
     apart: so each is over before the next one starts. All lists have them in one common order (`batch_messages`), and
@@ -172,7 +173,7 @@ MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
 
 
 class BatchedEnd:
-    """A channel's end where messages travel in batches."""
+    """A channel's end if messages travel in batches."""
 
     __slots__ = ("_batch", "channel")
 

@@ -34,7 +34,7 @@ class Modes(NamedTuple):
     variable: bool = False
     """Shapes differ between microbatches and travel ahead of their tensors (variable_seq_lengths, mtp_standalone)."""
     dtype: torch.dtype | None = None
-    """The dtype of received tensors (pipeline_dtype); None where the config does not say."""
+    """The dtype of received tensors (pipeline_dtype); None if the config does not say."""
 
     @classmethod
     def of(cls, config: Any) -> Modes:

@@ -1,9 +1,9 @@
-"""Two pieces of work on one rank that take turns: while one waits for an exchange, the other computes.
+"""Two pieces of work on one rank that take turns: while one piece waits for an exchange, the other piece computes.
 
-A piece runs until it calls `hand_over`, between the start of an exchange and the wait for it; then the other one runs,
-until it does the same or ends. One of the two runs at any moment, and where they change is a matter of the two alone:
-ranks that run the same pair start their exchanges in the same order. Must not know what the pieces compute. Standard
-library only.
+A piece runs until it calls `hand_over`, between the start of an exchange and the wait for it; then the other piece
+runs, until it hands over in turn or ends. One of the two runs at any moment, and where they change is a matter of the
+two alone: ranks that run the same pair start their exchanges in the same order. Must not know what the pieces compute.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Turns:
         self._failed = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both to their ends, `first` first. Raises what a piece raises, and then the other does not go on."""
+        """Run both pieces to their ends; `first` starts. Raises what a piece raises, and then the other does not go
+        on."""
         self._running, self._ended, self._failed = 0, [False, False], False
         restore = self._keep()
         Turns.current = self
@@ -57,7 +58,7 @@ class Turns:
             restore()
 
     def hand_over(self) -> None:
-        """Let the other piece run; returns when it has handed back, or at once where it has ended.
+        """Let the other piece run; returns when the other piece has handed back, or at once if it has ended.
 
         Only the piece that runs calls this, from whatever thread its work goes on in.
         """
@@ -80,6 +81,7 @@ class Turns:
         self._piece(1, piece)
 
     def _piece(self, number: int, piece: Callable[[], None]) -> None:
+        """Run one piece in its thread; however it ends, the other piece gets the turn."""
         try:
             piece()
         except _Abandoned:

@@ -1,7 +1,7 @@
 """The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
 
-Pure: knows names, quotes and brackets, never values or files. `normalise` makes `KEY=VALUE` of each word, once, and the
-last word about a key counts.
+Pure: knows names, quotes and brackets, never values or files. `normalise` turns each word into `KEY=VALUE`; if several
+words set one key, the last word counts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Arguments:
     """The command's own flags and positional arguments: words that are neither overrides nor Megatron's flags."""
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
-    """Key -> its provenance, for a key that an earlier word gave another value."""
+    """Key -> provenance, for a key to which an earlier word gave another value."""
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
@@ -139,7 +139,7 @@ class _Sorter:
             self.line += map(pasted, shlex.split(known.override))
 
     def _global_batch(self) -> str:
-        """The global batch size wherever it stands on the line; empty where it does not, or where it is grown to."""
+        """The global batch size wherever it stands on the line; empty if it does not, or if it is grown to."""
         if any(token.partition("=")[0] in _GROWS for token in self.tokens):
             return ""
         words = (word for token in self.tokens for word in token.split("=", 1))
@@ -290,7 +290,7 @@ def _is_literal(text: str) -> bool:
 
 
 def sweep_values(key: str, value: str) -> list[str] | None:
-    """The values of a sweep (`1,2,3`, `choice(a,b)`, `range(1,4)`), or None where `value` is one value."""
+    """The values of a sweep (`1,2,3`, `choice(a,b)`, `range(1,4)`), or None if `value` is one value."""
     text = value.strip()
     if _is_verbatim(key) or _is_quoted(text):
         return None

@@ -52,7 +52,7 @@ class BatchSizes:
         return begin.sample + (step - begin.step) * begin.size
 
     def steps_for(self, samples: float) -> int:
-        """The fewest completed steps that have consumed so many samples."""
+        """The fewest completed steps that have consumed `samples` samples."""
         begin = self.segments[max(bisect_right(self.segments, samples, key=lambda segment: segment.sample) - 1, 0)]
         return max(0, begin.step - int((begin.sample - samples) // begin.size))
 
@@ -61,7 +61,7 @@ class BatchSizes:
 
 
 def rampup_of(train: TrainConfig) -> Rampup | None:
-    """How the batch grows; None where it does not."""
+    """How the batch grows; None if it does not."""
     return None if train.batch_rampup is None else read_rampup(train.batch_rampup)
 
 
@@ -79,7 +79,7 @@ def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Ite
 
 
 def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
-    """Whether steps from this position on take the samples that those of a run from its first step on take."""
+    """Whether steps from this position on take the same samples as in a run that begins with its first step."""
     whole = BatchSizes.of(train).segments
     ends = [*(after.step for _, after in pairwise(whole)), None]
     planned = [
@@ -89,7 +89,7 @@ def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
 
 
 StepsFor = Callable[[float], int]
-"""The fewest completed steps that have consumed so many tokens."""
+"""A number of tokens -> the fewest completed steps that have consumed as many."""
 
 
 def steps_for_tokens(config: RunConfig) -> StepsFor:
@@ -104,7 +104,7 @@ def at_size(config: RunConfig, size: int) -> RunConfig:
 
 
 def run_length(config: RunConfig) -> int | None:
-    """The steps of a run whose length is given in samples or tokens, as many as these fill; None where it is not."""
+    """The steps of a run whose length is given in samples or tokens, as many as these fill; None if it is not."""
     train = config.train
     if train.samples is None and train.tokens is None:
         return None

@@ -111,7 +111,8 @@ def check(
 
 
 def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    """The findings, each with a remedy that breaks no other rule: its own lines that do not, or a key's usual value.
+    """The findings, each with a remedy that breaks no other rule: those lines of the finding's own remedy, or a key's
+    usual value.
 
     A remedy that is a key alone stands for the usual value of that key.
     """

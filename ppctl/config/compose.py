@@ -1,6 +1,6 @@
 """From words to a RunConfig, with the source of every value and every problem at once.
 
-Each value is made once, of the one before it: words -> overrides (`argv`) -> values with their sources (`draft`)
+Each form is computed once, from the form before it: words -> overrides (`argv`) -> values with their sources (`draft`)
 -> RunConfig (`mapping`) -> problems (`checks`). Knows the order of strength: defaults, conf/, recipe,
 `model.from`, command line. Imports Hydra, through `hydra_source`, only when it composes.
 """
@@ -44,7 +44,7 @@ class RefusedError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A config and its history."""
+    """A config, and where each of its values came from."""
 
     config: RunConfig
     provenance: dict[str, str]
@@ -95,7 +95,7 @@ def override(
 ) -> Composed:
     """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen.
 
-    Where they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError.
+    If they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError.
     """
     arguments = _read(overrides)
     choices, values = split_choices(arguments)

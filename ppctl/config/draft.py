@@ -65,7 +65,7 @@ class Draft:
 
     @classmethod
     def of(cls, config: RunConfig, provenance: Mapping[str, str], problems: list[Problem]) -> Draft:
-        """The values of `config`; those without a source are defaults."""
+        """A draft with the values of `config`; values without a source count as defaults."""
         return cls(to_values(config), {**dict.fromkeys(text_keys(), DEFAULT), **provenance}, problems)
 
     def source(self, key: str) -> str:
@@ -119,7 +119,7 @@ class Draft:
         self.provenance[key] = f"derived: {derived}{reason}"
 
     def set_layout_aside(self, before: Mapping[str, Any]) -> None:
-        """Drop a layout of a file where the command line changes the sizes `before` that it was made for."""
+        """Drop a layout of a file if the command line changes the sizes `before` that it was made for."""
         changed = [key for key in keys_with("layout") if self.values[key] != before[key]]
         if LAYOUT in self.typed or self.values[LAYOUT] in (None, "auto") or not changed:
             return
@@ -129,7 +129,7 @@ class Draft:
         self._set_aside(LAYOUT, "layout", reason, "layout ")
 
     def set_rampup_aside(self, before: Any) -> None:
-        """Drop a file's batch that grows where the command line changes the global batch that it grows to."""
+        """Drop a file's batch that grows if the command line changes the global batch that it grows to."""
         if RAMPUP in self.typed or self.values[RAMPUP] is None or self.values[GLOBAL_BATCH] == before:
             return
         self._set_aside(RAMPUP, "batch_rampup", "set aside because gbs was changed on the command line", "")
@@ -159,7 +159,7 @@ class Draft:
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
     def _unite_micro_batch(self) -> None:
-        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: that of the stronger source.
+        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value, the value of the stronger source.
 
         With equally strong sources both stay, and `checks.py` reports a difference.
         """
@@ -171,7 +171,7 @@ class Draft:
     def _count_steps(self) -> None:
         """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
 
-        Where both are as strong both stay, and `batch_sizes` reports it.
+        If both are as strong both stay, and `batch_sizes` reports it.
         """
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
@@ -250,7 +250,7 @@ def command_line(draft: Draft, values: Sequence[tuple[str, str]], arguments: Arg
 
 
 def with_remedy(problem: Problem, draft: Draft) -> Problem:
-    """`problem`, with the value that stood before (or the default) as its remedy where it has none."""
+    """`problem`, with the value that stood before (or the default) as its remedy if it has none."""
     key = problem.place.partition(" (")[0]
     if problem.remedy or key not in text_keys():
         return problem
@@ -272,7 +272,7 @@ def model(draft: Draft, read_model: ReadModel, *, scaled: bool, for_training: bo
         values = read_model(directory, *asked)
     except PpctlError as error:
         draft.problems += error.problems
-        for name in ("hf_overrides", "lora"):  # of a model of which nothing is known they are not wrong besides
+        for name in ("hf_overrides", "lora"):  # without a known model, these keys are not wrong as well
             draft.values[f"model.{name}"] = {}
         return
     if values.get("model.transformers") is not None:
@@ -312,7 +312,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
     rows = []
     try:
         values = _miniature(draft, scale)
-    except ConfigError as error:  # layers that are none, such as a wrong model.moe_layer_freq
+    except ConfigError as error:  # values that describe no layers, such as a wrong model.moe_layer_freq
         draft.problems += error.problems
         return
     for key, value in values.items():
@@ -369,7 +369,7 @@ def vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -
 
 
 def _multiple(draft: Draft) -> int:
-    """The number that the vocabulary becomes a multiple of; 1 where a factor is wrong, which `check` reports."""
+    """The number that the vocabulary becomes a multiple of; 1 if a factor is wrong, which `check` reports."""
     divisor, tp = draft.values[_DIVISOR], draft.values[_TP]
     sound = all(
         type(value) is int and text_keys()[key].allows(value) for key, value in ((_DIVISOR, divisor), (_TP, tp))

@@ -54,7 +54,7 @@ ADAPTERS = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
 
 
 def _keys_of(flag: str) -> list[Key]:
-    """The keys that a flag of Megatron's means, else those of its name."""
+    """The keys that one of Megatron's flags means, else the keys that have the flag's name."""
     key = names_of_keys("known_as").get(flag) or FIXED.get(flag, "").partition("=")[0]
     field = flag.lstrip("-").replace("-", "_")
     return [text_keys()[key]] if key else [key for key in text_keys().values() if field in (key.field, key.name)]
@@ -73,7 +73,7 @@ class TranslatedFlag(NamedTuple):
 
     typed: str
     override: str = ""
-    """The override that means the same; empty where none does, or none is needed."""
+    """The override that means the same; empty if none does, or none is needed."""
     why: str = ""
     """Why it is left out, or how to say something like it."""
     code: str = "PP-E107"
@@ -81,7 +81,7 @@ class TranslatedFlag(NamedTuple):
 
 
 def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
-    """The meaning of `flag value`; None of an unknown flag. `batch` is the global batch size, if any."""
+    """The meaning of `flag value`; None for an unknown flag. `batch` is the global batch size, if any."""
     from ppctl.config import megatron_flags as table  # long, and few command lines need it
 
     typed = pasted(*filter(None, (flag, value)))
@@ -178,7 +178,7 @@ _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
     """One problem for several flags at once; `line` is the command line with keys instead of these flags.
 
-    Its place ends with Megatron's defaults where the line leaves others; `given` are its keys and values.
+    Its place ends with Megatron's defaults if the line leaves others; `given` are its keys and values.
     """
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {one.override or _left_out(one)}" for one in flags]

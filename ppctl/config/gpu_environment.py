@@ -25,7 +25,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Both names that torch has for its allocator's settings: it reads the first one that is set, and never the other."""
 EXPANDABLE = "expandable_segments:True"
 """Blocks of any size come out of one range of addresses, so that fragments hardly ever make torch's allocator free
-memory; and where it has to, it waits for its own stream and not for the whole device."""
+memory; and if it has to, it waits for its own stream and not for the whole device."""
 REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 """Lets NCCL register every block of the allocator, which torch does not do for expandable segments."""
 _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
@@ -72,7 +72,7 @@ def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) ->
 
 
 def expanding(environ: Mapping[str, str]) -> str | None:
-    """The override that sets `EXPANDABLE` where ranks read it; None if it is set, or NCCL registers blocks."""
+    """The override that sets `EXPANDABLE` if ranks read it; None if it is set, or NCCL registers blocks."""
     name, value = _set_by_user(ALLOCATOR, environ, {}) or (ALLOCATOR[1], "")
     return None if _expands(value) or _registers(environ, {}) else f"launch.env.{name}={EXPANDABLE}"
 
@@ -89,7 +89,7 @@ def _registers(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> boo
 def _set_by_user(
     names: Sequence[str], environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """(name, value) of the first of these variables that is set, where ranks read it: `launch_env` is stronger."""
+    """(name, value) of the first of these variables that is set, if ranks read it: `launch_env` is stronger."""
     return next(((name, where[name]) for name in names for where in (launch_env, environ) if name in where), None)
 
 

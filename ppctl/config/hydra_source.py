@@ -118,7 +118,7 @@ def parse(text: str) -> Override:
 def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
     """(dotted key, value, source) of all that the files of a config set, weakest first.
 
-    `choices` are the chosen options by group. Raises ConfigError where a file cannot be read, or a defaults list names
+    `choices` are the chosen options by group. Raises ConfigError if a file cannot be read, or a defaults list names
     something that does not exist or contradicts itself.
     """
     version.setbase("1.3")
@@ -213,6 +213,6 @@ def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
         named = _NAMED.findall(texts[path])
         brought = [other for word in named for other in texts if word in other.split(".")]
         brought += [*texts] * len(_NESTED.findall(texts[path]))  # a name that is made of others may be any
-        own = len(texts[path]) * texts[path].count("${")  # where they are nested, reading takes the square of that
+        own = len(texts[path]) * texts[path].count("${")  # if they are nested, reading takes the square of that
         known[path] = own + sum(_length(other, texts, known) for other in brought)
     return known[path]

@@ -35,7 +35,7 @@ class Key:
     owner: type
     """The dataclass that declares the field."""
     facts: Facts
-    """From the metadata of its field and of its section."""
+    """The facts in the metadata of the key's field and of its section."""
 
     @property
     def limit(self) -> Limit | None:
@@ -49,7 +49,7 @@ class Key:
 
     @property
     def attribute(self) -> str:
-        """The field's name in Python, where `from` is a word of the language."""
+        """The field's name in Python, if `from` is a word of the language."""
         return attribute_of(self.field)
 
     def allows(self, value: Any) -> bool:
@@ -88,7 +88,7 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """Whether its values are strings (names, paths, layouts), possibly none."""
+        """Whether the key's values are strings (names, paths, layouts) or None."""
         return str in members(self.type) or self.is_dtype
 
     @property
@@ -208,7 +208,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def docstring(key: Key) -> str:
-    """The meaning of a field; empty where the class does not say."""
+    """The meaning of a field; empty if the class does not say."""
     return _docstrings(key.owner).get(key.attribute, "")
 
 

@@ -24,7 +24,7 @@ class RatePiece(NamedTuple):
     until: int
     lr: float
     since: int | None = None
-    """The update at which its shape begins, where that may lie inside the warm-up: as in Megatron's WSD."""
+    """The update at which the piece's shape begins, if that may lie inside the warm-up: as in Megatron's WSD."""
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
@@ -42,7 +42,7 @@ def lr_at(updates: int, optim: OptimConfig, steps: int, steps_for: StepsFor | No
     """The learning rate of the update that follows `updates` others, of `steps` in all.
 
     A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
-    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). Behind the last one, its rate.
+    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). After the last one, its rate.
     `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, up to its last step.
     """
     warmup = warmup_steps(optim, steps_for)
@@ -67,7 +67,7 @@ def warmup_steps(optim: OptimConfig, steps_for: StepsFor | None) -> int:
 
 
 def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[RatePiece]:
-    """The pieces after the warm-up, in order. `steps_for` is asked where something is given in tokens."""
+    """The pieces after the warm-up, in order. `steps_for` is called only if something is given in tokens."""
     if optim.lr_decay_style == "constant":
         return []
     if optim.lr_decay_style == "piecewise":
@@ -125,7 +125,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 
 
 def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
-    """A warm-up that ends behind the run."""
+    """A warm-up that ends after the run."""
     steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:
         yield (
@@ -135,7 +135,7 @@ def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
 
 
 def _out_of_order(ends: list[int]) -> str:
-    """The ends, to be shown, where one is not later than the one before; empty where all are."""
+    """The ends, to be shown, if one is not later than the one before; empty if all are."""
     wrong = any(after <= before for before, after in pairwise(ends))
     return ", ".join(f"{end:,}" for end in ends) if wrong else ""
 

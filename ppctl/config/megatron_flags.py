@@ -1,4 +1,4 @@
-"""The flags of Megatron's `pretrain_gpt` that mean no key: why each is left out, and how its defaults differ.
+"""The flags of Megatron's `pretrain_gpt` that set no key: why each is left out, and how Megatron's defaults differ.
 
 The flags and the reasons are a page for people, `ppctl/pages/megatron_flags.md`, which is read here. A flag that means
 a key is named at that key's field (`names`, `known_as`), or in `flags.py`. Must not know the command line.

@@ -31,7 +31,7 @@ MOST_WIDTH = 2**20
 MOST_INNER_WIDTH = 2**22
 """Width of a feed-forward."""
 MOST_HEADS = 2**16
-"""Heads, experts, groups of either, and the width of one head."""
+"""Heads, experts, groups of heads or experts, and the width of one head."""
 MOST_TOKENS = 2**27
 """Tokens of a sample, positions of a model."""
 MOST_VOCABULARY = 2**24
@@ -62,7 +62,7 @@ class Bounds:
 
     @property
     def is_size(self) -> bool:
-        """Whether plans count with it: nothing can be planned where it is out of bounds."""
+        """Whether plans compute with the key's value: nothing can be planned if the value is out of bounds."""
         return 1 < self.most < LARGEST
 
     @property
@@ -245,5 +245,5 @@ def key(default: Any, limit: Limit | None = None, **facts: Any) -> Any:
 
 
 def attribute_of(field: str) -> str:
-    """The name in Python of a field, where `from` and `async` are words of the language."""
+    """The name in Python of a field, if `from` and `async` are words of the language."""
     return f"{field}_" if keyword.iskeyword(field) else field

@@ -1,4 +1,4 @@
-"""Values that change while a run goes on, as they are written: a batch that grows, a rate and a weight in pieces.
+"""The written form of values that change during a run: a batch that grows, a learning rate and a weight in pieces.
 
 Must not know the schema, which names these forms; `batch_sizes.py` and `learning_rate.py` say what they mean.
 """
@@ -43,7 +43,7 @@ def read_rampup(value: Any) -> Rampup:
 def read_piece(row: Any) -> tuple[str, int, float | None, float | None]:
     """Style, steps, tokens and rate of a row {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}.
 
-    It ends at so many updates, or where tokens are not None after these. Raises ValueError.
+    The piece ends at `until` updates or, if its tokens are not None, after so many tokens. Raises ValueError.
     """
     if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
         raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")

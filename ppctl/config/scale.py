@@ -171,7 +171,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig, experts: int) -> dict[str, Any]:
-    """8 experts, groups of at least two, the same share of groups used, and at least two chosen where it was more."""
+    """8 experts, groups of at least two, the same share of groups used, and at least two chosen if it was more."""
     count = min(experts, EXPERTS)
     width = model.moe_ffn_hidden_size or model.ffn_hidden_size
     shared = model.moe_shared_expert_intermediate_size

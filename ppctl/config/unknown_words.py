@@ -1,6 +1,6 @@
-"""The problems of words on the command line that name nothing, each with what was probably meant.
+"""The problems of words on the command line that name nothing, each with the name that was probably meant.
 
-Must not know what else a config says.
+Must not know what else is in a config.
 """
 
 from __future__ import annotations

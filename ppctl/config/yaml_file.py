@@ -24,7 +24,7 @@ MOST_VALUES, DEEPEST, _LONGEST_KEY = 100_000, 64, 200
 _MERGE, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("merge", "int", "float"))
 
 
-class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C where PyYAML has it
+class PlainLoader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C if PyYAML has it
     """PyYAML's safe loader, which knows the value that it reads last."""
 
     at: Any = None
@@ -75,7 +75,7 @@ class YamlFile:
 
     @cached_property
     def text(self) -> str:
-        """The file's text. Raises ConfigError where it cannot be read."""
+        """The file's text. Raises ConfigError if it cannot be read."""
         try:
             return read_text(self.path)
         except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +83,7 @@ class YamlFile:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The mapping in the file, interpolations unresolved. Raises ConfigError where it is not one."""
+        """The mapping in the file, interpolations unresolved. Raises ConfigError if it is not one."""
         return self._parsed[0]
 
     @cached_property
@@ -125,7 +125,7 @@ class UnreadableYaml(ValueError):
 def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]]:
     """The value of a text, and dotted key -> line of its mappings. Raises UnreadableYaml.
 
-    Whatever others wrote is read here: a few lines of aliases make a tree without end, and libyaml crashes where lists
+    Whatever others wrote is read here: a few lines of aliases make a tree without end, and libyaml crashes if lists
     are nested deeply.
     """
     reader, depth = loader(text), 0
@@ -156,7 +156,7 @@ def _check_size(values: int, depth: int, at: Any) -> None:
 
 
 def _lines_of(root: Any) -> dict[str, int]:
-    """Dotted key -> line. Raises UnreadableYaml for a key that occurs twice, and where aliases make a large tree."""
+    """Dotted key -> line. Raises UnreadableYaml for a key that occurs twice, and if aliases make a large tree."""
     lines: dict[str, int] = {}
     waiting: list[tuple[Any, str | None, int]] = [(root, "", 0)]
     for values, (node, prefix, depth) in enumerate(waiting):  # which grows meanwhile

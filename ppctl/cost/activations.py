@@ -1,4 +1,5 @@
-"""Bytes of one microbatch's activations on one device, by stage: kept, and at most while one of its passes runs.
+"""Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
+pass.
 
 Knows how layers follow each other in a stage, what is recomputed together, what is left to the host and when that is on
 the device (`ppctl/model/offload.py`, decision 43). Must not know
@@ -49,11 +50,11 @@ class StageActivations(NamedTuple):
     kept: int
     """From its forward to its backward."""
     in_forward: int
-    """While its forward runs, at most: `kept`, or all that is there in its last layers."""
+    """The most bytes while the forward runs: `kept`, or all that is there in the stage's last layers."""
     in_backward: int
-    """More while its backward runs: the largest piece that is computed again at once, with its gradients."""
+    """Further bytes while the backward runs: the largest piece that is computed again at once, with its gradients."""
     offloaded: int = 0
-    """On the host from its forward to its backward, and not in `kept`."""
+    """Bytes on the host from the forward to the backward; `kept` does not include them."""
 
 
 class StagePieces(NamedTuple):
@@ -78,7 +79,7 @@ def stage_activations(
     whole = sum(piece.stays for piece in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
     for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
+        # Later pieces have nothing yet in the forward; in the backward they are over, and free but for a gradient.
         in_forward = max(in_forward, whole - behind + forward)
         ahead = hidden - behind if number and setting.allocator.backward else 0.0
         in_backward = max(in_backward, backward + ahead)
@@ -171,10 +172,10 @@ def _moved(
 
 
 def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], decoder: int) -> dict[int, LayerBytes]:
-    """`pieces` by place in the stage, of which those in `moved` leave so many bytes to the host.
+    """`pieces` by place in the stage, less the bytes in `moved`, which wait on the host.
 
     While a layer computes, all of its own are on the device, and so are those of the layer before it: on their way out
-    in the forward, on their way back in the backward. Where every one of the `decoder` pieces moves, nothing waits for
+    in the forward, on their way back in the backward. If every one of the `decoder` pieces moves, nothing waits for
     the last one's copies: they are there until the next layer's end, or until a backward fetches.
     """
     lasting = moved[max(moved)] if len(moved) == decoder else 0.0
@@ -190,7 +191,7 @@ def _on_device(pieces: Mapping[int, LayerBytes], moved: Mapping[int, float], dec
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
     """Bytes beside layers: turning tables for a rank's own positions, which each microbatch picks; in models with MTP
-    the final norm behind the decoder, and states that go to the loss."""
+    the final norm after the decoder, and states that go to the loss."""
     tables = _tables(model, held, setting)
     if not model.mtp_num_layers:
         return tables

@@ -1,4 +1,4 @@
-"""Bytes that ranks which share sequences send for attention, and keep beyond those of a rank with whole sequences.
+"""Bytes that context-parallel ranks send for attention, and bytes that they keep beyond a rank with whole sequences.
 
 Knows heads, sizes and the ways of `cp_comm_type` as `parallel/context.py` has them. Must not know seconds or links.
 """
@@ -53,7 +53,7 @@ def context_traffic(
 
 
 def exchanging(cp_comm_type: str, over: ParallelSizes, levels: Levels | None) -> int:
-    """How many ranks exchange heads; 1 where none do."""
+    """How many ranks exchange heads; 1 if none do."""
     if cp_comm_type == "a2a":
         return over.cp
     return levels[0] if cp_comm_type == "a2a+p2p" and levels else 1
@@ -77,7 +77,7 @@ def live_more(model: ModelConfig, cp_comm_type: str, over: ParallelSizes, levels
     A ring holds keys and values twice (one pair arrives), sums of their gradients three times (its own, one that
     leaves, one that arrives), a block's own gradients, and queries' in float32. Gathering: first all keys and values
     and the gradients of what both halves see; then the sum of these, and its parts in the ranks' order. Exchanging
-    heads: gradients before and behind a step that puts them into order.
+    heads: gradients before and after a step that puts them into order.
     """
     if over.cp == 1:
         return 0.0

@@ -17,7 +17,8 @@ from ppctl.geometry.parameters import Sizes, kind_parameters
 
 @cache
 def _matrices(sizes: Sizes, kind: Kind, block: str, topk: int) -> int:
-    """Elements of the matrices that a token is multiplied with in a block; of the experts those of `topk`."""
+    """Elements of the matrices that a token is multiplied with in a block; of the experts only the `topk` chosen ones
+    count."""
     rows = [row for row in kind_parameters(sizes, kind) if row.inside(block) and row.is_matrix]
     return sum(row.size * (topk if row.experts else 1) for row in rows)
 
@@ -65,7 +66,7 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 def stage_backward_flops(
     model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
 ) -> int | None:
-    """FLOPs of a stage's backward where weights are frozen; None where it is two forwards.
+    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards.
 
     Scores that a fused attention makes again do not count, as in a forward that is recomputed.
     """

@@ -33,7 +33,7 @@ def foreign_running(
         block = setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size
         logits = setting.element * setting.tokens * model.vocab_size
         stays += logits + _LABEL * setting.tokens
-        if cost.back is not None:  # measured with the gradient of the logits, which is gone behind the head's product
+        if cost.back is not None:  # measured with the gradient of the logits, which is gone after the head's product
             backward = max(0.0, backward - logits)
         # What the head puts out is in its forward: it stays.
         return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + setting.wide * setting.tokens)
@@ -41,7 +41,7 @@ def foreign_running(
 
 
 class Tables(NamedTuple):
-    """Bytes of what a stage's forward makes for its layers, once for all of them."""
+    """Bytes of the tables that a stage's forward makes once for all of its layers."""
 
     made: float
     """With what else lives beside layers while they run forward."""
@@ -68,6 +68,6 @@ def foreign_tables(model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setti
 
 
 def foreign_operands(cost: LayerCost, setting: Setting) -> tuple[float, float]:
-    """Bytes that a split backward keeps for W, and what W has beside these."""
+    """Bytes that a split backward keeps for W, and further bytes that W needs while it runs."""
     batch, length = setting.micro_batch_size, setting.seq_length
     return cost.deferred.of(batch, length), most(cost.in_weights, batch, length)

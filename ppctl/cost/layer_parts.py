@@ -60,11 +60,11 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
     yield from norm_parts(h / setting.sp, setting)
     if sizes.latent:
         inside, outside = norm_sizes(setting)
-        over = setting.sp if setting.allocator.backward else 1  # compressed vectors are those of a rank's own tokens
+        over = setting.sp if setting.allocator.backward else 1  # each rank has the compressed vectors of its own tokens
         latent = ((sizes.q_rank or 0) + sizes.kv_rank) / over
         yield LayerPart("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
         queries = size * heads * sizes.query_head / tp
-        # Without a latent, they are made of the layer's input.
+        # Without a latent, they are computed from the layer's input.
         yield LayerPart("attention" if sizes.q_rank is None else "mla_up_proj", queries)
         yield LayerPart("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
@@ -74,7 +74,7 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
         statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
         yield LayerPart("attention", (sizes.head * (normed + plain) + statistics) / tp)
     ranks = exchanging(cp_comm_type, setting.sizes, setting.levels)
-    by_blocks = setting.sizes.cp > ranks  # of which no scores are kept, nor a result for each document
+    by_blocks = setting.sizes.cp > ranks  # which keeps no scores, nor a result for each document
     yield LayerPart("core_attn", setting.wide * heads / tp if by_blocks else _scores(model, setting))
     yield LayerPart("core_attn", size * kept_more(model, ranks, setting.sizes))
     if setting.packed and not by_blocks and ranks == 1:  # ranks that exchange heads have a result beside it anyway
@@ -101,7 +101,7 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
     and what it leaves.
 
     torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries, keys and values,
-    not these. ppctl's own attention with dropout keeps neither.
+    not these. ppctl's own attention with dropout keeps neither scores nor copies.
     """
     own = setting.allocator.transformer_engine
     sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp
@@ -121,7 +121,7 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[LayerPart]:
-    """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
+    """Input, norm and inner vectors of one feed-forward; experts: as many for each chosen expert."""
     size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
     h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
     yield from norm_parts(h / setting.sp, setting, "residual")
@@ -131,7 +131,7 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
         copies = h * over.etp / over.tp
         inner = chosen * sizes.expert / over.tp
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
-        # The router's scores in float32, and of every choice its score, two weights, and places of its row.
+        # The router's scores in float32; and for every choice its score, two weights, and the places of its row.
         routing = setting.wide * sizes.experts + (size + 2 * setting.wide) * chosen + _places(model, setting)
         yield LayerPart("moe", size * chosen * copies + routing / setting.sp)
         yield LayerPart("experts", size * (vectors - activated) * inner)
@@ -169,5 +169,5 @@ def _mtp_vectors(setting: Setting) -> float:
 
 
 def outputs(model: ModelConfig) -> int:
-    """Hidden states of which the loss layer makes logits: the decoder's, and one for each MTP module."""
+    """Hidden states from which the loss layer computes logits: the decoder's, and one for each MTP module."""
     return 1 + (model.mtp_num_layers or 0)

@@ -1,8 +1,8 @@
 """The candidates of a search for a layout, and their scores without simulation.
 
 A candidate is the number of decoder layers by stage, and the stage of the MTP layers; E is in the first stage and L in
-the last. Knows which candidates are legal, prices of stages (asked through `price`) and the order of a schedule's F, B
-and W. Must not know where prices come from. A search asks many thousand times: prices are kept.
+the last. Knows which candidates are legal, prices of stages (from calls of `price`) and the order of a schedule's F, B
+and W. Must not know where prices come from. A search needs a price many thousand times, so prices are cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
     @property
     def legal(self) -> bool:
-        """Whether no decoder layer stands behind the MTP layers."""
+        """Whether no decoder layer stands after the MTP layers."""
         return self.mtp_stage < 0 or not any(self.counts[self.mtp_stage + 1 :])
 
     def pushed_before(self) -> Candidate:
@@ -42,10 +42,11 @@ class Space:
     num_layers: int
     num_stages: int
     homes: range
-    """The stages that may hold the MTP layers: -1 alone where the model has none."""
+    """The stages that may hold the MTP layers: -1 alone if the model has none."""
 
     def even(self) -> Candidate:
-        """The candidate with the most even stages, MTP in the last one."""
+        """The candidate whose stages have the most even numbers of layers, the MTP layers in the last stage that may
+        hold them."""
         return Candidate(even_counts(self.num_layers, self.num_stages), self.homes[-1])
 
     def plain(self) -> Iterator[Candidate]:
@@ -185,7 +186,8 @@ class Scores:
         return self.score(candidate), candidate
 
     def burdened(self, candidate: Candidate) -> list[int]:
-        """Stages to take layers from: those of the slowest rank and of the fullest device, and the slowest stage."""
+        """Stages to take layers from: the stages of the slowest rank and of the fullest device, and the slowest
+        stage."""
         prices, times = self.stage_prices(candidate), self.stage_seconds(candidate)
         slowest = max(self._ranks, key=lambda rank: sum(map(times.__getitem__, rank.stages)))
         stages = {*slowest.stages, max(range(len(times)), key=times.__getitem__)}

@@ -1,7 +1,7 @@
 """The layout that a schedule runs fastest: a search over how many layers every stage holds.
 
-Knows the schedule's order and how a search goes: `candidates` says what there is to choose from, `scores` what looks
-good without simulation. Must not know where prices come from. Deterministic: work is counted, never timed.
+Knows the schedule's order and how a search goes: `layout_scores` has the candidates, and their scores without
+simulation. Must not know where prices come from. Deterministic: work is counted, never timed.
 
 Two descents. The first moves single layers between stages while the slowest rank gets faster (then the slowest stage):
 that ignores the order of work and needs no simulation. The second tries neighbours of what it finds, most promising
@@ -72,7 +72,7 @@ def search_layout(
 ) -> SearchResult:
     """Search. `schedule` may be lowered; `limit` is bytes of a device.
 
-    Where nothing fits into `limit`, the best is what exceeds it least.
+    If nothing fits into `limit`, the best is what exceeds it least.
     """
     return _LayoutSearch(num_layers, has_mtp, schedule, price, limit).run()
 
@@ -88,6 +88,8 @@ class _LayoutSearch:
         self.results: dict[Candidate, Simulated] = {}
 
     def run(self) -> SearchResult:
+        """Descend from each start, then try the neighbours of the best candidate until `_PATIENCE` rounds in a row find
+        nothing better or the allowance is spent; simulate the finalists in full."""
         promise = self.scores.promise
         even = self.simulated(self.space.even())
         starts = {self.descended(start) for start in _starts(self.space, self.scores)}
@@ -112,7 +114,7 @@ class _LayoutSearch:
         return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
 
     def finalists(self) -> int:
-        """How many may be simulated in full: fewer where steps are very long, but two."""
+        """How many may be simulated in full: fewer if steps are very long, but two."""
         return max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
 
     @property
@@ -201,10 +203,11 @@ def _filled(space: Space, scores: Scores, home: int) -> list[int]:
 
 
 def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[int]:
+    """Layers per stage if each stage takes as many as fit into `bound` seconds; the sum may be less than all layers."""
     first, counts = 0, []
     for stage in range(space.num_stages):
         count = 0
-        # Behind the MTP layers no decoder layer may stand.
+        # After the MTP layers no decoder layer may stand.
         while first + count < space.num_layers and not 0 <= home < stage:
             if scores.of(stage, first, count + 1, stage == home).seconds > bound:
                 break
@@ -215,6 +218,7 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
 
 
 def _step_time(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
+    """Seconds of one step at these prices, executed with messages but without the rest of a simulation."""
     costs = Costs(
         forward=[price.forward for price in prices],
         backward=[price.input_gradient + price.weight_gradient for price in prices],

@@ -1,8 +1,8 @@
 """Bytes that a split backward keeps of a microbatch from its I to its W: the operands of the weight gradients.
 
-Knows which weights' gradients are deferred (decision 37) and their sizes. Must not know schedules or how it is done
-(`ppctl/weight_gradients`). Of every product that is its input and the gradient of its result; an input that several
-products read counts once. Recomputation changes nothing: what it makes again in I is kept from there.
+The operands of a product are its input and the gradient of its result; an input that several products read counts once.
+Recomputation changes nothing: what I computes again is kept until W. Knows which weights' gradients are deferred
+(decision 37) and their sizes. Must not know schedules, or how gradients are deferred (`ppctl/weight_gradients`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
 
 _READS_WITH = {"wk": "wq", "wv": "wq", "wkv_a": "wq", "wq_a": "wq", "w3": "w1"}
-"""A matrix -> the one that reads the same input."""
+"""A matrix -> the matrix that reads the same input."""
 
 
 class Operands(NamedTuple):
     """Bytes of one microbatch on a stage whose backward is split."""
 
     kept: int
-    """From its I to its W."""
+    """Bytes of one microbatch from its I to its W."""
     in_weights: int
-    """More while its W runs: the largest weight gradient, until it is added to the sum."""
+    """Further bytes while the W runs: the largest weight gradient, until it is added to the sum."""
     in_inputs: int | None = None
-    """More than the stage keeps while its I runs; None where a whole backward needs as much."""
+    """More than the stage keeps while its I runs; None if a whole backward needs as much."""
 
 
 def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Operands:
@@ -93,7 +93,7 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
             inside = 0.0 if row.role == "embedding" or read in seen else _on_device(row, 1, sizes, sequence_parallel)
             seen.add(read)
             total += uses * (inside + _on_device(row, 0, sizes, sequence_parallel))
-    if kind.name == "mtp":  # the embedding's copy, of which every module reads rows
+    if kind.name == "mtp":  # the embedding's copy, from which every MTP module reads rows
         total += model.hidden_size
     return total
 

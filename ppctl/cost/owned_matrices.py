@@ -1,4 +1,4 @@
-"""Elements of the matrices that Muon moves: of a rank, and of the one that owns most under sharding (decision 67).
+"""Elements of the matrices that Muon moves, on one rank and, under sharding, on the rank that owns most (decision 67).
 
 Knows rows of matrices and `geometry/matrix_owners.py`. Must not know bytes, seconds or configs.
 """
@@ -21,28 +21,29 @@ class Orthogonalised(NamedTuple):
     """The matrices of a pp_rank that Muon moves."""
 
     elements: Count
-    """Their elements on all ranks."""
+    """The matrices' elements, over all ranks."""
     dense: int = 0
-    """Elements, without experts', that one rank owns at most."""
+    """Elements of dense matrices that the rank that owns most has."""
     experts: int = 0
-    """The same of experts' matrices."""
+    """Elements of experts' matrices that the rank that owns most has."""
     operations: int = 0
-    """Of one step of the iteration, on the rank with most of them."""
+    """Operations of one step of the iteration, on the rank with the most."""
 
     def on(self, sizes: ParallelSizes) -> tuple[int, int]:
-        """(dense elements, experts' elements) on one device, before anything is shared."""
+        """(dense elements, experts' elements) on one device, before sharding."""
         return on_device(self.elements, sizes)
 
     @property
     def owned(self) -> int:
-        """Elements of all that one rank owns at most."""
+        """Elements of the matrices, dense and experts', of the rank that owns most."""
         return self.dense + self.experts
 
 
 def orthogonalised(
     model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
 ) -> Orthogonalised:
-    """Matrices of one rank's stages that Muon moves. Under sharding one of the ranks with copies owns each."""
+    """The matrices of one rank's stages that Muon moves. Under sharding each is owned by one of the ranks that hold
+    it."""
     rows = [row for layers in stages for row in hidden_matrices(model, layers)]
     count: Count = Counter()
     entries: dict[bool, list[Matrices]] = {False: [], True: []}

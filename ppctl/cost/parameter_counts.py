@@ -36,7 +36,8 @@ def held(elements: int, axes: Axes, sizes: ParallelSizes) -> int:
 
 
 def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
-    """A device's part as (so many, of so many). All where tp does not divide `tp/8`; `tp:37` has a first run."""
+    """A device's part of an axis, as (numerator, denominator). All if tp does not divide `tp/8`; `tp:37` has a first
+    run."""
     name, kind, number = axis.partition("/") if "/" in axis else axis.partition(":")
     size: int = getattr(sizes, name)
     if kind == ":":
@@ -118,7 +119,7 @@ def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int,
 def largest_matrices(
     model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes = _ONE_DEVICE
 ) -> tuple[int, int]:
-    """Elements of a stage's largest (dense tensor, tensor of experts) on one device, 0 where it has none.
+    """Elements of a stage's largest (dense tensor, tensor of experts) on one device, 0 if it has none.
 
     A layer's experts are one tensor for each matrix.
     """

@@ -1,4 +1,4 @@
-"""In which setting layers run, as far as it decides over their activations: sizes, element, whose blocks.
+"""What decides how large layers' activations are: sizes, bytes of an element, and whose blocks compute.
 
 Knows what each system's blocks keep (`ALLOCATORS`). Must not know layers, schedules, ranks or devices.
 """
@@ -20,7 +20,7 @@ class Allocator(NamedTuple):
     gated_vectors: int
     """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
     norm_statistics: int
-    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 where they are not counted."""
+    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 if they are not counted."""
     fp32_norms: bool
     """Norms are run step by step in fp32 and keep their input and the normalised input so."""
     logit_bytes: int | None
@@ -117,7 +117,8 @@ class Setting(NamedTuple):
         return self.whole_bytes(model) // self.sp
 
     def whole_bytes(self, model: ModelConfig) -> int:
-        """Bytes of the same of all tokens that its tensor-parallel ranks have together: what blocks work with."""
+        """Bytes of a hidden state of all tokens that the tensor-parallel ranks have together, which blocks work
+        with."""
         return self.tokens * model.hidden_size * self.element
 
     def travelling(self, model: ModelConfig) -> int:

@@ -41,7 +41,7 @@ class Precision(NamedTuple):
     weight: int
     gradient: int
     optimizer: int
-    """AdamW's two moments, and the fp32 master weight where weights are narrower."""
+    """AdamW's two moments, and the fp32 master weight if weights are narrower."""
     activation: int
 
     @property
@@ -67,7 +67,7 @@ class State(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of weights, gradients and optimizer state together."""
         return sum(self)
 
 
@@ -96,7 +96,10 @@ def state_bytes(
 def saved_bytes(
     count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> int:
-    """Bytes that a rank saves of `count` parameters: masters and their moments, of its part where they are shared."""
+    """Bytes of optimizer state that a rank writes to a checkpoint: the masters and moments of `count` parameters.
+
+    Under sharding only the rank's part of them counts. A matrix that Muon moves has one moment, AdamW's have two.
+    """
     dense, experts = on_device(count, sizes)
     if sharding == "none":
         return (dense + experts) * precision.shared_optimizer - sum(muon.on(sizes)) * precision.gradient
@@ -104,8 +107,8 @@ def saved_bytes(
 
 
 def shared(dense: int, experts: int, sizes: ParallelSizes, muon: Orthogonalised = ADAMW_ALONE) -> int:
-    """Parameters of a device that are its part of what its data-parallel ranks share: an equal one of all but the
-    matrices that Muon moves, of which it is what the rank with most owns."""
+    """The number of parameters in one rank's shard: an equal part of all but the matrices that Muon moves, and of these
+    matrices what the rank that owns most has."""
     matrices = muon.on(sizes)
     return -((matrices[0] - dense) // (sizes.dp * sizes.cp)) - ((matrices[1] - experts) // sizes.edp) + muon.owned
 
@@ -117,7 +120,7 @@ _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
 def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
     """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them.
 
-    Of decoder layers those of attention and feed-forward, without the router; of the loss the output.
+    In decoder layers the weights of attention and feed-forward count, not the router; in the loss layer the output.
     """
     shapes = set()
     for kind in set(layer_kinds(model, layers)):
@@ -147,7 +150,7 @@ class Ends(NamedTuple):
 
 
 def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
-    """Backwards of which nothing is known but that they end with their W, where they are split."""
+    """Backwards of which nothing is known but that they end with their W, if they are split."""
     needs = [0] * len(kept) if while_backward is None else while_backward
     return Ends(dict.fromkeys(LIFE_ENDS, kept), dict.fromkeys(LIFE_ENDS, needs))
 
@@ -184,10 +187,10 @@ def peaks(
 ) -> tuple[int, int]:
     """(activations in flight, their bytes) of one rank, each at its largest.
 
-    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
+    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W if the backward is split,
     and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
     (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
-    plans hold many actions. `ends` says what the halves of split backwards free; else all is free behind W.
+    plans hold many actions. `ends` says what the halves of split backwards free; else all is free after W.
     """
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     alive = most = held = largest = 0
@@ -217,11 +220,11 @@ class Passing(NamedTuple):
 
     Gradients are made by its first backward, and freed when the sums of the rank's next stage (or the step's
     end) have waited for theirs. Under `full` sharding weights are gathered beside the forward before the stage's first
-    one, whole from there, and freed behind its last backward. Each comes with a copy on its way, bucket by bucket.
+    one, whole from there, and freed after its last backward. Each comes with a copy on its way, bucket by bucket.
     """
 
     weights: int
-    """0 where they are whole all the time."""
+    """0 if they are whole all the time."""
     gradients: int
     parts: int
     """This rank's part of the summed gradients, from their summing to the step's end."""
@@ -237,7 +240,7 @@ class Most(NamedTuple):
     weights: int
     gradients: int
     total: int
-    """Of these with activations and what is on its way."""
+    """The peak of weights, gradients, activations and what is on its way."""
 
 
 def passing(
@@ -259,13 +262,13 @@ def passing(
         (elements - moved, matrix, 1, ranks)
         for elements, moved, matrix, ranks in zip(every, owned, matrices, ways, strict=True)
     ]
-    # What Muon moves travels in buckets of its own; of one its owner has the share that it has of all.
+    # Matrices that Muon moves travel in buckets of their own; an owner has the same share of each bucket as of all.
     groups = [*equal, (sum(owned), max(matrices), muon.owned, sum(owned))] if muon.owned else equal
     whole, copied, leaving, there = sum(every), 0, 0, 0
     for elements, matrix, some, of in groups:
         copy = min(elements, max(limit, matrix))
         copied = max(copied, copy)
-        # The copy is made beside its tensors; when its part is, all of them but the last one are free.
+        # A bucket's copy is made beside its tensors; when the rank's part is made, all tensors but the last are free.
         making = max(copy, min(matrix, copy) - -copy * some // of)
         leaving = max(leaving, there - -(elements - copy) * some // of + making)
         there -= -elements * some // of
@@ -296,7 +299,7 @@ def most(
     rank, ahead = _RankMoments(stages), gathers_ahead(actions)
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)
-    for call in range(calls - min(calls, 3), calls):  # those between the first and the last are alike
+    for call in range(calls - min(calls, 3), calls):  # calls between the first and the last are alike
         for action in actions:
             op, stage, _ = action
             if op is F:

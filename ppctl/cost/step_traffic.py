@@ -1,6 +1,6 @@
-"""Bytes that one rank sends once a step: sums of gradients, weights, and the few numbers that ranks report.
+"""Bytes that one rank sends once a step: for sums of gradients, updated weights, and the numbers that ranks report.
 
-Knows what `ppctl/train` exchanges behind a step's last microbatch, and how large. Must not know what layers exchange
+Knows what `ppctl/train` exchanges after a step's last microbatch, and how large. Must not know what layers exchange
 (`traffic`), seconds or links.
 """
 
@@ -27,7 +27,7 @@ _NUMBER = 8
 
 
 class Sums(NamedTuple):
-    """How gradients are summed, and weights shared."""
+    """How gradients are summed, and weights sharded."""
 
     sharding: str
     """How optimizer state and weights are sharded over replicas; `none` also if there is only one replica."""
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """The layers of all stages, by pp_rank and chunk, and whose traffic is asked for."""
+    """The layers of all stages, by pp_rank and chunk, and the pp_rank whose traffic is computed."""
 
     of: Sequence[Sequence[Sequence[Layer]]]
     normed: Sequence[Sequence[Parameter]]
@@ -77,7 +77,7 @@ class Stages(NamedTuple):
 def once_a_step(
     model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums, *, sequence_parallel: bool
 ) -> Traffic:
-    """All that a rank of this pp_rank sends behind its microbatches; of uneven cuts the first rank's."""
+    """All that a rank of this pp_rank sends after its microbatches; if a cut is uneven, what the first rank sends."""
     found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
     if sums.owned:
         _matrices(found, model, stages.own, sizes, sums)
@@ -144,7 +144,7 @@ def step_sums(
 ) -> Traffic:
     """Traffic of the step's end on a rank with these stages: sums over replicas and tensor-parallel ranks, and weights.
 
-    Of what is cut into uneven runs the first rank's. Buckets are those of `parallel/replicate.py`.
+    If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`.
     """
     found, every, partial = Traffic(), [], []
     apart = _apart(sizes)
@@ -153,7 +153,7 @@ def step_sums(
         every += rows
         for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
-                _sum_of(found, axis, ranks, bucket, sums)
+                _note_gradient_sum(found, axis, ranks, bucket, sums)
     for row in every:
         if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
             ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
@@ -178,15 +178,15 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
 
 
 def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:
-    """The rows without those that belong to one rank each."""
+    """The rows without the matrices that are owned by one rank each."""
     return [row for row in rows if not (sums.owned and row.hidden_matrix)]
 
 
 def _matrices(
     found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
 ) -> None:
-    """Gradients of the matrices that Muon moves, to their owners, and weights from there: one of either for each owner
-    in a bucket (`parallel/owned.py`)."""
+    """Note that gradients of the matrices that Muon moves go to their owners, and weights come back: for each bucket
+    one reduce and one broadcast per owner (`parallel/owned.py`)."""
     named = [
         {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
         for layers in stages
@@ -207,12 +207,13 @@ def _matrices(
 
 
 def _apart(sizes: ParallelSizes) -> bool:
-    """Whether other ranks hold the same experts than hold the same other weights."""
+    """Whether copies of experts are on other ranks than copies of the other weights."""
     return any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
 
 
 def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterator[tuple[str, int, list[Parameter]]]:
-    """(axis, ranks, rows) of the groups that hold the same parameters; those of one rank have nothing to send."""
+    """(axis, ranks, rows) of the groups that hold the same parameters, without groups of one rank, which send
+    nothing."""
     dense = "cp-dp" if sizes.cp > 1 else "dp"
     for axis, ranks, spread in ((dense, sizes.dp * sizes.cp, False), ("edp", sizes.edp, True)):
         own = [row for row in rows if (apart and bool(row.experts)) == spread]
@@ -220,7 +221,11 @@ def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterato
             yield axis, ranks, own
 
 
-def _sum_of(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
+def _note_gradient_sum(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
+    """Add to `found` the sum of one bucket of gradients over `ranks` ranks, and the gather of the weights that follow.
+
+    `bucket` holds the number of elements of each parameter. Under sharding each is padded to a multiple of `ranks`.
+    """
     if sums.sharding == "none":
         found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
         return

@@ -1,4 +1,4 @@
-"""The work of one device for one microbatch in one layer, its seconds, and those of messages.
+"""The work of one device for one microbatch in one layer, the seconds of that work, and the seconds of messages.
 
 Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
 price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
@@ -59,11 +59,11 @@ class Work(NamedTuple):
     context: ContextTraffic = ContextTraffic()
     """Bytes that attention sends to its context-parallel group."""
     back: tuple[float, float] | None = None
-    """Operations of a backward for inputs, attention's included, and for weights, where some of these are frozen."""
+    """Operations of a backward for inputs, attention's included, and for weights, if some of these are frozen."""
     trained: float | None = None
     """The number of `weights` whose gradients are accumulated; None means all of them."""
     experts: float = 0.0
-    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send several copies."""
+    """Bytes of one copy of the layer's tokens, in 16 bits: dispatch and combine each send several copies."""
 
 
 def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
@@ -111,6 +111,8 @@ def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> l
 
 
 def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Work]:
+    """The products of one attention on one device, by the module whose recomputation repeats them. FLOPs and bytes are
+    of one microbatch's forward."""
     sizes, tokens, element = Sizes.of(model), setting.tokens, setting.element
     h, heads, tp, over = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
     flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / over
@@ -130,6 +132,7 @@ def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Wor
 
 
 def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Work]:
+    """The products and traffic of one feed-forward on one device, by the module whose recomputation repeats them."""
     sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
     h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
     flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)
@@ -167,7 +170,7 @@ class Dispatch(NamedTuple):
     outside: float
     inside: float
     at_once: bool
-    """Whether both are under way at the same time, and not one behind the other."""
+    """Whether messages over the network and over fast links run at the same time, not one after the other."""
 
 
 class Machine(NamedTuple):
@@ -214,6 +217,8 @@ def machine_of(
 
 
 def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int | None) -> Dispatch:
+    """How many copies of a token cross slow and fast links on the way to its experts. `nodes` None: one copy for each
+    rank reached; 1: one for each expert; more: by node."""
     topk, group = model.moe_router_topk, sizes.ep * sizes.etp
     domains, near = max(1.0, group / device.domain), min(group, device.domain)
     if nodes is None:
@@ -266,7 +271,7 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent
-    if work.back is not None:  # measured: a frozen weight has no gradient, and before the first trained one none has
+    if work.back is not None:  # measured: a frozen weight has no gradient, and none precedes the first trained one
         inputs, weights = (operations / rate for operations in work.back)
         beside = plain + work.traffic / machine.memory
         return PartSeconds(ahead, inputs + beside if inputs else 0.0, weights + added if weights else 0.0)
@@ -296,13 +301,13 @@ def host_seconds(size: float, machine: Machine) -> float:
 
 
 def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
-    """A stage's seconds where no forward and no backward is over before `copies` seconds are."""
+    """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
     forward, inputs, weights = seconds
     return PartSeconds(max(forward, copies), max(inputs, copies - weights), weights)
 
 
 def message_seconds(size: float, machine: Machine) -> float:
-    """A message of `size` bytes to the next pp_rank, in a domain of fast links where all ranks are in one."""
+    """A message of `size` bytes to the next pp_rank, in a domain of fast links if all ranks are in one."""
     return machine.device.latency + size / machine.link(machine.sizes.world)
 
 
@@ -319,7 +324,7 @@ def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Mac
 
 
 def newton_schulz_seconds(operations: float, device: Device) -> float:
-    """So many operations of Muon's iteration, in bfloat16."""
+    """Seconds of `operations` operations of Muon's iteration, in bfloat16."""
     return operations / (device.bf16_flops * efficiency_of(device).matmul)
 
 

@@ -1,9 +1,11 @@
 """Collectives and messages of one rank for a microbatch: their number and bytes, by axis and kind.
 
 Knows where blocks of `ppctl/model` exchange something, and what recomputation exchanges again. Must not know seconds or
-links, nor what is exchanged once a step (`step_traffic`). Bytes are those of rings: of a gather or scatter every other
-rank's part of the whole (n - 1) / n, of an all_reduce both, of a broadcast once, of an all_to_all all but the own part,
-of a send the message. Rows to experts are spread evenly; by node they go to as many nodes as are expected.
+links, nor what is exchanged once a step (`step_traffic`).
+
+Bytes are what one rank of n sends in a ring, for a tensor of S bytes: all_gather and reduce_scatter S (n - 1) / n;
+all_reduce twice that; broadcast S (n - 1) / n; all_to_all all but the rank's own part; send S. Rows to experts are
+spread evenly; a dispatch by node reaches the expected number of nodes.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ class Traffic(dict[Key, tuple[int, float]]):
     """(number, bytes that a rank sends) by axis and kind."""
 
     def note(self, axis: str, kind: str, size: float, number: int = 1) -> Traffic:
-        """Add so many exchanges of `size` bytes together."""
+        """Add `number` exchanges that send `size` bytes together."""
         count, total = self.get((axis, kind), (0, 0.0))
         self[axis, kind] = count + number, total + size
         return self
 
     def add(self, other: Traffic, times: int = 1) -> Traffic:
-        """Add another's, so many times (-1: take away what was counted too much)."""
+        """Add another rank's or layer's traffic, `times` times (-1: subtract what was counted too much)."""
         for (axis, kind), (number, size) in other.items():
             self.note(axis, kind, times * size, times * number)
         return self
@@ -61,7 +63,7 @@ class Passes(NamedTuple):
     inputs: Traffic
     """The backward without `weights`, recomputation included."""
     weights: Traffic
-    """For the gradients that W makes where backwards are split."""
+    """For the gradients that W makes if backwards are split."""
 
     @property
     def all(self) -> Traffic:
@@ -74,7 +76,7 @@ def _nothing() -> Passes:
 
 
 class _Tensor(NamedTuple):
-    """Exchanges of the ranks that divide weights, by the width of what they exchange; none where there is one rank."""
+    """Exchanges of the ranks that divide weights, by the width of what they exchange; none if there is one rank."""
 
     setting: Setting
 
@@ -107,17 +109,17 @@ def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
     tensor, h, found = _Tensor(setting), model.hidden_size, _nothing()
     if kind.name == "loss":
         for _ in range(1 + (model.mtp_num_layers or 0)):
-            _leads_in(found, tensor, h, waits=False)
+            _column_parallel_input(found, tensor, h, waits=False)
             found.forward.add(tensor.numbers(setting.wide * setting.tokens))  # the largest logit, and then the sums
             found.forward.add(tensor.numbers(2 * setting.wide * setting.tokens))
         return found
     if kind.name in ("embedding", "mtp"):
-        _leads_out(found, tensor, h)
+        _row_parallel_output(found, tensor, h)
     if kind.name == "embedding":
         return found
     for part in (_expansion(model, setting), _context(model, kind, setting)):
         _join(found, part)
-    _leads_out(found, tensor, h)
+    _row_parallel_output(found, tensor, h)
     _join(found, _experts(model, setting) if kind.moe else _block(tensor, h))
     return found
 
@@ -127,15 +129,15 @@ def _join(into: Passes, part: Passes) -> None:
         own.add(other)
 
 
-def _leads_in(found: Passes, tensor: _Tensor, width: float, *, waits: bool = True) -> None:
-    """A divided product that reads all tokens; `waits`: whose weights' gradients W makes."""
+def _column_parallel_input(found: Passes, tensor: _Tensor, width: float, *, waits: bool = True) -> None:
+    """Traffic of a column-parallel product's input, which is gathered; `waits`: W computes the weights' gradients."""
     found.forward.add(tensor.gather(width))
     found.inputs.add(tensor.total(width))
     (found.weights if waits else found.inputs).add(tensor.gather(width))
 
 
-def _leads_out(found: Passes, tensor: _Tensor, width: float) -> None:
-    """The sum of what ranks made of their own columns."""
+def _row_parallel_output(found: Passes, tensor: _Tensor, width: float) -> None:
+    """Traffic of a row-parallel product's output: the sum over ranks forward, a gather of its gradient backward."""
     found.forward.add(tensor.total(width))
     found.inputs.add(tensor.gather(width))
 
@@ -143,8 +145,8 @@ def _leads_out(found: Passes, tensor: _Tensor, width: float) -> None:
 def _block(tensor: _Tensor, width: float) -> Passes:
     """A feed-forward."""
     found = _nothing()
-    _leads_in(found, tensor, width)
-    _leads_out(found, tensor, width)
+    _column_parallel_input(found, tensor, width)
+    _row_parallel_output(found, tensor, width)
     return found
 
 
@@ -152,16 +154,17 @@ def _expansion(model: ModelConfig, setting: Setting) -> Passes:
     """Traffic that leads into an attention: hidden states, or compressed vectors."""
     sizes, tensor, found = Sizes.of(model), _Tensor(setting), _nothing()
     if not sizes.latent:
-        _leads_in(found, tensor, sizes.hidden)
+        _column_parallel_input(found, tensor, sizes.hidden)
         return found
-    _leads_in(found, tensor, sizes.q_rank or sizes.hidden)
-    _leads_in(found, tensor, sizes.kv_rank)
+    _column_parallel_input(found, tensor, sizes.q_rank or sizes.hidden)
+    _column_parallel_input(found, tensor, sizes.kv_rank)
     found.forward.add(tensor.gather(sizes.turned))  # the keys' part that all heads share, which no product reads
     found.inputs.add(tensor.total(sizes.turned))
     return found
 
 
 def _context(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
+    """Traffic of one layer's attention along cp: a gather, or a ring of sends, and exchanges of heads."""
     found, size = _nothing(), setting.tokens * setting.element
     traffic = context_traffic(model, kind.cp_comm_type, size, setting.sizes, setting.levels)
     hops = setting.sizes.cp // traffic.exchanging - 1
@@ -239,7 +242,7 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
     """Exchanges that the recomputed modules of a layer make again."""
     if "core_attn" in modules:
         context = _context(model, kind, setting).forward
-        if ("cp", "all_to_all") in context:  # the result's way back is behind all that the backward needs
+        if ("cp", "all_to_all") in context:  # the result's way back is after all that the backward needs
             sizes, ranks = Sizes.of(model), exchanging(kind.cp_comm_type, setting.sizes, setting.levels)
             result = sizes.heads / setting.sizes.tp * sizes.value_head * (ranks - 1) / ranks
             context.note("cp", "all_to_all", -result * setting.tokens * setting.element, -1)
@@ -256,9 +259,9 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, where nothing behind it is kept for the backward: torch stops before it.
+    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it.
 
-    Behind it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
+    After it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
     """
     balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff
     kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)

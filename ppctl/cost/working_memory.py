@@ -25,7 +25,7 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     """Bytes that live beside what a layer keeps, at most, while its forward runs. Of one microbatch.
 
     A block's output and the layer's; of experts the results on their way and their sums, before shared experts run, and
-    behind these both results and their sum. What is recomputed as a whole is not looked at: its backward, which runs it
+    after these both results and their sum. What is recomputed as a whole is not looked at: its backward, which runs it
     again, has more.
     """
     if not setting.allocator.backward or kind == "embedding":
@@ -74,7 +74,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
     size, sizes, tp = setting.element * setting.tokens, Sizes.of(model), setting.sizes.tp
     hidden = setting.hidden_bytes(model)
     normed = again.get("layernorm", 0.0) / 2
-    # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
+    # After the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
     kept = sum(part.size for part in feed_forward_parts(model, kind.moe, setting)) * setting.tokens
     freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "experts", "moe_act"))
     if setting.deferred and not kind.moe:  # but for what the products read, and the gradients of what they made
@@ -101,7 +101,7 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
     made = again.get("mlp", 0.0)
     dropped = setting.hidden_bytes(model) if model.hidden_dropout else 0
     factors = 2 if sizes.gated else 1
-    # The gathered gradient is free behind the last product, which it and that product's input wait for in I.
+    # The gathered gradient is free after the last product, which it and that product's input wait for in I.
     gathered = setting.whole_bytes(model) if setting.sp > 1 else 0
     waiting = gathered + inner if setting.deferred else 0
     product = max(factors * inner + waiting, gathered + inner + weight + dropped, _gathered(model, setting))
@@ -156,7 +156,7 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
 
 
 def _gathered(model: ModelConfig, setting: Setting) -> float:
-    """All tokens that a divided product reads, where ranks have their own between blocks."""
+    """All tokens that a divided product reads, if ranks have their own between blocks."""
     return setting.travelling(model) if setting.sp > 1 else 0
 
 

@@ -35,14 +35,14 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token that follows each."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 where the label counts. Samples of text are cut from one array and never padded: all ones,
+    """[m, b, s] float32: 1 if the label counts. Samples of text are cut from one array and never padded: all ones,
     unless documents' ends mask it. Of conversations the answers count."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: what the loss is averaged over."""
     checksum: int
     """CRC-32 of the global batch's sample ids, equal on all ranks that read (`check_same_samples`)."""
     positions: torch.Tensor | None = None
-    """[m, b, s] int64, where positions restart in every document."""
+    """[m, b, s] int64, if positions restart in every document."""
     documents: tuple[Lengths, ...] | None = None
     """For each micro-batch the lengths of its rows' documents, if these are kept separate."""
 
@@ -54,7 +54,7 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
-    Steps take global_batch_size samples, those of a batch that grows (`rampup`) fewer at first.
+    Steps take global_batch_size samples; while a batch grows (`rampup`) they take fewer.
     `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
     `end` says what a document's end does to loss, positions and attention.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
@@ -118,7 +118,7 @@ class Batches:
         )
 
     def _total_tokens(self, ids: Ids) -> int:
-        """Labels that count in the whole global batch; where not all do, every rank looks at all of its samples."""
+        """Labels that count in the whole global batch; if not all do, every rank looks at all of its samples."""
         details = self.corpus.details(ids, self.seq_length)
         if details is not None:
             return max(1, int(np.count_nonzero(details.counts)))
@@ -149,7 +149,7 @@ def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
 def find_documents(
     tokens: torch.Tensor, end: DocumentEnd, places: npt.NDArray[np.int64] | None = None
 ) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
-    """A StepBatch's `positions` and `documents`, each None where `end` does not ask for it.
+    """A StepBatch's `positions` and `documents`, each None if `end` does not ask for it.
 
     From its `tokens`, unless the data itself says the `places` of tokens in their documents.
     """
@@ -163,7 +163,7 @@ def find_documents(
 class HeldOutBatches:
     """The batches of an evaluation: always the same, in the run's own proportions, each sample counted once.
 
-    At most `steps` of them, and no more than it takes to see every sample. Where a sample comes again (to fill the last
+    At most `steps` of them, and no more than it takes to see every sample. If a sample comes again (to fill the last
     batch, or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
     """
 
@@ -191,7 +191,7 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class RankData:
-    """What one of `dp_size` data-parallel ranks reads of a run's data; `data` is None where its stages need no tokens.
+    """What one of `dp_size` data-parallel ranks reads of a run's data; `data` is None if its stages need no tokens.
 
     `config` is the run's, with the size of its whole batch.
     """
@@ -221,7 +221,7 @@ class RankData:
         return self._of(self.data.training, sample_order, rampup, first_step, consumed_samples)
 
     def held_out_batches(self, sample_order: int = SAMPLE_ORDER) -> HeldOutBatches | None:
-        """This rank's share of what an evaluation reads; None as well where the config names no such data."""
+        """This rank's share of what an evaluation reads; None as well if the config names no such data."""
         if self.data is None or self.data.held_out is None:
             return None
         return HeldOutBatches(self._of(self.data.held_out, sample_order), self.config.train.eval_steps)

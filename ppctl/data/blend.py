@@ -50,7 +50,7 @@ class Blend:
         return " and ".join(f"{part}{corpus.description}" for part, corpus in zip(how, self.corpora, strict=True))
 
     def num_samples(self, seq_length: int) -> int:
-        """The samples of all corpora; DataError where one of them has none."""
+        """The number of samples of all corpora. Raises DataError if a corpus has no sample."""
         return int(self._firsts(seq_length)[-1])
 
     def order(
@@ -86,7 +86,7 @@ class Blend:
 
     def details(self, ids: Ids, seq_length: int) -> Details | None:
         """Which labels of samples `ids` count, and where their documents begin, both [*ids.shape, seq_length]; None
-        where marks in the tokens say it."""
+        if marks in the tokens say it."""
         shape = (*ids.shape, seq_length)
         counts, places = np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
         for corpus, here, own in self._sorted(ids, seq_length):

@@ -1,7 +1,8 @@
-"""A tokenizer's chat template: messages become one text, and the template or the turns say what the assistant wrote.
+"""A tokenizer's chat template: makes one text of messages, and marks which parts of it the assistant wrote.
 
-Knows where templates are, and the process that renders (`rendering`). Must not know tokens, files of conversations, nor
-what is in a template: launcher and ranks run none themselves.
+The marks come from the template itself, or from rendering the conversation turn by turn. Knows where templates are, and
+the child process that renders (`rendering`). Must not know tokens, files of conversations, nor what is in a template:
+launcher and ranks run no template themselves.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class ChatTemplate:
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans | None]:
-        """The text of a conversation, and what of it the assistant wrote; None where nobody can tell.
+        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell.
 
-        Raises RenderingFailed with the template's own words, or where it takes too much time or memory.
+        Raises RenderingFailed with the template's own words, or if it takes too much time or memory.
         """
         self._process = self._process or self._start()
         text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
@@ -75,7 +76,7 @@ class ChatTemplate:
         return process
 
     def _answer(self, process: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
-        """The answer to one line. Where the process has ended instead, the next conversation gets a new one."""
+        """The answer to one line. If the process has ended instead, the next conversation gets a new one."""
         assert process.stdin is not None and process.stdout is not None  # they are pipes
         with suppress(BrokenPipeError):
             print(json.dumps(question), file=process.stdin, flush=True)
@@ -98,9 +99,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
-    """The template in `file` (`data.chat_template`), or else the one that belongs to `data.tokenizer`.
+    """The template in `file` (`data.chat_template`), or else the template that belongs to `data.tokenizer`.
 
-    Raises DataError (PP-E419) where there is none.
+    Raises DataError (PP-E419) if there is none.
     """
     directory = Path(tokenizer).expanduser()
     directory = directory.parent if directory.is_file() else directory
@@ -121,7 +122,7 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
 
 
 def _sources(directory: Path, settings: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """The templates of a tokenizer's directory, the one that counts first: transformers' order."""
+    """The templates of a tokenizer's directory in transformers' order: the first one counts."""
     sources = []
     with suppress(OSError):
         sources.append((read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"))

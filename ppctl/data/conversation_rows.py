@@ -1,7 +1,7 @@
-"""Rows of whole conversations: what batches are drawn from where not all tokens are learned.
+"""Rows of whole conversations, from which batches are drawn if not all tokens are trained on.
 
 Knows which conversations stand in which row, and what of a row counts. Must not know files, steps, batches or torch.
-A row is a sample: one conversation, or several behind each other, and filling behind them, which nothing learns.
+A row is a sample: one conversation or several in a row, then padding that is not trained on.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class ConversationRows:
     Corpus: the digest is of the tokens, of what is learned and of the rows."""
 
     conversations: Corpus
-    """All tokens one behind the other."""
+    """The tokens of all conversations, one conversation after the other."""
     learned: npt.NDArray[np.bool_]
-    """For each of these tokens, whether it is trained on."""
+    """For each token of `conversations`, whether it is trained on."""
     firsts: npt.NDArray[np.int64]
     """[conversations + 1]: where each begins."""
     rows: Sequence[Sequence[int]]
     """The conversations of each row."""
     seq_length: int
     filling: int
-    """The token behind a row's last."""
+    """The token after a row's last."""
     digest: str
     description: str
 
@@ -80,13 +80,13 @@ class ConversationRows:
         self.conversations.check_vocabulary(vocab_size)
 
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """Raise DataError where one of these rows holds a token beyond the vocabulary."""
+        """Raise DataError if one of these rows holds a token beyond the vocabulary."""
         for row in ids.flat:
             for _, here in self._parts(int(row)):
                 self.conversations.check_tokens(here.start, here.stop, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[ConversationRows, ConversationRows]:
-        """Hold out the last rows; raises DataError where none is left to train on."""
+        """Hold out the last rows; raises DataError if none is left to train on."""
         number = self.num_samples(seq_length)
         kept = number - held_out_samples(number, fraction, self.description)
         return self._part(0, kept, "trained on"), self._part(kept, number, "held out")
@@ -116,9 +116,9 @@ def make_rows(
     pack: bool,
     filling: int,
 ) -> ConversationRows:
-    """Rows of `encoded`, of several each where they are packed.
+    """Rows of `encoded`, of several each if they are packed.
 
-    Raises DataError: PP-E421 naming conversations that are longer than a row, PP-E422 where nothing is learned.
+    Raises DataError: PP-E421 naming conversations that are longer than a row, PP-E422 if nothing is learned.
     """
     longest = seq_length + 1
     if too_long == REFUSE:

@@ -26,7 +26,7 @@ _LIKE = {
     COMPLETION: '{"prompt": "2 + 2 =", "completion": " 4"}',
 }
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""ShareGPT's names of roles that are not those of templates."""
+"""ShareGPT's names of roles -> the names that templates use, where the two differ."""
 _ASSISTANT = "assistant"
 _KINDS: dict[type, str] = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
 
@@ -79,7 +79,7 @@ def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: Chat
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
     """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own.
 
-    A token that begins before the answer is one of transformers' mask where the template has the keyword `generation`;
+    A token that begins before the answer is one of transformers' mask if the template has the keyword `generation`;
     elsewhere it belongs to the prompt, which the model reads.
     """
     around = template is None
@@ -149,7 +149,7 @@ def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form of templates, of one in ShareGPT's."""
+    """A message in the form of templates, also from a message in ShareGPT's form."""
     if "role" in given or "from" not in given:
         return dict(given)
     rest = {key: value for key, value in given.items() if key not in ("from", "value")}

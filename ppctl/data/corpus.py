@@ -27,7 +27,7 @@ _PAGES, _PAGE = 256, 4096
 
 
 class Details(NamedTuple):
-    """Counted labels and places of samples' tokens, where no mark in the tokens says them."""
+    """Counted labels and places of samples' tokens, if no mark in the tokens says them."""
 
     counts: npt.NDArray[np.bool_]
     """[..., s]: which labels count."""
@@ -37,7 +37,7 @@ class Details(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens of all documents in order; those of text with an eos after each.
+    """Tokens of all documents in order; documents of text files have an eos at their end.
 
     `digest` is the SHA-256 of the ids as little-endian integers of their type's width (of a mapped file larger than
     WHOLE: of its index, its size and pages of it); `description` is one line for people, `place_of` names the document
@@ -82,18 +82,18 @@ class Corpus:
         return bool((self.tokens[: WHOLE // self.tokens.dtype.itemsize] == token).any())
 
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """Raise DataError where one of these samples holds such a token."""
+        """Raise DataError if one of these samples holds such a token."""
         for sample in ids.flatten():
             self.check_tokens(int(sample) * seq_length, (int(sample) + 1) * seq_length + 1, vocab_size)
 
     def check_tokens(self, begin: int, end: int, vocab_size: int) -> None:
-        """Raise DataError where the tokens from `begin` to before `end` hold such a token."""
+        """Raise DataError if the tokens from `begin` to before `end` hold such a token."""
         _refuse_beyond(self, self.tokens[begin:end], begin, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
         """The samples to train on and, from the end, the share that is held out: at least one, never all.
 
-        Raises DataError where that leaves nothing to train on.
+        Raises DataError if that leaves nothing to train on.
         """
         number = self.num_samples(seq_length)
         first = (number - held_out_samples(number, fraction, self.description)) * seq_length
@@ -112,7 +112,7 @@ class Corpus:
 
 
 def held_out_samples(number: int, fraction: float, description: str) -> int:
-    """How many of `number` samples a share holds out: at least one. Raises DataError where none is left to train on."""
+    """How many of `number` samples a share holds out: at least one. Raises DataError if none is left to train on."""
     held_out = max(1, round(number * fraction))
     if held_out >= number:
         message = f"data.validation_split={fraction:g} holds out {held_out} of {number} samples: none is left"
@@ -121,7 +121,7 @@ def held_out_samples(number: int, fraction: float, description: str) -> int:
 
 
 def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") -> Corpus:
-    """Read what one path of `data.path` names, or the interpreter's own library where it is None.
+    """Read what one path of `data.path` names, or the interpreter's own library if it is None.
 
     `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and
     .jsonl files, each line an object whose `text_key` is a document. Files are read in the order of their names. Raises
@@ -135,6 +135,7 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") 
 
 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
+    """All documents as one array of tokens, each with its end mark. Raises DataError (PP-E404) if there is no text."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
     documents = [(own, place) for own, place in encode_files(files, tokenizer, text_key=text_key) if len(own)]
@@ -164,7 +165,7 @@ def _mapped(prefix: str) -> Corpus:
 
 
 def _digest(prefix: str, tokens: Tokens) -> str:
-    """Return the digest of a mapped file: of its tokens, or where they are too many, of what is likely to differ."""
+    """Return the digest of a mapped file: of its tokens, or if they are too many, of what is likely to differ."""
     if tokens.nbytes <= WHOLE:
         return hashlib.sha256(tokens.data).hexdigest()
     with open(idx_path(prefix), "rb") as stream:

@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx: tokens in one file, the places of documents in the other.
+"""Megatron's .bin and .idx: the .bin has the tokens, the .idx the places of documents.
 
 Read by mapping, never loaded; written byte for byte as Megatron does for the same tokens, whole or not at all. Knows
 the format, its damage, and how to name a document. Must not know samples, text or what the tokens mean.
@@ -7,7 +7,7 @@ the format, its damage, and how to name a document. Must not know samples, text 
                  lengths int32[S], first bytes int64[S], and int64[D]: document d is the sequences from D[d] to D[d + 1]
     PREFIX.bin   the tokens of all sequences, one after the other
 
-All numbers are little-endian. A document is one sequence, or several, or none where its text was empty.
+All numbers are little-endian. A document is one sequence, or several, or none if its text was empty.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def as_prefix(path: str) -> str | None:
-    """The prefix that `path` means, itself or with one of its two files' endings; None where neither file is there."""
+    """The prefix that `path` means, itself or with one of its two files' endings; None if neither file is there."""
     expanded = os.path.expanduser(path)
     bare = expanded[:-4] if expanded.endswith((".bin", ".idx")) else expanded
     return bare if bin_path(bare).exists() or idx_path(bare).exists() else None
@@ -66,7 +66,7 @@ class Indexed:
     lengths: Integers
     """Tokens of each sequence, int32."""
     boundaries: Integers
-    """int64: of each document its first sequence, and at the end the number of sequences."""
+    """int64: the first sequence of each document, and at the end the number of sequences."""
 
     @property
     def num_documents(self) -> int:
@@ -91,7 +91,7 @@ class Indexed:
 
 
 def open_indexed(prefix: str) -> Indexed:
-    """Map both files of `prefix`. Raises DataError naming the file, and the document, where one is damaged."""
+    """Map both files of `prefix`. Raises DataError naming the file, and the document, if one is damaged."""
     idx, bin_ = idx_path(prefix), bin_path(prefix)
     for file, other in ((idx, bin_), (bin_, idx)):
         if not file.exists():
@@ -110,7 +110,7 @@ def open_indexed(prefix: str) -> Indexed:
 
 
 def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
-    """Map what the header says is there. Raises DataError where the header or the file's size is wrong."""
+    """Map what the header says is there. Raises DataError if the header or the file's size is wrong."""
     size = idx.stat().st_size
     with open(idx, "rb") as stream:
         head = stream.read(HEADER.size)
@@ -192,7 +192,7 @@ class IndexedWriter:
     """Takes documents in order; both files get their names when the `with` block ends without an exception.
 
     Until then they are `PREFIX.<random>.tmp` beside them, which an exception removes. The .idx comes last: a .bin
-    without one is not read. Raises DataError (PP-E413) where a file of that name is there, unless `overwrite`.
+    without one is not read. Raises DataError (PP-E413) if a file of that name is there, unless `overwrite`.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], *, overwrite: bool = False) -> None:
@@ -226,9 +226,9 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: Tokens, end: Sequence[int] = (), place: str = "") -> None:
-        """Append a document and the marks at its end: one sequence, or none where it has no token.
+        """Append a document and the marks at its end: one sequence, or none if it has no token.
 
-        `place` names it where it is too long for the format (DataError).
+        `place` names it if it is too long for the format (DataError).
         """
         size = len(tokens) + len(end)
         if size > _LONGEST:
@@ -261,6 +261,7 @@ class IndexedWriter:
                 folder.rmdir()
 
     def _publish(self) -> None:
+        """Bring both files to the disk, then rename .bin before .idx: a reader never sees an index of other tokens."""
         _sync(self._stream)
         self._stream.close()
         with open(self._drafts[1], "xb") as stream:

@@ -1,6 +1,7 @@
-"""From the `data` section of a config to samples to train on and samples held out, and a look at them before a run.
+"""From a config's `data` section to the samples to train on and those held out, and a check of them before a run.
 
-Knows which keys name which data, and what training asks of it. Must not know steps, ranks or torch: the launcher looks.
+Knows which keys name which data, and what training requires of the data. Must not know steps or ranks, nor import
+torch, because the launcher makes the check.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def load_data(data: DataConfig) -> Data:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file).
 
-    Raises DataError where it cannot be read, ConfigError where the library for it is missing.
+    Raises DataError if it cannot be read, ConfigError if the library for it is missing.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -80,7 +81,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
     """Return the token that ends a document, and what the config lets follow from it.
 
-    Raises DataError (PP-E410) where something follows from a mark that the tokenizer does not name.
+    Raises DataError (PP-E410) if something follows from a mark that the tokenizer does not name.
     """
     asked = of_document_ends(data)
     if not asked:

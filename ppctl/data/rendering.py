@@ -51,7 +51,7 @@ class _Generation(Extension):
 
 
 def main() -> None:
-    """Answer until stdin ends. The kernel ends this process where an answer takes too long."""
+    """Answer until stdin ends. The kernel ends this process if an answer takes too long."""
     asked = json.loads(sys.stdin.readline())
     for limit, most in ((resource.RLIMIT_AS, asked["memory"]), (resource.RLIMIT_FSIZE, 0)):
         with suppress(ValueError, OSError):  # less is allowed already
@@ -99,8 +99,8 @@ def rendered(
 ) -> tuple[str, Spans | None]:
     """The text of a conversation, and begin and end, in characters, of what the assistant wrote.
 
-    That is what stands between `{% generation %}` and `{% endgeneration %}`, where the template `says` it. Elsewhere it
-    is what each turn adds to the conversation before it; None where that is no text at the end of a beginning of the
+    That is what stands between `{% generation %}` and `{% endgeneration %}`, if the template `says` it. Elsewhere it
+    is what each turn adds to the conversation before it; None if that is no text at the end of a beginning of the
     whole. Raises TemplateError for texts that are too long or would be other ones in another process.
     """
     messages, tools = given["messages"], given["tools"]

@@ -1,4 +1,4 @@
-"""Text files: which files a pattern means, the documents in them, and the tokens of these.
+"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens.
 
 Knows .txt and .jsonl files and every way in which they can be wrong. Must not know what the tokens are for.
 """
@@ -53,7 +53,7 @@ def standard_library() -> tuple[list[Path], str]:
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
     """The .txt and .jsonl files that `pattern` means, in the order of their names, and a line that describes them.
 
-    `form` is how messages write the pattern. Raises DataError where there are no files.
+    `form` is how messages write the pattern. Raises DataError if there are no files.
     """
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
@@ -95,7 +95,7 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong where one cannot be read.
+    """All documents in order, empty ones too, and what is wrong if one cannot be read.
 
     A .txt file is a document; of a .jsonl file every line that is not blank, an object whose `text_key` it is.
     `progress` is called with the number of bytes read since its last call.
@@ -117,7 +117,7 @@ class Line(NamedTuple):
 
 
 def lines(files: list[Path]) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files in order, and what is wrong where a line or a file is none."""
+    """The objects in .jsonl files in order, and what is wrong if a line or a file is none."""
     for item in _read_all(files, lambda size: None):
         if isinstance(item, Document):
             message = f"{item.place} is text, and conversations are read from .jsonl files"
@@ -218,7 +218,7 @@ Made = TypeVar("Made")
 
 
 def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], Iterable[Made]]) -> Iterator[Made]:
-    """Yield what `encode` makes of the items, which it gets in batches.
+    """Yield what `encode` returns for the items, which it gets in batches.
 
     Raises DataError with the problems of all items, the first twenty; what was yielded before is to be thrown away.
     """

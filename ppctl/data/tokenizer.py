@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
     begins: npt.NDArray[np.int64]
     """Position of each token's first character."""
     ends: npt.NDArray[np.int64]
-    """The character behind its last; a mark that the text does not hold ends where it begins."""
+    """The character after its last; a mark that the text does not hold ends where it begins."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -50,7 +50,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
-    """The token that ends a document; DataError where the tokenizer names none."""
+    """The token that ends a document; DataError if the tokenizer names none."""
     if tokenizer.eos is None:
         message = f"{needed_by} needs a token that ends a document, and the tokenizer names none"
         remedy = f'name it in its tokenizer_config.json, as "eos_token": {json.dumps(next(iter(tokenizer.marks), ""))}'
@@ -74,12 +74,12 @@ class ByteTokenizer:
 
     bos = 256
     eos: int | None = 257
-    """The id that ends a document; None where a tokenizer names none."""
+    """The id that ends a document; None if a tokenizer names none."""
     pad = 258
     vocab_size = 259
     """One more than the largest id."""
     marks: Sequence[str] = ()
-    """Special tokens as text, those first that usually end a document."""
+    """Special tokens as text; first the tokens that usually end a document."""
 
     def encode_bytes(self, data: bytes) -> Tokens:
         """The ids of raw bytes, one each; not decoded, hence never invalid."""
@@ -117,7 +117,7 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 class HuggingFaceTokenizer:
     """Encodes as the directory's own pipeline does: the tokens that it puts around every text (a bos, say) included.
 
-    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; where neither names one, the only
+    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; if neither names one, the only
     special token that is usual for it.
     """
 
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
 
     @property
     def marks(self) -> list[str]:
-        """The texts of its special tokens, those first that usually end a document."""
+        """The texts of the tokenizer's special tokens; first the tokens that usually end a document."""
         special = _special(self._library)
         return [token for token in _USUAL_ENDS if token in special] + sorted(special - {*_USUAL_ENDS})
 
@@ -165,7 +165,7 @@ class HuggingFaceTokenizer:
         return text
 
     def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
-        """The ids of each document, many at a time. Raises DataError naming those that are not UTF-8."""
+        """The ids of each document, many at a time. Raises DataError naming the documents that are not UTF-8."""
         texts, problems = [], []
         for document in documents:
             try:

@@ -3,7 +3,7 @@
 Knows stages and torch's caching allocator. Must not know what stages compute, what the memory is for, nor what has to
 be restored afterwards (gradients, ledgers).
 
-CUDA loads a kernel when it is first launched, and before that waits until the device is idle. Where its cache does not
+CUDA loads a kernel when it is first launched, and before that waits until the device is idle. If its cache does not
 hold an allocation, the allocator asks the driver. If that has nothing left, it frees cached blocks, and cudaFree waits
 until the whole device is idle. A posted receive is a kernel that runs until its message comes. So the first step, whose
 receives are posted ahead, must not be the first to launch a kernel, and no step may free memory: two ranks would wait
@@ -41,7 +41,7 @@ def dry_pass(
 
     A `split` backward is run in its two halves. Without `hands_back` it makes no gradient of the stage's input.
 
-    Inputs have the shapes that the program's specs declare; where `run_schedule` lets them vary, declare usual ones.
+    Inputs have the shapes that the program's specs declare; if `run_schedule` lets them vary, declare usual ones.
     Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
     halves = (mb,) * split
@@ -76,9 +76,9 @@ def _held(device: torch.device) -> int:
 
 
 def representatives(kinds: Iterable[Hashable]) -> list[int]:
-    """Microbatches of a stage that together run all of its kernels; `kinds` are those of its microbatches, in order.
+    """Microbatches of a stage that together run all of its kernels; `kinds` has the kind of each microbatch, in order.
 
-    One of each kind, twice: the second time its gradients are added to those of the first.
+    One of each kind, twice: the second time its gradients are added to the gradients of the first time.
     """
     latest = {kind: mb for mb, kind in enumerate(kinds)}
     return [*latest.values(), *latest.values()]
@@ -103,7 +103,7 @@ _SMALL = 2**19
 def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -> int:
     """Let the allocator's cache hold `peak` bytes, with those in use; returns how many of them the device lacks.
 
-    Called behind a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
+    Called after a pass of one microbatch, whose small blocks are needed `in_flight` times. Half of what is left at
     most is taken for fragments and for up to `varying` bytes that depend on the data.
     """
     stats = _stats(device)
@@ -125,8 +125,8 @@ def reserve(device: torch.device, peak: int, in_flight: int, varying: int = 0) -
 def _divisible(size: int, stats: Mapping[str, Any]) -> list[int]:
     """The sizes of blocks of `size` bytes together that requests of any size may be served from.
 
-    Where the user's `max_split_size_mb` forbids to divide larger blocks, one of them would be lost to all requests but
-    those that are as large.
+    If the user's `max_split_size_mb` forbids to divide larger blocks, one divided block would be lost to all but
+    equally large requests.
     """
     most = stats.get("max_split_size", -1) - _ROUNDING
     return [size] if most <= 0 else [*[most] * (size // most), size % most]

@@ -61,7 +61,7 @@ class Engine:
         timed: Timed | None = None,
         pace: HostPace | DevicePace | None = None,
     ) -> None:
-        """`pace` is that of the engine that has run the list before, if the device has not been waited for since."""
+        """`pace` is the pace of the engine that ran the list before, if the device has not been waited for since."""
         self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
@@ -113,7 +113,7 @@ class Engine:
     def settle(self) -> None:
         """Return when the device has finished every list since it was waited for last, and its messages are delivered.
 
-        Raises EngineError where the device has failed, or the connection of a message was ended.
+        Raises EngineError if the device has failed, or the connection of a message was ended.
         """
         with self._naming():
             self.pace.settle(self._flush)
@@ -231,7 +231,7 @@ class Engine:
 def _make_stages(
     schedule: Schedule, programs: Sequence[StageProgram], *, deallocates: bool, variable: bool
 ) -> dict[int, Stage]:
-    """This rank's stages by number; those that follow each other hand over without a message."""
+    """This rank's stages by number; stages that follow each other hand over tensors without a message."""
     training = any(action.op in BACKWARDS for row in schedule.actions for action in row)
     split: dict[int, set[int]] = {}
     for number, mb in schedule.split:
@@ -300,7 +300,7 @@ _WAITS = {
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
-    """The handler, with a timer around its sending or, where it works on a message, around the wait for it.
+    """The handler, with a timer around its sending or, if it works on a message, around the wait for it.
 
     Of a batch the last message waits for all: it is timed under the name of the batch.
     """

@@ -64,7 +64,7 @@ class HostPace:
         """The index of the action that the host or the device is in."""
         self.begin = heartbeat.work
         self.ended = 0.0
-        """When the last list was over, on the host's clock (`perf_counter`)."""
+        """The time at which the last list ended, on the host's clock (`perf_counter`)."""
 
     def enter(self, index: int) -> None:
         """The host turns to an action."""
@@ -75,7 +75,7 @@ class HostPace:
         """The forward or backward is over."""
 
     def sent(self, index: int) -> None:
-        """The send is started, and older ones were waited for where they had to be."""
+        """The send is started, and older ones were waited for if they had to be."""
 
     def finish(self, flush: Callable[[], None]) -> None:
         """The list is over but for what `flush` waits for."""
@@ -143,11 +143,11 @@ class DevicePace:
         self._mark(index, begins=False)
 
     def sent(self, index: int) -> None:
-        """A send is enqueued, and the device waits for older ones where it has to."""
+        """A send is enqueued, and the device waits for older ones if it has to."""
         self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """The host is through its list; the device is followed on, and not waited for."""
+        """The host has reached the end of its list; the device is still followed, and not waited for."""
         self._mark(self.length, begins=False)
 
     def settle(self, flush: Callable[[], None]) -> None:
@@ -193,6 +193,7 @@ class DevicePace:
                 self._passed += 1
 
     def _pass(self, number: int, index: int, event: Event, *, begins: bool, enters: bool) -> None:
+        """Wait until the device has passed one mark, and move the heartbeat; in the watching thread."""
         if enters:
             self.heartbeat.enter(index)
         try:

@@ -1,7 +1,7 @@
 """A forward and a backward of one rank that advance in turns (`turns`), action by action of a schedule's pairs.
 
-While the exchange of one is under way the other computes. Knows stamps and the order in which halves end. Must not know
-stages' work or schedules' policies.
+While the exchange of one half is under way, the other half computes. Knows stamps and the order in which halves end.
+Must not know stages' work or schedules' policies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Acti
 
 
 class PairRunner:
-    """Runs the halves of a pair, and stamps them: the one that ends first has the time up to its end, the other the
-    rest. Their times add up to the pair's."""
+    """Runs the halves of a pair, and stamps them: the half that ends first gets the time up to its end, the other half
+    the rest. Their times add up to the pair's."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
@@ -42,12 +42,15 @@ class PairRunner:
         """The index of the half that failed, after `run` has raised."""
 
     def run(self, first: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run both; `first` is the forward's index in the list, the backward's is the next one."""
+        """Run a forward and a backward as a pair; `first` is the forward's index in the list, `first + 1` the
+        backward's."""
         running = [first, first + 1]
         for index in reversed(running):  # the forward last, which is first to run
             self.recorder.begin(index)
 
         def half(index: int, work: Callable[[], None]) -> Callable[[], None]:
+            """`work` as one of the two halves: its end is recorded, and begins the other half's own time."""
+
             def run() -> None:
                 try:
                     work()
@@ -69,7 +72,7 @@ class PairRunner:
 def _refusing_autograd() -> Iterator[None]:
     """Refuse backwards that the caller's thread asks for, in which a pair's forward runs (PP-E784).
 
-    On CUDA a device's backwards run one behind the other in one thread of autograd's, and there the pair's own backward
+    On CUDA a device's backwards run one after the other in one thread of autograd's, and there the pair's own backward
     waits for its turn: the forward would wait for it, and never hand over.
     """
     variable: Any = Variable
@@ -93,7 +96,7 @@ class _Refusing:
         self.threads: set[int] = set()
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's; raises TrainingError in a refused thread."""
+        """autograd's `run_backward`; raises TrainingError in a refused thread."""
         if threading.get_ident() in self.threads:
             message = "this forward calls autograd (backward or grad) itself, and it runs beside a backward"
             raise TrainingError(Problem("PP-E784", message, "pipeline.pp_schedule=zbv_zero_bubble"))

@@ -83,7 +83,7 @@ class Recorder:
         return [Span(self.pp_rank, self.actions[index], start, end) for index, start, end in self.stamps()]
 
     def totals(self) -> StepTotals | None:
-        """The stamps in figures; None where no step can be read yet."""
+        """The stamps in figures; None if no step can be read yet."""
         stamps = self.stamps()
         if not stamps:
             return None

@@ -1,9 +1,9 @@
-"""The execution of one stage: forward and backward of its microbatches, and what is kept between the two.
+"""The execution of one stage: forward and backward of its microbatches, and what is kept between forward and backward.
 
 Knows autograd, arrivals and where outputs go. Must not know schedules, channels or what a stage computes.
 
 From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only
-the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered. Where
+the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered. If
 the backward is split, all that ends with the I; from there to the W the operands of weight gradients are kept.
 """
 
@@ -50,7 +50,7 @@ class StageProgram:
     whole: Sequence[torch.Tensor] = ()
     """Weights of which a split backward defers nothing: their gradients are computed in I."""
     intercept: bool = True
-    """Whether split backwards find products with weights by watching torch's functions. Not needed where each product
+    """Whether split backwards find products with weights by watching torch's functions. Not needed if each product
     asks by itself (`weight_gradients.deferred.deferring`), as those of ppctl's own models do."""
     on_deferred: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
     """Called before each W with the parameters whose gradients it computes."""
@@ -63,9 +63,9 @@ class Live(NamedTuple):
     leaves: Message
     edges: tuple[GradientEdge | None, ...]
     outputs: Message
-    """Kept for the last stage (a scalar) and where outputs are not deallocated; otherwise empty."""
+    """The outputs on the last stage (a scalar), or if outputs are not deallocated; otherwise empty."""
     deferred: DeferredGradients | None
-    """Collects weight gradients for the W, where the backward is split."""
+    """Collects weight gradients for the W, if the backward is split."""
 
 
 class Due(NamedTuple):
@@ -163,7 +163,8 @@ class Stage:
             self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
 
     def backward(self, mb: int) -> None:
-        """Hand the gradient of a microbatch's input on, accumulate those of its weights, and end its life.
+        """Hand on the gradient of a microbatch's input, accumulate the gradients of weights, and end the microbatch's
+        life.
 
         Of a split backward this is the I: deferred gradients of weights are left to `weight_gradients`.
         """

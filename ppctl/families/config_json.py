@@ -125,7 +125,7 @@ def foreign_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return the model with every size written out, and with defaults where a size has no meaning."""
+    """Return the model with every size written out, and with defaults if a size has no meaning."""
     plain, values = ModelConfig(), dict[str, Any]()
 
     def forget(names: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ class Unbuilt(Exception):
 
 
 def number(config: Json, key: str) -> Any:
-    """A key's number. Raises KeyError where the key is missing, Unbuilt where its value is no number."""
+    """A key's number. Raises KeyError if the key is missing, Unbuilt if its value is no number."""
     return _of_type(config, key, int | float, "a number")
 
 
@@ -74,7 +74,7 @@ def _read_rope(config: Json) -> dict[str, Any]:
 
 
 def _positions(config: Json) -> Json:
-    """The mapping that counts, by transformers' rule (`RotaryEmbeddingConfigMixin`) where a file has both."""
+    """The mapping that counts, by transformers' rule (`RotaryEmbeddingConfigMixin`) if a file has both."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if isinstance(rope, Mapping) and not any(isinstance(value, Mapping) for value in rope.values()):
         return rope

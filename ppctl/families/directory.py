@@ -51,7 +51,7 @@ class ModelDirectory:
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
-    """The directory's config.json. Raises ConfigError (PP-E520) where there is none."""
+    """The directory's config.json. Raises ConfigError (PP-E520) if there is none."""
     path = directory / CONFIG
     try:
         config = json.loads(read_whole(path))
@@ -89,7 +89,7 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
 
 
 def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Rows and columns that share a scale. Raises ConfigError (PP-E521) where what config.json says is no size."""
+    """Rows and columns that share a scale. Raises ConfigError (PP-E521) if what config.json says is no size."""
     said = config.get("quantization_config") or {}
     block = (said.get("weight_block_size") or _BLOCK) if isinstance(said, Mapping) else ()
     if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
@@ -135,7 +135,7 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_tensors(rows: tuple[Parameter, ...], layer: int) -> Iterator[tuple[str, Shape]]:
-    """The tensors of one layer: expert by expert where its rows are experts'."""
+    """The tensors of one layer: expert by expert if its rows are experts'."""
     for experts, run in groupby(rows, key=lambda row: row.experts):
         alike = list(run)
         for expert in range(experts or 1):

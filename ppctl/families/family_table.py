@@ -138,7 +138,7 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     """Keys of config.json that change what is computed -> the values that ppctl builds; the first is the default."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Module -> its name, where that is not the one in `LAYER`."""
+    """Module -> its name, if that is not the one in `LAYER`."""
     also: tuple[str, ...] = ()
     """Other values of model_type that mean this family."""
     synonyms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -167,7 +167,7 @@ _LATENT = (
 )
 _ROUTED = (Field("num_experts_per_tok", "moe_router_topk"), Field("moe_intermediate_size", "moe_ffn_hidden_size"))
 _MTP = Field("num_nextn_predict_layers", "mtp_num_layers", write=lambda number: number or 0)
-"""Written as 0 too: transformers assumes one module where the key is missing."""
+"""Written as 0 too: transformers assumes one module if the key is missing."""
 _DEEPSEEK_EXPERTS = (*_ROUTED, Field("aux_loss_alpha", "moe_aux_loss_coeff"))
 
 _SILU = {"hidden_act": ("silu",), "attention_dropout": (0.0,)}

@@ -37,7 +37,7 @@ class MegatronPlace(NamedTuple):
     rows: RowBlock | None = None
     """Which rows of what is stored under the key; None for all."""
     alone: str = ""
-    """The text that is appended to the key where these rows are stored by themselves."""
+    """The text that is appended to the key if these rows are stored by themselves."""
 
 
 MODEL = {
@@ -88,7 +88,7 @@ SKIPPED = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "
 
 
 def is_stacked(model: ModelConfig) -> bool:
-    """Whether Megatron-core stacks the decoder's layers by itself: where all are of one kind."""
+    """Whether Megatron-core stacks the decoder's layers by itself: if all are of one kind."""
     return len(set(moe_layer_pattern(model))) == 1
 
 

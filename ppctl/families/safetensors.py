@@ -40,7 +40,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Where its bytes begin in the file."""
+    """The offset of the tensor's bytes in the file."""
     bytes: int
 
 
@@ -48,7 +48,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one file.
 
     Raises CheckpointError (PP-E523) for one that is missing, cut or of another kind, and for one whose tensors have
-    other sizes than their bytes, or do not lie one behind the other: what the library itself would not open.
+    other sizes than their bytes, or do not lie one after the other: what the library itself would not open.
     """
     try:
         with open_regular(file) as stream:
@@ -85,7 +85,8 @@ def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
 
 
 def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
-    """A line for each tensor whose bytes are not those of its shape and dtype, or not where the last one's end."""
+    """A line for each tensor whose bytes do not fit its shape and dtype, or do not begin where the tensor before
+    ends."""
     for name, each in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         bits, type_ = math.prod(each.shape) * _SIZES.get(each.dtype, 0), f"{each.dtype}{list(each.shape)}"
         if each.dtype not in _SIZES:

@@ -2,10 +2,10 @@
 
     cut              where a module is cut, by a user's names or around layers of an anatomy
     cut_stage        a stage: what lies beyond the cut stands in for itself
-    cut_proof        proves on tensors without values that a user's module can be cut, and what travels then
+    cut_proof        proves on meta tensors that a user's module can be cut, and what travels then
     fully_shard      what torch's fully_shard does to a stage: dtypes, and when gradients are summed
 
-and for causal language models of transformers (decision 44), of which runs and `ppctl.pipeline` make stages:
+and for causal language models of transformers (decision 44), from which runs and `ppctl.pipeline` make stages:
 
     library          the only importer of transformers; fields of a config set to other values
     peft_adapters    the only importer of peft (decision 56)

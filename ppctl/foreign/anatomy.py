@@ -54,7 +54,7 @@ def _ends(model: Any) -> tuple[str, str, bool]:
 def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name of the list of decoder layers, and the list; the model may be on meta.
 
-    Raises CannotCut where modules and the owners of weights, of which nothing has to run, stand against a cut.
+    Raises CannotCut if modules and the owners of weights, of which nothing has to run, stand against a cut.
     """
     embedding, head, tied = _ends(model)
     name, layers = _layers_of(model)
@@ -73,7 +73,7 @@ def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
 
 
 def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name of the list of decoder layers, and the list. Raises CannotCut where no list or several can be it."""
+    """The name of the list of decoder layers, and the list. Raises CannotCut if no list or several can be it."""
     count = getattr(model.config, "num_hidden_layers", None)
     candidates = [
         (path, module)
@@ -159,7 +159,7 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
 def _sides(
     outside: dict[str, nn.Module], calls: list[str | int], count: int, name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules outside the layers that run before and behind them."""
+    """The modules outside the layers that run before and after them."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])

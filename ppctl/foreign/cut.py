@@ -71,13 +71,13 @@ def cut_around(anatomy: Anatomy, layers: Sequence[Layer]) -> ModuleCut:
 
 
 def saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and saved buffers of a module, without those of its children, by name."""
+    """Yield the parameters and saved buffers of a module by name, without its children's."""
     yield from ((key, tensor) for key, tensor in module._parameters.items() if tensor is not None)
     yield from saved_buffers(module)
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a module that its state dict has, without those of its children, by name."""
+    """Yield by name the buffers of a module that its state dict has, without its children's."""
     transient = module._non_persistent_buffers_set
     yield from ((k, buffer) for k, buffer in module._buffers.items() if buffer is not None and k not in transient)
 
@@ -160,7 +160,7 @@ def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
 
 
 def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
-    """Return a problem that names the parameters and saved buffers that no part holds; none where all are held."""
+    """Return a problem that names the parameters and saved buffers that no part holds; none if all are held."""
     lost = [
         f"{path}.{key}" if path else key
         for path, module in modules.items()

@@ -1,4 +1,4 @@
-"""Whether a module can be cut between its parts, and what then travels: from one forward on tensors without values.
+"""Whether a module can be cut between its parts, and what then travels: from one forward on meta tensors.
 
 Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
 read: anything else of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
@@ -41,7 +41,7 @@ class Crossing:
     forms: Forms = field(default_factory=dict)
     """Module -> what it returns, on meta."""
     output: Any = None
-    """The model's result, on meta; None where that was not seen."""
+    """The model's result, on meta; None if that was not seen."""
 
 
 def look_at(
@@ -83,7 +83,7 @@ def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Cros
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
         crossing = forward(copied(blank, device), device)
-        assert crossing is not None  # it is, where the device is the one that autocast is for
+        assert crossing is not None  # it is, if the device is the one that autocast is for
     return Crossing(
         *(tree_map(partial(_in_place, _META), each) for each in (crossing.edges, crossing.forms, crossing.output))
     )
@@ -96,7 +96,7 @@ def _in_place(place: torch.device, each: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of a whole model on tensors without values, which can be run on meta or on a device."""
+    """A forward of a whole model on meta tensors, which can be run on meta or on a device."""
 
     cut: ModuleCut
     arguments: Arguments
@@ -105,7 +105,7 @@ class _Forward:
     device: torch.device
 
     def __call__(self, blank: nn.Module, place: torch.device) -> Crossing | None:
-        """On tensors in `place`; None where the model's own code switches on an autocast that does not reach them."""
+        """On tensors in `place`; None if the model's own code switches on an autocast that does not reach them."""
         arguments = tree_map(partial(_in_place, place), self.arguments)
         with torch.no_grad():
             positional, named = cast(arguments, self.around[0].inputs)
@@ -115,7 +115,7 @@ class _Forward:
             return self._chain(blank, arguments, place)
 
     def _chain(self, blank: nn.Module, arguments: Arguments, place: torch.device) -> Crossing:
-        """The tensors sent between the parts, where the parts are called one after another."""
+        """The tensors sent between the parts, if the parts are called one after another."""
         edges: list[Tensor] = []
         for number, casts in enumerate(self.around[:-1]):
             stage = CutStage(blank, self.cut, number, place, self.aware)
@@ -158,7 +158,8 @@ _AS_IT_IS = "a forward that takes hidden states itself, with patch_inner_model=F
 
 
 class _Autocast(TorchFunctionMode):
-    """Whether autocast is ever on for a type of device: within dispatch it always reads as off."""
+    """Records in `seen` whether autocast was ever on for `device_type`. It watches torch functions, because in a
+    dispatch mode autocast always reads as off."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -246,6 +247,8 @@ class _Watch(TorchDispatchMode):
         )
 
     def _enter(self, part: int, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a module of `part` runs: check that its first tensor is a result of the part before, and put in its
+        place the tensor that would arrive as a message."""
         self._running.append(name)
         if part < self.part:
             message = f"{name} of part {part} is called when part {self.part} has begun"
@@ -267,6 +270,7 @@ class _Watch(TorchDispatchMode):
         return with_first_tensor((args, kwargs), arrived)
 
     def _leave(self, part: int, name: str, _: nn.Module, args: Any, output: Any) -> Any:
+        """After a module has run: replace its results with new tensors that are marked with its part."""
         self._running.pop()
         self.part = max(self.part, part)
 

@@ -26,7 +26,7 @@ Forward = Callable[..., Any]
 
 
 class Departed(Exception):
-    """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
+    """Ends a forward at the cut after a stage: nothing that follows belongs to it."""
 
     def __init__(self, state: Tensor, *beside: Tensor) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class CutStage(nn.Module):
     def forward(self, arrived: Tensor | None, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The tensor that the next stage receives; on the last stage the model's result.
 
-        `arrived` is the tensor of the stage before; None on the first one. The arguments are the model's own, and the
-        same on every stage: masks and positions are made of them by the model's own code.
+        `arrived` is the tensor of the stage before; None on the first stage. The arguments are the model's own, and the
+        same on every stage: masks and positions are computed from them by the model's own code.
         """
         if "" in self.aware and arrived is not None:
             positional, named = with_first_argument((positional, named), arrived)
@@ -92,7 +92,7 @@ class CutStage(nn.Module):
     # --- what is replaced --------------------------------------------------------------------------------------------
 
     def _left(self, arrived: Tensor | None, run: Forward) -> Any:
-        """Run a forward of the whole model; returns the tensors at the cut behind this stage, else its result."""
+        """Run a forward of the whole model; returns the tensors at the cut after this stage, else its result."""
         self._arrived, self._entered = arrived, arrived is None
         try:
             return run()
@@ -103,6 +103,8 @@ class CutStage(nn.Module):
             self._arrived = None
 
     def _connect(self) -> None:
+        """Put stand-ins in place of all modules of other stages, or take them out if the forward around them knows of
+        the cut."""
         modules, inner = dict(self.model.named_modules()), self.cut.inner
         for part, names in enumerate(self.cut.parts):
             for name in names:
@@ -146,7 +148,7 @@ class CutStage(nn.Module):
         return forward(*positional, **named)
 
     def _stand_in(self, name: str, *positional: Any, **named: Any) -> Any:
-        """Return zeros of the form of an earlier module's result, or what arrived where that form is not known."""
+        """Return zeros of the form of an earlier module's result, or what arrived if that form is not known."""
         if name not in self.forms:
             return self._arrived
         device = None if self._arrived is None else self._arrived.device
@@ -170,7 +172,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def first_tensor(arguments: Arguments) -> Tensor:
-    """The first tensor of a module's arguments: its hidden state. Raises LookupError where there is none."""
+    """The first tensor of a module's arguments: its hidden state. Raises LookupError if there is none."""
     positional, named = arguments
     for value in (*positional, *named.values()):
         if isinstance(value, Tensor):
@@ -189,7 +191,7 @@ def with_first_tensor(arguments: Arguments, state: Tensor) -> Arguments:
 
 
 def with_first_argument(arguments: Arguments, state: Tensor) -> Arguments:
-    """Return the arguments with `state` in the place of the first one, whether or not that is a tensor."""
+    """Return the arguments with `state` in place of the first argument, whether or not that is a tensor."""
     positional, named = arguments
     if positional:
         return (state, *positional[1:]), named
@@ -242,7 +244,7 @@ _UNCOPIED = object()
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool = False) -> Tensor:
-    """Return a tensor on a device: the same object if it lies there, without values if it has none."""
+    """Return a tensor on a device: the same object if it lies there, without initial values if it is a meta tensor."""
     if tensor.device == device and not copied:
         return tensor
     unset = tensor.device.type == "meta"

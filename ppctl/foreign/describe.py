@@ -85,7 +85,7 @@ def _zero(config: Any, name: str) -> str:
 
 
 def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> ForeignModel:
-    """Read, prove and measure, with adapters where these are trained.
+    """Read, prove and measure, with adapters if these are trained.
 
     Raises ConfigError: as `read_own_config`, PP-E528, PP-E529 for dropout, and as `add_adapters`.
     """
@@ -139,7 +139,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
 def _rows(blank: nn.Module, proof: CutProof, directory: Path) -> dict[str, Parameter]:
     """The row of every parameter and saved buffer, by name, a shared parameter once.
 
-    Raises ConfigError (PP-E528) where the model has other parts than its miniature.
+    Raises ConfigError (PP-E528) if the model has other parts than its miniature.
     """
     anatomy = proof.anatomy
     further = further_names(blank).keys() - {*anatomy.uses}
@@ -169,7 +169,7 @@ def _sizes(config: Any, anatomy: Anatomy, table: Sequence[int]) -> dict[str, Any
 def _adapted(
     blank: nn.Module, anatomy: Anatomy, adapters: Adapters, structures: Sequence[tuple[Parameter, ...]]
 ) -> list[tuple[Parameter, ...]]:
-    """By layer, its rows with those of its adapters, and all others frozen. Changes the model."""
+    """Each layer's rows with the rows of its adapters; all rows but the adapters' are frozen. Changes the model."""
     shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
     adapted = []
     for index, rows in enumerate(structures):
@@ -201,7 +201,7 @@ def _router_logits(
 ) -> RouterLogits | None:
     """The form of what routers record for the model's own loss, looked up in one layer of each kind.
 
-    Raises ConfigError (PP-E528) where a hop cannot carry it.
+    Raises ConfigError (PP-E528) if a hop cannot carry it.
     """
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:
@@ -239,7 +239,7 @@ def _experts(config: Any) -> tuple[int, int] | None:
 
 
 def _active(rows: Sequence[Parameter], experts: tuple[int, int] | None) -> int:
-    """Parameters of a layer that one token meets, tied ones once."""
+    """The number of parameters of a layer that one token meets; a tied parameter counts once."""
     total = 0
     for row in rows:
         routed = experts is not None and (
@@ -257,7 +257,7 @@ _SHOWN = 3
 
 
 def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
-    """Return for each layer the values in which layers differ, without those that number the layers."""
+    """Return for each layer the values in which layers differ, without values that only number the layers."""
     by_layer = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
     places = dict.fromkeys(place for values in by_layer for place in values)
     telling = [

@@ -1,4 +1,4 @@
-"""A stage of a model of transformers, as training asks for it (`model/stage_model.py`).
+"""A stage of a model of transformers, with the interface that training needs (`model/stage_model.py`).
 
 Knows how transformers' modules stand in for themselves, what crosses a cut beside the hidden state, and how a
 description becomes a stage with initial weights. Must not know families, files or ranks.
@@ -74,11 +74,11 @@ class ForeignStage(CutStage, StageModel):
     ) -> tuple[Tensor, ...]:
         """Token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out (`StageModel`).
 
-        Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
+        If the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
         of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
         that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
         refused. `beside` is what the model's forward gets by name on every stage: a mask, positions. `hides` says
-        whether the mask hides tokens, `packed` whether positions begin anew within a row, where somebody knows: the
+        whether the mask hides tokens, `packed` whether positions begin anew within a row, if somebody knows: the
         model's own code reads both otherwise.
         """
         if packing.documents is not None or packing.positions is not None:
@@ -96,7 +96,7 @@ class ForeignStage(CutStage, StageModel):
     def _called(
         self, given: Tensor, beside: Mapping[str, Tensor], hides: bool | None, packed: bool | None
     ) -> tuple[Tensor, ...]:
-        """The outputs of the whole model; raises Departed at the cut behind this stage."""
+        """The outputs of the whole model; raises Departed at the cut after this stage."""
         # On other stages the embedding is a stand-in that nobody reads.
         begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:
@@ -216,7 +216,7 @@ def build_foreign_stage(
 ) -> ForeignStage:
     """Build a stage on meta, give what it owns memory on `device` in `dtype`, and let `initialize` fill it.
 
-    Raises LookupError where the installed transformers builds other parameters than the description says.
+    Raises LookupError if the installed transformers builds other parameters than the description says.
     """
     whole = make_model(config_from(foreign.config), "meta", dtype).train()
     if foreign.adapters is not None:
@@ -256,7 +256,7 @@ class _OwnLayer(nn.Module):
         return tuple(output) if isinstance(output, list) else output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile in one graph. A call raises ConfigError (PP-E551) where the compiler refuses it."""
+        """Compile in one graph. A call raises ConfigError (PP-E551) if the compiler refuses it."""
         super().compile(*args, fullgraph=True, **kwargs)
         compiled: Any = self._compiled_call_impl
 
@@ -309,14 +309,14 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _stacked(router_logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of all routers as one; nothing where there are none."""
+    """The tensors of all routers as one; nothing if there are none."""
     if len({(each.shape, each.dtype) for each in router_logits}) > 1:
         raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
     return (torch.stack(tuple(router_logits)),) if router_logits else ()
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """A layer's hidden state: its first argument in every model of transformers."""
+    """A layer's hidden state, which is the layer's first argument in every model of transformers."""
     state: Tensor = arguments[0] if arguments else named["hidden_states"]
     return state
 

@@ -33,7 +33,7 @@ class StageDtypes:
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtype in which the forward reads its floating parameters and buffers."""
     weights: torch.dtype | None = None
-    """The dtype of its parameters, if they have one."""
+    """The dtype of the module's parameters, if all have the same."""
     around: Casts = UNCHANGED
     """Casts around the stage as a whole."""
     modules: Mapping[str, Casts] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def _name(path: str, key: str) -> str:
 
 
 def _policy_of(module: nn.Module) -> Any:
-    """The policy of a module that fully_shard was called with; None of all others."""
+    """The policy of a module that fully_shard was called with; None for all other modules."""
     state = getattr(module, "_get_fsdp_state", None)
     return None if state is None else state()._mp_policy
 
@@ -91,7 +91,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
-    """Let a whole model without values compute in the dtypes of its stages; casts around stages are the caller's."""
+    """Let a whole model on meta compute in the dtypes of its stages; casts around stages are the caller's."""
     modules = dict(blank.named_modules(remove_duplicate=False))
     for name, dtype in {name: dtype for stage in stages for name, dtype in stage.tensors.items()}.items():
         path, _, key = name.rpartition(".")
@@ -124,12 +124,13 @@ class GradientSync:
         self.shards = bool(self._modules)
 
     def around(self, last: int, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch; gradients are summed over the shards' ranks behind that of `last` alone."""
+        """Run the backward of a microbatch; gradients are summed over the shards' ranks only after the backward of
+        `last`."""
         for module in self._modules:
             module.set_requires_gradient_sync(mb == last, recurse=False)
             module.set_is_last_backward(mb == last)
         run()
 
     def at_once(self, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch, behind which gradients are summed."""
+        """Run the backward of a microbatch, after which gradients are summed."""
         self.around(mb, mb, run)

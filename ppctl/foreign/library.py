@@ -55,7 +55,7 @@ def _without_library(reason: str) -> ConfigError:
 
 
 def library_version() -> str:
-    """The installed version of transformers. Raises ConfigError (PP-E526) where it cannot be used."""
+    """The installed version of transformers. Raises ConfigError (PP-E526) if it cannot be used."""
     return str(_transformers().__version__)
 
 
@@ -196,7 +196,7 @@ def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
 
     That loss has the model's coefficient, and is None if it has no gradient. A model that gets labels returns the sum
     of all its losses; the cross entropy in it is replaced by 0 here, as ppctl computes its own. Raises ValueError for
-    code that computes cross entropy where it cannot be replaced.
+    code that computes cross entropy if it cannot be replaced.
     """
     (tokens,) = given.values()
     shape, device, asked = tokens.shape[:2], tokens.device, []
@@ -241,7 +241,7 @@ class Conversions:
         return renamed
 
     def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
-        """Return the model's tensor `name`, made of its stored parts by the patterns of their names."""
+        """Return the model's tensor `name`, computed from its stored parts by the patterns of their names."""
         converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
         value: Any = parts
         for operation in converter.operations:
@@ -296,7 +296,7 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a text: JSON's where it is JSON, such as a number, null or a list, else the text itself."""
+    """Return the value of a text: JSON's if it is JSON, such as a number, null or a list, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:

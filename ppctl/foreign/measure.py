@@ -37,7 +37,7 @@ from ppctl.geometry.rows import Parameter
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
 _LONGEST_LOOP = 64
-"""Tokens of the longest sequence where a layer loops over tokens: each turn takes a millisecond to measure."""
+"""Tokens of the longest sequence if a layer loops over tokens: each turn takes a millisecond to measure."""
 _FEW = (2, 4)
 """Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
 _LEAST = 16
@@ -94,7 +94,7 @@ def _model_of(
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredModel:
-    """A model on meta, and one layer of each kind of which the costs are measured."""
+    """A model on meta, and one layer of each kind, whose costs are measured."""
 
     blank: nn.Module
     anatomy: Anatomy
@@ -140,14 +140,14 @@ class _MeasuredModel:
 
     @property
     def first(self) -> int:
-        """The first layer that has something to train; -1 where what stands before the layers is trained."""
+        """The first layer that has something to train; -1 if what stands before the layers is trained."""
         if not self.adapted:
             return -1
         trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
         return min(int(name.removeprefix(f"{self.anatomy.layers}.").split(".")[0]) for name in trained)
 
     def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_LayerTables]:
-        """The tables that a forward makes once for all layers, by batch: seen from behind the last kind of layer."""
+        """The tables that a forward makes once for all layers, by batch: seen from after the last kind of layer."""
         stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_LayerTables]()
         for batch in batches:
             given = self._given(stage, *batch)
@@ -223,7 +223,7 @@ class _LayerTables:
     own: set[int]
     """Storages of the model itself, and of what arrived."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Storage -> its number."""
+    """Storage -> the number of the table that lies in it."""
     sizes: list[float] = field(default_factory=list)
     numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Layer -> the numbers of its arguments, in order."""
@@ -292,7 +292,7 @@ def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growt
 def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
     """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured.
 
-    Where other operators ran for other lengths, the moments cannot be told: the largest of each batch are one.
+    If other operators ran for other lengths, the moments cannot be told: the largest of each batch are one.
     """
     if len({len(trace) for trace in traces}) > 1 or not traces[0]:
         return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
@@ -316,7 +316,7 @@ def _solved(batches: Sequence[tuple[int, int]], values: Tensor) -> Tensor:
 
 
 def _growth(solved: Tensor, batches: Sequence[tuple[int, int]], largest: float) -> Growth:
-    """The growth with these numbers, those that only rounding has made set to 0."""
+    """The growth with these numbers; numbers that only rounding has made are set to 0."""
     scale = [_terms(*batch) for batch in batches]
     bounds = [1e-6 * max(1.0, largest) / max(row[n] for row in scale) for n in range(5)]
     return Growth(
@@ -331,7 +331,7 @@ _ROUTED = (3, 5)
 def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> RouterLogits:
     """The form of what each router of the layer with this index records.
 
-    Raises what torch does for code that reads values, and CannotCut where it is not one number for each token and
+    Raises what torch does for code that reads values, and CannotCut if it is not one number for each token and
     expert.
     """
     recorded = [_recorded(config, anatomy, index, hidden, cast) for cast in (False, True)]

@@ -41,7 +41,7 @@ def valueless() -> Iterator[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees every operator but one: more than half of what torch calls asks a tensor without values for its device."""
+    """Sees every operator but one: more than half of torch's calls asks a meta tensor for its device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -84,7 +84,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def _makes_numbers(func: Any, kwargs: Any) -> bool:
-    """Whether a factory makes whole numbers: `arange` also where no dtype says so."""
+    """Whether a factory makes whole numbers: `arange` even if no dtype says so."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         return func.overloadpacket is _aten.arange
@@ -92,7 +92,7 @@ def _makes_numbers(func: Any, kwargs: Any) -> bool:
 
 
 def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> Any:
-    """The result of `topk` where rows take turns: row r has the numbers from r * count on."""
+    """The result of `topk` if rows take turns: row r has the numbers from r * count on."""
     values, _ = _aten.topk.default(scores, count, dim, largest, in_order)
     size, length = scores.shape[dim], values.numel() // max(1, count)
     with unset_fake_temporarily():
@@ -103,7 +103,7 @@ def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in
 
 
 def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The result of a grouped product has a shape; torch's own stand-in for tensors without values takes bf16 alone."""
+    """The result of a grouped product has a shape; torch's own meta kernel takes bf16 alone."""
     if one.dim() == 2 and other.dim() == 2:  # of columns and rows, for each group one matrix
         assert offs is not None
         return one.new_empty(len(offs), one.shape[0], other.shape[1])
@@ -165,7 +165,8 @@ class PassCosts:
         self.before = whole.before
         """Live bytes when its forward begins, beside tables and what arrived."""
         self.forward = whole.forward
-        """Live bytes by operator beside all that; so are those of the backward and of its halves."""
+        """Live bytes by operator beside tables and what arrived, in the forward; the fields of the backward and of its
+        halves count alike."""
         self.backward = whole.backward()
         split = _Pass(stage, given, DeferredGradients(stage.whole))
         self.inputs = split.backward()
@@ -202,6 +203,8 @@ class _Pass:
         self.forward = [value - self.before for value in self.live.trace]
 
     def _watched(self, run: Callable[[], Any], called: Any) -> Any:
+        """Run a pass, and note in `kept` the bytes of each storage that autograd saves, without parameters; arguments
+        of a layer are counted elsewhere."""
         _, *others = called or (None,)
         given = [tensor for tensor in tensors_of(others) if storage_of(tensor) not in self.own] if called else []
         self.arguments = tuple(storage_of(tensor) for tensor in given if storage_of(tensor) != storage_of(called[0]))
@@ -217,7 +220,8 @@ class _Pass:
             storage, key = tensor.untyped_storage(), storage_of(tensor)
             if key not in self.own and key not in kept:
                 kept[key] = float(storage.nbytes())
-                # What a part of the graph kept that is gone is not kept, and its address may be another storage's.
+                # If the part of the graph that kept a storage is gone, it is free, and its address may be another
+                # storage's.
                 alive[key] = weakref.ref(storage, lambda _: kept.pop(key, None))
             return tensor
 
@@ -233,7 +237,7 @@ class _Pass:
         if self.stage.ends and self.stage.adapted:
             return self._backward_of_loss()
         gradient = torch.zeros_like(self.output)
-        # The counter takes some operators apart: it stands behind what counts bytes, which sees them whole.
+        # The counter takes some operators apart: it stands after what counts bytes, which sees them whole.
         with self.of_inputs, self.live, self._collecting(backward=True):
             if self.output.requires_grad:
                 self.output.backward(gradient)
@@ -243,7 +247,7 @@ class _Pass:
         return list(self.live.trace)
 
     def _backward_of_loss(self) -> list[float]:
-        """Live bytes where the logits' gradient takes their place, and is gone behind the head's product."""
+        """Live bytes where the logits' gradient takes their place, and is gone after the head's product."""
         with self.of_inputs, self.live, self._collecting(backward=True):
             loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output

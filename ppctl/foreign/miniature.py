@@ -1,6 +1,6 @@
 """Miniatures of a model of transformers: the same class with the same layers, narrow enough to be run on a CPU at once.
 
-Knows the names that configs of transformers have for their sizes. Must not know stages. Where no miniature can be made,
+Knows the names that configs of transformers have for their sizes. Must not know stages. If no miniature can be made,
 CannotCut gives the reason; the checks that need the least work come first.
 """
 
@@ -24,7 +24,7 @@ from ppctl.geometry.rows import Start
 
 VOCABULARY = 256
 _WIDTH, _EXPERTS, _RANK, _WINDOW = 64, 32, 32, 8
-"""Sizes of a miniature, where the model's own are larger: of the residual stream and inner widths, routed experts, the
+"""Sizes of a miniature, if the model's own are larger: of the residual stream and inner widths, routed experts, the
 low ranks of latent attention; and a window shorter than the miniature's sequences."""
 
 _INNER = ("intermediate", "ffn", "inner", "hidden_size_per", "laurel")
@@ -41,7 +41,7 @@ _OTHERS = {
     "vocab_size_per_layer_input": VOCABULARY,
 }
 _AS_WIDE = ("word_embed_proj_dim", "attention_hidden_size", "embedding_dim")
-"""Sizes beside the residual stream's: where they are equal, there is no projection between the two."""
+"""Sizes beside the residual stream's: if they are equal, there is no projection between the two."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _OTHER_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "index_n_heads")
 """Heads of linear attention, and of what chooses the tokens that attention sees."""
@@ -51,7 +51,7 @@ _STATE_SPACES = (
 )
 """Names of heads, their width, the factor of the residual stream's width that is their product, and groups of heads."""
 _STATE_WIDTH = "mamba_d_ssm"
-"""The name of that product, where a config has it."""
+"""The name of that product, if a config has it."""
 _CHUNKS = ("mamba_chunk_size", "chunk_size")
 _CHUNK = 16
 """Tokens that are computed together: a sequence is filled up to a whole number of chunks, and is shorter than most."""
@@ -186,7 +186,7 @@ def _lower_other_heads(config: Any, most: int) -> None:
 
 
 def _fit_state_spaces(small: Any, config: Any) -> None:
-    """Lower the heads of state spaces that fill the residual stream of `config` to as many as fill that of `small`."""
+    """Lower the number of heads of state spaces in proportion to the residual streams of `config` and `small`."""
     for heads_, width_, factor_, groups_ in _STATE_SPACES:
         heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
         filled = _own(config, _STATE_WIDTH)
@@ -203,7 +203,7 @@ def _fit_state_spaces(small: Any, config: Any) -> None:
 
 
 def _lower_nested(small: Any, config: Any) -> None:
-    """Lower the sizes in the configs that a config contains, and give them its new width where they had its old one."""
+    """Lower the sizes in the configs that a config contains, and give them its new width if they had its old one."""
     for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
         wide = _own(inner, "hidden_size")
         _lower_widths(inner)
@@ -218,7 +218,7 @@ CODE_FAILS = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
     ConfigFails,
 )
-"""The exceptions of a model's own code where its sizes do not go together, or something that it reads is not there."""
+"""The exceptions of a model's own code if its sizes do not go together, or something that it reads is not there."""
 
 
 def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
@@ -248,7 +248,7 @@ def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, S
 
 
 def _check_code(config: Any) -> None:
-    """Raise CannotCut for a config of which transformers makes no model."""
+    """Raise CannotCut for a config from which transformers makes no model."""
     try:
         make_model(config, "meta")
     except CODE_FAILS as error:

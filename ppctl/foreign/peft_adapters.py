@@ -22,7 +22,7 @@ _NAME = "default"
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:
     """Put peft's modules around the targets and freeze all else; adapters are as wide as the weights.
 
-    Raises ConfigError: PP-E540 for targets that no decoder layer has, PP-E541 where peft is not here, PP-E542 in its
+    Raises ConfigError: PP-E540 for targets that no decoder layer has, PP-E541 if peft is not here, PP-E542 in its
     own words for modules that it does not adapt.
     """
     try:

@@ -28,9 +28,9 @@ _UNREAD = ("rotary_emb.inv_freq",)
 class StoredWeights:
     """Reads a model's tensors; files are mapped, not loaded.
 
-    `config` is that of the library; `shapes` are those of all tensors of the model, by canonical name. Raises
-    CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that has
-    other values than the one with which the model shares its memory.
+    `config` is the library's config object; `shapes` has the shapes of all tensors of the model, by canonical name.
+    Raises CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown, or that
+    has other values than the one with which the model shares its memory.
     """
 
     def __init__(self, directory: Path, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -41,7 +41,7 @@ class StoredWeights:
         known = set(model.state_dict()) | {name for name, _ in model.named_buffers()}
         self._library = Conversions(model)
         self._parts: dict[str, list[tuple[str | None, str]]] = defaultdict(list)
-        """Canonical name -> the stored tensors that it is made of, each with the pattern that it matched."""
+        """Canonical name -> the stored tensors that it is computed from, each with the pattern that it matched."""
         for name in sorted(self._headers, key=self._library.order):
             target, pattern = self._library.target_of(name)
             self._parts[target].append((pattern, name))
@@ -67,7 +67,8 @@ class StoredWeights:
         return torch.empty(self.shapes[name], dtype=dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by its canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another shape."""
+        """Return the tensor of a canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another
+        shape."""
         parts = self._parts[name]
         if parts[0][0] is None:
             whole = self._stored(parts[0][1])

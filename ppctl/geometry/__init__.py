@@ -4,7 +4,7 @@ layers           layers of a stage, what it recomputes and what it leaves to the
 parameters       one table with a row (rows) for every parameter; adapters has the rows of LoRA
 parts            the part of a parameter that a rank holds
 canonical_names  rows by their names in the whole model
-foreign_model    the same for models of transformers; foreign_costs: their measured costs
+foreign_model    rows and names for models of transformers; foreign_costs: their measured costs
 expert_reach     how far a token's experts lie apart, and in which runs they are summed
 matrix_owners    which rank owns which matrix (decision 67)
 """

@@ -110,12 +110,12 @@ def _number(name: str, text: str) -> float:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a canonical name is that of a part of an adapter."""
+    """Whether a canonical name names a part of an adapter."""
     return name.endswith((_FIRST, _SECOND))
 
 
 def with_adapters(rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]]) -> tuple[Parameter, ...]:
-    """The rows of a layer: every weight, frozen, with the two parts of its adapter behind it, if it has one.
+    """The rows of a layer: every weight, frozen, with the two parts of its adapter after it, if it has one.
 
     `made` are the shapes of all parts of adapters in the layer, by name.
     """

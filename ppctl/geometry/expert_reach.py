@@ -1,4 +1,4 @@
-"""How far a token's experts lie apart: runs of experts whose results are summed first, and how many parts hold some.
+"""Over how many parts of the experts a token's experts are spread, and runs of experts whose results are summed first.
 
 Knows how many experts a token has, and how a router limits them. Must not know ranks, tensors or seconds.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 
 _RUNS = 8
-"""Runs that experts make, if they can, where the router has no groups."""
+"""Runs that experts make, if they can, if the router has no groups."""
 
 
 class ExpertRuns(NamedTuple):
@@ -34,11 +34,12 @@ def expert_runs(model: ModelConfig) -> ExpertRuns:
 
 
 def reached(model: ModelConfig, parts: int) -> float:
-    """How many of so many equal parts of the experts hold some of a token's, expected where all choices are as likely.
+    """The expected number of parts that hold an expert of a token, if the experts are cut into `parts` equal parts and
+    all choices are equally likely.
 
     A part with s of E experts holds none of K different ones with the probability C(E - s, K) / C(E, K) of the
     hypergeometric distribution (Feller, An Introduction to Probability Theory and Its Applications I, II.6), and
-    expectations add up. Where the router is limited to groups it is at most their number: a ceiling.
+    expectations add up. If the router is limited to groups it is at most their number: a ceiling.
     """
     experts, topk = model.num_moe_experts or 1, model.moe_router_topk
     expected = parts * (1 - comb(experts - experts // parts, topk) / comb(experts, topk))

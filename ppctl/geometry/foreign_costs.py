@@ -1,4 +1,4 @@
-"""Costs of the parts of a model of transformers, measured on tensors without values.
+"""Costs of the parts of a model of transformers, measured on meta tensors.
 
 Knows numbers that grow with sequences and their lengths. Must not know how they were found
 (`ppctl.foreign.measure`), or which layers a stage has.
@@ -22,7 +22,7 @@ class Growth(NamedTuple):
     """Per pair of tokens of one sequence: such as masks that all share."""
 
     def of(self, sequences: int, length: int) -> float:
-        """Return the number for so many sequences of this length."""
+        """Return the number for `sequences` sequences of `length` tokens."""
         each = self.token * length + self.pair * length**2
         return self.constant + self.line * length + self.square * length**2 + sequences * each
 
@@ -32,34 +32,34 @@ Peak = tuple[Growth, ...]
 
 
 def most(peak: Peak, sequences: int, length: int) -> float:
-    """Return the bytes of the largest moment of a peak, for so many sequences of this length; at least 0."""
+    """Return the bytes of the largest moment of a peak, for `sequences` sequences of `length` tokens; at least 0."""
     return max((0.0, *(moment.of(sequences, length) for moment in peak)))
 
 
 class LayerCost(NamedTuple):
-    """Costs of one layer, or of what stands before or behind all layers. Bytes are those of one microbatch."""
+    """Costs of one layer, or of what stands before or after all layers. Bytes are those of one microbatch."""
 
     flops: Growth
     """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""
     kept: Growth
-    """From its forward to its backward, without its input and without tables."""
+    """Bytes from the layer's forward to its backward, without its input and without tables."""
     keeps_input: bool
     in_forward: Peak
-    """Beside these and beside all tables, while its forward runs."""
+    """Bytes beside `kept` and beside all tables, while the layer's forward runs."""
     in_backward: Peak
-    """Beside what is still kept, while its backward runs; gradients of weights are constants."""
+    """Bytes beside what is still kept, while the layer's backward runs; gradients of weights are constants."""
     in_inputs: Peak
-    """The same of the I of a split backward."""
+    """Bytes beside what is still kept, while the I of a split backward runs."""
     deferred: Growth
-    """From its I to its W."""
+    """Bytes from the layer's I to its W."""
     in_weights: Peak
-    """Beside that, while its W runs."""
+    """Bytes beside `deferred`, while the layer's W runs."""
     reads: tuple[int, ...] = ()
     """The tables that it is called with: recomputed, it keeps all of them."""
     keeps: tuple[int, ...] = ()
-    """Those that it keeps for its backward."""
+    """The tables that the layer keeps for its backward."""
     back: tuple[Growth, Growth] | None = None
-    """Operations of both halves of a backward, for the input's gradient and for weights'. None where all weights are
+    """Operations of both halves of a backward, for the input's gradient and for weights'. None if all weights are
     trained: both together are two forwards."""
 
 
@@ -69,7 +69,7 @@ class PartCosts(NamedTuple):
     element: int
     """Bytes of a number."""
     above: int
-    """Sequences are longer: a window needs a mask where it is no longer than a sequence."""
+    """Sequences are longer: a window needs a mask if it is no longer than a sequence."""
     tables: tuple[Growth, ...]
     """Bytes of what every forward makes for its layers: masks, cosines and sines, positions."""
     before: Growth
@@ -77,7 +77,7 @@ class PartCosts(NamedTuple):
     first: LayerCost
     """Costs of the part before the layers."""
     last: LayerCost
-    """Costs of the part after them, up to the logits."""
+    """Costs of the part after the layers, up to the logits."""
     layers: tuple[LayerCost, ...]
     """Costs by kind of layer."""
 
@@ -93,7 +93,8 @@ class PartCosts(NamedTuple):
 
 
 def measured_for(measured: Sequence[PartCosts], element: int, length: int) -> PartCosts:
-    """The one for numbers of so many bytes in sequences of this length; wider ones cost in proportion to the widest."""
+    """The costs measured for numbers of `element` bytes and sequences of `length` tokens; wider numbers cost in
+    proportion to the widest measured."""
     width = element if any(each.element == element for each in measured) else max(each.element for each in measured)
     fitting = sorted((each for each in measured if each.element == width), key=lambda each: each.above)
     chosen: PartCosts = next((each for each in reversed(fitting) if each.above < length), fitting[0])

@@ -33,17 +33,17 @@ class Anatomy:
     first: tuple[str, ...]
     """Modules with parameters or saved buffers that run before the layers, in the model's order: embeddings."""
     last: tuple[str, ...]
-    """The same behind the layers: final norm and head."""
+    """The modules that run after the layers: final norm and head."""
     embedding: str
     head: str
     tied: bool
     """Whether the head's weight is the embedding's."""
     returned: int
-    """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
+    """How a layer returns its hidden state: 0 as a tensor, else as the first element of a tuple of so many elements."""
     early: tuple[str, ...] = ()
     """Modules of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()
-    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty where that
+    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty if that
     adds nothing."""
 
     def layer(self, index: int) -> str:
@@ -51,7 +51,7 @@ class Anatomy:
         return f"{self.layers}.{index}"
 
     def place(self, name: str) -> int:
-        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, behind."""
+        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, after."""
         inside = name.startswith(f"{self.layers}.")
         return 1 if inside else 0 if name.rpartition(".")[0] in (*self.first, *self.early) else 2
 
@@ -66,7 +66,7 @@ class LayerKind(NamedTuple):
     """Layers of one structure: names, shapes and costs are equal."""
 
     name: str
-    """What it has that other kinds of the model have not: `self_attn.sliding_window=4096`; empty where all are one."""
+    """What it has that other kinds of the model have not: `self_attn.sliding_window=4096`; empty if all are one."""
     rows: tuple[Parameter, ...]
     """Names are patterns, with {layer} for the index."""
 
@@ -86,18 +86,18 @@ class RouterLogits(NamedTuple):
     """The logits that one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
 
     width: int
-    """Experts."""
+    """The number of experts, one logit each."""
     wide: bool
-    """Whether it is float32 where weights have 16 bits."""
+    """Whether the logits are float32 although weights have 16 bits."""
     wide_in_autocast: bool
-    """The same where products are cast to 16 bits."""
+    """Whether the logits are float32 although products are cast to 16 bits."""
 
 
 class ForeignModel(NamedTuple):
     """A model of transformers that was proved to run in stages."""
 
     config: str
-    """Its config.json with the overrides of `model.hf_overrides`, as JSON."""
+    """The model's config.json with the overrides of `model.hf_overrides`, as JSON."""
     overrides: Mapping[str, str]
     transformers: str
     """The version of the library that described it."""
@@ -115,7 +115,7 @@ class ForeignModel(NamedTuple):
     sizes: Mapping[str, Any]
     """The fields of ModelConfig that the model decides over."""
     active: int
-    """Parameters that one token meets: of routed experts only the chosen ones."""
+    """The number of parameters that one token meets: of routed experts only the chosen ones."""
     notes: tuple[str, ...] = ()
     """What differs from transformers' own training, for the plan."""
     adapters: Adapters | None = None
@@ -126,11 +126,15 @@ class ForeignModel(NamedTuple):
     """The number of gradients that the proof compared."""
 
     def routed(self, layers: int) -> int:
-        """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""
+        """How many tensors the routers of the first `layers` layers record: a message after these layers carries
+        all."""
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
-        """Bytes of these for so many tokens, where weights have elements of so many bytes."""
+        """Bytes of the logits that the routers of the first `layers` layers record for `tokens` tokens.
+
+        `element` is the bytes of a weight's element; routers that compute in float32 record 4 bytes for each logit.
+        """
         logits = self.router_logits
         return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 
@@ -193,7 +197,7 @@ def described(text: str) -> ForeignModel:
 
 @cache
 def first_trained(text: str) -> int:
-    """The first decoder layer that has something to train; 0 where what stands before them is trained."""
+    """The first decoder layer that has something to train; 0 if what stands before them is trained."""
     model = described(text)
     if any(row.gradient != "none" for row in model.first):
         return 0
@@ -202,5 +206,5 @@ def first_trained(text: str) -> int:
 
 
 def foreign_of(model: ModelConfig) -> ForeignModel | None:
-    """The model of transformers that a config has; None where the blocks are ppctl's own."""
+    """The model of transformers that a config has; None if the blocks are ppctl's own."""
     return None if model.transformers is None else described(model.transformers)

@@ -49,7 +49,7 @@ class Layer:
 
     kind: KindName
     index: int = 0
-    """Which one of its kind, counted through the model from 0; 0 for the embedding and the loss."""
+    """The layer's number among those of its kind in the model, from 0; 0 for the embedding and the loss."""
 
     def __str__(self) -> str:
         """`decoder.3`, `embedding`: the form in plan.json, in other files and in messages."""
@@ -78,13 +78,13 @@ def count_of(kind: KindName, layers: Iterable[Layer]) -> int:
 
 
 class Kind(NamedTuple):
-    """A kind of layer: those of one kind have the same parameters and costs wherever they stand."""
+    """A kind of layer: layers of one kind have the same parameters and costs wherever they stand."""
 
     name: KindName
     moe: bool
-    """Whether its feed-forward is a mixture of experts."""
+    """Whether the layer's feed-forward is a mixture of experts."""
     cp_comm_type: str = "p2p"
-    """How its attention exchanges what ranks that share a sequence have of it."""
+    """How the layer's attention exchanges between ranks that each hold a part of a sequence."""
     structure: int = 0
     """For a transformers model: the index in `ForeignModel.kinds`."""
 
@@ -110,7 +110,7 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 
 def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
     """How many of these layers have a router with an auxiliary loss; of a model whose own code adds one over all layers
-    1 where the loss is among these.
+    1 if the loss is among these.
     """
     if (foreign := foreign_of(model)) is not None:
         return int(bool(foreign.anatomy.routers) and Layer("loss") in layers)
@@ -127,7 +127,7 @@ def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> L
 
 
 def has_backward(model: ModelConfig, layer: Layer) -> bool:
-    """Whether a gradient of this layer is of use: not where nothing in it, nor in a layer before, is trained."""
+    """Whether a gradient of this layer is of use: not if nothing in it, nor in a layer before, is trained."""
     if model.transformers is None or layer.kind == "loss":
         return True
     foreign, first = described(model.transformers), first_trained(model.transformers)
@@ -137,7 +137,8 @@ def has_backward(model: ModelConfig, layer: Layer) -> bool:
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
-    """How this layer's attention exchanges what ranks that share a sequence have of it: MTP's as the last layer's.
+    """How this layer's attention exchanges between ranks that each hold a part of a sequence. MTP layers do as the last
+    decoder layer.
 
     `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag.
     """
@@ -185,7 +186,7 @@ DEFAULT_MODULES = ("core_attn",)
 
 
 def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], ...]:
-    """Under `full`: the runs of layers of which only the first one's input is kept; () where there are none.
+    """Under `full`: the runs of layers of which only the first one's input is kept; () if there are none.
 
     `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; `block` takes the first
     `recompute_num_layers` (all by default), each as a run of its own. An MTP layer is always a run of its own: it has
@@ -204,7 +205,7 @@ def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> 
 
 
 def recomputed_modules(train: TrainConfig, stage: int) -> tuple[str, ...]:
-    """Under `selective`: the modules recomputed in every layer of the stage, in Megatron's names; () where none."""
+    """Under `selective`: the modules recomputed in every layer of the stage, in Megatron's names; () if none."""
     if train.recompute_granularity != "selective" or not _chosen(train, stage):
         return ()
     return tuple(train.recompute_modules or DEFAULT_MODULES)

@@ -118,7 +118,7 @@ def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
 
 @cache
 def final_norm(sizes: Sizes) -> tuple[Parameter, ...]:
-    """The norm behind the decoder (`holds_final_norm` says which stage has it)."""
+    """The norm after the decoder (`holds_final_norm` says which stage has it)."""
     return () if sizes.transformers is not None else tuple(_norm(sizes, "norm", sizes.hidden))
 
 

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     size: int = 1
 
     def run(self, count: int) -> range:
-        """Its part of `count` neighbours; the last ranks' may be shorter, or empty."""
+        """The rank's run of `count` neighbouring elements; the runs of the last ranks may be shorter, or empty."""
         step = -(-count // self.size)
         return range(min(self.rank * step, count), min((self.rank + 1) * step, count))
 

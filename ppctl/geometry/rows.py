@@ -9,10 +9,10 @@ from math import prod
 from typing import Literal, NamedTuple
 
 Role = Literal["matrix", "expert", "router", "other", "embedding", "norm", "bias", "correction"]
-"""matrix: of a product with activations, and expert: the same of a routed expert; router: scores of experts; other: of
-transformers' models what decays as matrices do and is none of a hidden layer, as a head, a convolution's filters or
-rates of decay; bias: added to a product or a norm; correction: what balances a router, moved once a step without a
-gradient."""
+"""matrix: of a product with activations, and expert: such a matrix of a routed expert; router: scores of experts;
+other: of transformers' models what decays as matrices do and is none of a hidden layer, as a head, a convolution's
+filters or rates of decay; bias: added to a product or a norm; correction: what balances a router, moved once a step
+without a gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
 """What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
@@ -42,13 +42,13 @@ class Parameter(NamedTuple):
     """Shape of one expert's parameter; modules stack experts, [experts, *shape]."""
     role: Role
     splits: Splits = ()
-    """Dims are those of the stack where there is one: its dim 0 are the experts."""
+    """Dims are those of the stack if there is one: its dim 0 are the experts."""
     gradient: Gradient = "complete"
     start: Start = "normal"
     recomputed: str | None = None
     """The entry of train.recompute_modules that computes with it again."""
     experts: int = 0
-    """How many of them a layer has, each an expert's; 0 for a parameter that is none."""
+    """The number of experts that each have such a parameter; 0 for a parameter that is no expert's."""
     copy_of: str | None = None
     """The canonical name of the parameter that this is a further use of."""
     units: int = 0
@@ -89,14 +89,14 @@ class Parameter(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The parallel axes that split it; `tp/8` does where it divides 8 units, `tp:37` cuts 37 words into runs."""
+        """The parallel axes that split it; `tp/8` does if it divides 8 units, `tp:37` cuts 37 words into runs."""
         if self.units:
             return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
         words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
         return tuple(f"{axis}:{self.shape[dim]}" if words else axis for axis, dim in self.splits)
 
     def splits_over(self, ranks: int) -> bool:
-        """Whether so many ranks can split it; where there are fewer units than ranks, each has the whole."""
+        """Whether `ranks` ranks can split the parameter; if it has fewer units than ranks, each rank has the whole."""
         return not self.units or self.units % ranks == 0
 
     def inside(self, block: str) -> bool:

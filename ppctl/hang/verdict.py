@@ -23,7 +23,7 @@ _ORDER = (
 
 
 def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[RankState]:
-    """The states of all ranks in what `hosts` published; stopped where a host has not published for `silence` seconds.
+    """The states of all ranks in what `hosts` published; stopped if a host has not published for `silence` seconds.
 
     `now` is in seconds since the epoch, as the hosts' own times are.
     """
@@ -94,6 +94,8 @@ def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
 
 
 def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
+    """What a rank waits for: another rank in a collective, or the action of another rank that its current action
+    needs."""
     if own.index == NO_ACTION or own.state not in _LISTED:
         axis, behind = _behind_in_exchanges(plan, by_rank, own)
         return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)
@@ -119,7 +121,7 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
 
 
 def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
-    """(axis, the rank along it that has started the fewest exchanges), where these are fewer than its own."""
+    """(axis, the rank along it that has started the fewest exchanges), if these are fewer than its own."""
     for axis, started, others in _exchanging(plan, by_rank, own):
         behind = min(others, key=lambda other: (other.exchanges[started], other.rank), default=own)
         if behind.exchanges[started] < own.exchanges[started]:
@@ -138,7 +140,7 @@ def _exchanging(
 
 
 def same_exchange(plan: Plan, rank_waits: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
-    """(axis, ranks along it) where all of them are in the action of `culprit` and have started the same exchanges.
+    """(axis, ranks along it) if all these ranks are in the action of `culprit` and have started the same exchanges.
 
     A rank that computes would be behind the others: they go on to the next exchange.
     """
@@ -166,7 +168,8 @@ def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | N
 def _unreceived_send(
     plan: Plan, by_rank: Mapping[int, RankState], own: RankState, schedule: Schedule, row: Sequence[Action]
 ) -> Action | None:
-    """At the end of its list a rank waits until all its messages are received: its first send that is not, yet."""
+    """The first send of a rank that is not received yet: at the end of its list a rank waits for all of its
+    messages."""
     for action in row:
         needs = _need(schedule, action) if action.op in SENDS else None
         if needs is not None:
@@ -177,7 +180,7 @@ def _unreceived_send(
 
 
 def schedule_of(plan: Plan, state: RankState) -> Schedule:
-    """The schedule that a rank runs in a state: of the step's size, where the batch grows."""
+    """The schedule that a rank runs in a state: of the step's size, if the batch grows."""
     return plan.at_step(state.step).schedule if state.state == "training" else plan.forward_schedule
 
 
@@ -259,6 +262,7 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
 
 
 def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
+    """The sentence of a report: for how long nothing has moved, and how many ranks wait for `culprit`."""
     own, waiting = culprit.state, [wait for wait in rank_waits if wait.on is not None]
     nothing = f"nothing has moved for {still:.0f} s"
     if own.stopped:

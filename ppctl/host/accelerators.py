@@ -19,7 +19,7 @@ class Device(NamedTuple):
     bf16_flops: float
     """Dense matrix products per second in 16 bits: what mfu is measured against."""
     fp8_flops: float
-    """The same in 8 bits; the 16-bit rate where the device has no 8-bit one."""
+    """The same in 8 bits; the 16-bit rate if the device has no 8-bit one."""
     memory_bandwidth: float
     """Bytes per second."""
     fast_link: float
@@ -95,7 +95,7 @@ DEVICES = {device.name: device for device in (*_GPUS, _CPU)}
 
 
 def preset(name: str) -> Device:
-    """The preset of this name, in capital or small letters. Raises KeyError where there is none."""
+    """The preset of this name, in capital or small letters. Raises KeyError if there is none."""
     return DEVICES[name.lower()]
 
 

@@ -1,4 +1,4 @@
-"""Which device the ranks of one machine use, what carries messages between them there, and in how many queues.
+"""Which device the ranks of one machine use, which backend carries messages between them, and in how many queues.
 
 Knows the rules alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor
 configs. Ranks that share GPUs (`launch.share_gpu`) were never run on CUDA.
@@ -19,7 +19,7 @@ _SEVERAL_RANKS_SINCE = (2, 30, 7)
 
 
 def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
-    """The problem with a value of QUEUES for a pipeline of `pp` ranks; None where there is none."""
+    """The problem with a value of QUEUES for a pipeline of `pp` ranks; None if there is none."""
     if pp == 1 or queues != "1":
         return None
     return (
@@ -29,7 +29,7 @@ def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
 
 
 def machines(nodes: int | None, per_node: int | None, world: int) -> tuple[int, int]:
-    """(machines, ranks on each) of `world` ranks, where one of the two numbers, or both, may be left open."""
+    """(machines, ranks on each) of `world` ranks, if one of the two numbers, or both, may be left open."""
     if nodes is None:
         nodes = 1 if per_node is None else -(-world // per_node)
     return nodes, -(-world // nodes) if per_node is None else per_node

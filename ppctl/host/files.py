@@ -124,7 +124,7 @@ def _opener_of_private(path: str, flags: int) -> int:
 def append(path: Path, line: str) -> None:
     """Append `line` in a single write: lines of two writers never mix.
 
-    Raises OSError where the disk is full; then no half of the line is left.
+    Raises OSError if the disk is full; then no half of the line is left.
     """
     data = line.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,7 +1,7 @@
 """Files that no other user of the machine can reach: in shared memory and in temporary directories.
 
 Anybody may take a name there: a FIFO hangs whoever opens it, a link leads to a file elsewhere, a file may be a lie.
-So all files are in directories of this user's alone (mode 0700), with random names where no later start must find them;
+So all files are in directories of this user's alone (mode 0700), with random names if no later start must find them;
 and what is opened must be this user's, a regular file, and no link. Must not know what is in the files.
 """
 
@@ -28,7 +28,7 @@ _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def shared_memory() -> Path:
-    """This machine's shared memory, or the temporary directory where there is none."""
+    """This machine's shared memory, or the temporary directory if there is none."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -69,9 +69,9 @@ def own_directory(place: Path | None = None) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path`, and where it is missing its parent, for this user alone, unless it is there.
+    """Make `path`, and if it is missing its parent, for this user alone, unless it is there.
 
-    Raises OSError where either is a link, no directory, or another user's; the parent may be the system's.
+    Raises OSError if either is a link, no directory, or another user's; the parent may be the system's.
     """
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     above = path.parent.lstat()
@@ -85,7 +85,7 @@ def make_directory(path: Path) -> None:
 def open_file(path: Path, flags: int) -> int:
     """A descriptor of a regular file in a directory that is this user's alone; `flags` as os.open takes them.
 
-    Never waits. Raises OSError where the file or its directory is another user's, a link or of another type.
+    Never waits. Raises OSError if the file or its directory is another user's, a link or of another type.
     """
     with _inside(path.parent) as directory:
         descriptor = os.open(path.name, flags | _SAFELY, 0o600, dir_fd=directory)
@@ -97,7 +97,7 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def read(path: Path, most: int) -> bytes:
-    """All of the file, opened as `open_file` does. Raises OSError also where it has more than `most` bytes."""
+    """All of the file, opened as `open_file` does. Raises OSError also if it has more than `most` bytes."""
     with open(open_file(path, os.O_RDONLY), "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -116,7 +116,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file where it is there. Raises OSError where its directory is not this user's alone."""
+    """Remove the file if it is there. Raises OSError if its directory is not this user's alone."""
     with suppress(FileNotFoundError), _inside(path.parent) as directory:
         os.unlink(path.name, dir_fd=directory)
 
@@ -167,7 +167,7 @@ def _new(place: Path) -> tuple[Path, int]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Take the directory's lock; False where another process has it, or the file system knows no locks."""
+    """Take the directory's lock; False if another process has it, or the file system knows no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

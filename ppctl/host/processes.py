@@ -35,7 +35,7 @@ def identity() -> dict[str, Any]:
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """Whether the process with this identity ran on this machine and has ended; False where that is not known."""
+    """Whether the process with this identity ran on this machine and has ended; False if that is not known."""
     pid, began = process.get("pid"), process.get("started")
     here = process.get("machine") == socket.gethostname() and process.get("boot") == boot() != ""
     return here and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
@@ -81,7 +81,7 @@ def _state(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """/proc/PID/stat after the process's name: the state first. Empty where there is no such file."""
+    """/proc/PID/stat after the process's name: the state first. Empty if there is no such file."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -42,7 +42,7 @@ def describe(
     It was made before, for the same config and versions; else, or with `anew`, it is made now, which takes some ten
     seconds, and the file is None.
 
-    Raises ConfigError: PP-E520 without a config.json, PP-E526 where torch or transformers is not here, PP-E527 to
+    Raises ConfigError: PP-E520 without a config.json, PP-E526 if torch or transformers is not here, PP-E527 to
     PP-E529, PP-E550 and PP-E552 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they
     cannot have.
     """
@@ -84,8 +84,8 @@ def absent_for(model: ModelConfig) -> list[Problem]:
 
 
 def other_version(model: ModelConfig) -> str | None:
-    """A note where the transformers of this machine is another one than a model was proved with, as a run or checkpoint
-    from elsewhere may have been; None where it is the same, or not here."""
+    """A note if the transformers of this machine is another one than a model was proved with, as a run or checkpoint
+    from elsewhere may have been; None if it is the same, or not here."""
     foreign = foreign_of(model)
     with suppress(metadata.PackageNotFoundError):
         here = metadata.version("transformers")
@@ -99,7 +99,7 @@ def other_version(model: ModelConfig) -> str | None:
 
 
 def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None) -> dict[str, Any]:
-    """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
+    """The answer of a child. Raises ConfigError (PP-E528) if it ends without one."""
     with own_directory() as temporary:
         answer = temporary / "answer.json"
         command = [*python("ppctl.foreign.describe"), str(directory), str(answer)]

@@ -66,6 +66,8 @@ def detect(environ: Mapping[str, str]) -> Started:
 
 
 def _by_variables(environ: Mapping[str, str]) -> Started:
+    """The place of this process from RANK, WORLD_SIZE and MASTER_*. Raises KeyError or ValueError if one of them is
+    missing or wrong."""
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if not 0 <= rank < world:
         raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world}")

@@ -27,7 +27,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything behind them.
+    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything after them.
     names = map(str.strip, chosen.split(","))
     usable = takewhile(lambda name: name[:1] not in ("", "-") and not (name.isdigit() and int(name) >= present), names)
     return min(len(list(usable)), present)
@@ -99,7 +99,7 @@ def _small(arguments: Sequence[str]) -> str:
 
 
 def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:
-    """The overrides `arguments` with those of the same keys replaced by `new`."""
+    """The overrides `arguments`, in which `new` replaces overrides of the same keys."""
     keys = {override.partition("=")[0] for override in new}
     return [*(old for old in arguments if old.partition("=")[0] not in keys), *new]
 

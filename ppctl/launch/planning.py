@@ -1,4 +1,4 @@
-"""From a command line to a plan: composed, checked and planned, as far as possible, with every problem once.
+"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once.
 
 Every command that takes overrides has its config and its plan from here (ARCHITECTURE.md draws the road). Knows who
 reads a model's directory and a tokenizer. Must not know how values are composed (`ppctl.config`) or derived
@@ -48,7 +48,7 @@ def plan_of(
 ) -> tuple[Plan | None, list[Problem]]:
     """The plan of a composed config, and all problems: those that were known before, and the plan's.
 
-    `before` is the plan of the run's last start, whose schedule is kept where one was searched for.
+    `before` is the plan of the run's last start, whose schedule is kept if one was searched for.
     """
     try:
         with _patience_asked():

@@ -123,7 +123,7 @@ class RankProcess:
 
 
 def writer_to(out: TextIO) -> Callable[[str], None]:
-    """The function that writes lines to a stream at once. Where it raises, nobody reads the stream any more."""
+    """The function that writes lines to a stream at once. If it raises, nobody reads the stream any more."""
 
     def write(text: str) -> None:
         try:

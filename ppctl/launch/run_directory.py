@@ -63,9 +63,10 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
-    """Set `run` to go on from `checkpoint` as `launch` says; its earlier files are kept under numbered names.
+    """Set `run` to go on from `checkpoint` with the config of `launch`; its earlier files are kept under numbered
+    names.
 
-    Raises ConfigError (PP-E610) where the directory cannot be written.
+    Raises ConfigError (PP-E610) if the directory cannot be written.
     """
     resume = launch.config.checkpoint.resume
     if checkpoint is not None and resume != AUTO:
@@ -120,7 +121,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _commit() -> str | None:
-    """The commit of ppctl's own source, with `+` behind it if files differ; None outside a checkout."""
+    """The commit of ppctl's own source, with `+` after it if files differ; None outside a checkout."""
     source = Path(ppctl.__file__).resolve().parent.parent
     if not (source / ".git").exists():
         return None

@@ -64,7 +64,7 @@ def render(job: SlurmJob) -> str:
 
 
 def directives(job: SlurmJob) -> Iterator[str]:
-    """sbatch's options, as they stand behind #SBATCH."""
+    """sbatch's options, as they stand after #SBATCH."""
     launch, logs = job.config.launch, f"{job.run}/logs/job.log".replace("%", "%%")
     yield f"--job-name={_word('ppctl-' + job.config.log.name)}"
     yield f"--nodes={job.nodes}"

@@ -51,7 +51,7 @@ class JobState:
     start: str = ""
     """When it started, or is expected to."""
     end: str = ""
-    """When its time limit ends it, or when it ended."""
+    """The time at which its time limit ends the job, or at which the job ended."""
     nodes: str = ""
 
     @property
@@ -61,7 +61,7 @@ class JobState:
 
     @property
     def ending(self) -> bool:
-        """Whether its processes are being ended: it accepts no signal any more."""
+        """Whether the job's processes are being ended: the job accepts no signal any more."""
         return self.state == "COMPLETING"
 
     @property
@@ -81,7 +81,7 @@ def sbatch(script: Path) -> tuple[str, str]:
 
 
 def state(job: str, cluster: str = "") -> JobState:
-    """A job's state, which is empty also where there is no SLURM here."""
+    """A job's state, which is empty even if there is no SLURM here."""
     done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
     if done.returncode == 0 and done.stdout.strip():
         fields = done.stdout.strip().splitlines()[-1].split("|")

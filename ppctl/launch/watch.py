@@ -126,7 +126,7 @@ class Watch:
         self.asked: int | None = None
         """The signal by which the ranks were asked to save and leave."""
         self.asked_by_key = False
-        """Whether Ctrl-C asked them."""
+        """Whether the request to save and leave came from Ctrl-C."""
         self._signals = signals
         self._show = show
         self._say = say
@@ -211,6 +211,7 @@ class Watch:
         return min(waits, default=None)
 
     def _handle(self, number: int) -> None:
+        """Act on a signal; one that comes again within `_ONE_PRESS` seconds counts as the same press."""
         now = time.monotonic()
         again = number in self._counted
         if again and now - self._counted[number] <= _ONE_PRESS:
@@ -225,7 +226,7 @@ class Watch:
             self._deadline = now + self.job.stop_grace
 
     def _handle_key(self) -> None:
-        """Ctrl-C: ask to save, where there is something to save; else, or once more, end; after that, kill."""
+        """Ctrl-C: ask to save, if there is something to save; else, or once more, end; after that, kill."""
         step = max(
             (state.step for state in heartbeat.read_all(self.job.directory, range(self.job.world_size))), default=0
         )
@@ -264,7 +265,7 @@ class Watch:
             self._end("terminated" if self.asked is not None and codes == {-self.asked} else "failure")
 
     def _collect(self) -> bool:
-        """Record the ranks that have ended. Returns whether one of them failed."""
+        """Record the ranks that have ended. Returns whether a rank failed."""
         failed = False
         for rank in self._alive():
             code = rank.poll()
@@ -324,6 +325,7 @@ def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOu
 
 
 def _outcome(watch: Watch) -> JobOutcome:
+    """How the job ended, from why the watch ended it and from the state in status.json. A failure goes first."""
     run, state = watch.job.run, watch.job.run.status()["state"]
     if watch.cause == "failure":
         causes = failures(list(watch.exits.values()), [*run.errors(), *watch.unwritten_errors])
@@ -341,7 +343,7 @@ def _outcome(watch: Watch) -> JobOutcome:
 
 
 def _say(line: str) -> None:
-    """Print for the person at the terminal, on a line of its own behind the ^C that it shows."""
+    """Print for the person at the terminal, on a line of its own after the ^C that it shows."""
     print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 

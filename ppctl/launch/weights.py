@@ -1,4 +1,4 @@
-"""The source of a run's first weights (`model.from`): which model it holds, and whether that fits the run's.
+"""The source of a run's first weights (`model.from`): which model it holds, and whether that model fits the run.
 
 Also which tensors a checkpoint of a run holds, so that one can be compared with a config.
 
@@ -70,7 +70,7 @@ def model_values(
     """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
     adapters.
 
-    Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) where a checkpoint
+    Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) if a checkpoint
     has no model.
     """
     path = find_weights(text)
@@ -103,7 +103,7 @@ def values_of(
 
 
 def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
-    """The adapters of `model.lora`. Raises ConfigError: PP-E540 for what are none, PP-E541 where peft is not here."""
+    """The adapters of `model.lora`. Raises ConfigError: PP-E540 for what are none, PP-E541 if peft is not here."""
     try:
         found = read_adapters(lora)
     except WrongAdapters as error:

@@ -26,8 +26,8 @@ class PipelineParallelLayerLayout:
     `layout` is a string (`Et*3|(tt|)*29,m|L`) or a list with one list per stage, of `LayerType` members, their names or
     the letters. `pp_rank` binds the object to a rank, the default of the `get_*` methods; `key` is the config key that
     the user typed, for messages; `num_layers` and `mtp_num_layers` (None: not known) make suggestions fit the model.
-    Raises LayoutError with every problem of the text or, where that can be read but its stages are no multiple of the
-    pipeline's size, every problem of the layout.
+    Raises LayoutError with every problem of the text; if the text parses but its number of stages is no multiple of the
+    pipeline's size, with every problem of the layout.
 
     Attributes: `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size` (chunks per rank), `pp_rank`.
     """
@@ -74,7 +74,7 @@ class PipelineParallelLayerLayout:
         return [layer for stage in self.stages for layer in stage]
 
     def canonical(self) -> str:
-        """A short string that parses to the same stages, in Megatron too. LayoutError where encoders are in it."""
+        """A short string that parses to the same stages, in Megatron too. LayoutError if encoders are in it."""
         if any("e" in stage for stage in self._letters):
             raise LayoutError(
                 Problem("PP-E019", "encoder layers have no letter in a layout string", place=self._source.key)
@@ -178,7 +178,7 @@ def even_layout(num_layers: int, num_stages: int, mtp_num_layers: int = 0) -> st
     """The layout that is used when none is given: the canonical string of an even split into `num_stages` = pp x vpp.
 
     The embedding is in the first stage, the loss and all MTP layers in the last; layers are split as Megatron does
-    where they divide, else the first `num_layers % num_stages` stages hold one more. Raises LayoutError on impossible
+    if they divide, else the first `num_layers % num_stages` stages hold one more. Raises LayoutError on impossible
     sizes.
     """
     sizes = {"num_layers": (num_layers, 0), "num_stages": (num_stages, 1), "mtp_num_layers": (mtp_num_layers, 0)}

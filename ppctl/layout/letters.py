@@ -90,7 +90,7 @@ class LayoutSource:
         return pasted(f"{self.key}={text}")
 
     def setting(self, name: str, value: int) -> str:
-        """Another value of the same command: `pp=3`, or `--pp 3` where the layout is a positional argument."""
+        """Another value of the same command: `pp=3`, or `--pp 3` if the layout is a positional argument."""
         if self.key.isupper():
             return f"--{name.rpartition('.')[2].replace('_', '-')} {value}"
         return f"{name}={value}"

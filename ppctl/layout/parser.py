@@ -63,7 +63,7 @@ def parse_text(text: str) -> Parsed:
     parser = _LayoutParser(text)
     pieces = parser.items()
     stages = "".join(letter for letter, _ in pieces).split("|")
-    columns = iter([*(column for _, column in pieces), len(text)])  # behind a stage its bar's, or the end
+    columns = iter([*(column for _, column in pieces), len(text)])  # after a stage the column of its bar, or of the end
     places = tuple(tuple(islice(columns, len(stage) + 1)) for stage in stages)
     return Parsed(tuple(stages), places, tuple(parser.mistakes), parser.repaired())
 
@@ -163,7 +163,7 @@ class _LayoutParser:
         return self.repeat(pieces, counts)
 
     def counts(self, counted: str) -> list[int]:
-        """The counts behind an atom or a group: at most one for an atom, any number (multiplied) for a group."""
+        """The counts after an atom or a group: at most one for an atom, any number (multiplied) for a group."""
         counts: list[int] = []
         if counted in "tm)" and self.text[self.position : self.position + 1] in tuple(_DIGITS):
             message = "a number needs a `*` before it"

@@ -1,7 +1,7 @@
 """Reading a layout: a string through the grammar, a list by its names; every problem at once, with a remedy.
 
-Knows the two forms that users write, and asks `rules` for the nearest sound layout to suggest. Must not know
-what is asked of a layout afterwards. Standard library only.
+Knows the two forms that users write, and asks `rules` for the nearest sound layout to suggest. Must not know what a
+layout is used for afterwards. Standard library only.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _read_layer(item: Any, place: str, problems: list[Problem]) -> str:
 
 
 def _suggestion(parsed: Parsed, nearest: _Nearest) -> str:
-    """The repaired text where it is a sound layout, else the nearest sound one."""
+    """The repaired text if it is a sound layout, else the nearest sound one."""
     again = parse_text(parsed.repaired)
     stages = parsed.stages if again.mistakes else again.stages
     mended = nearest(stages)

@@ -159,9 +159,9 @@ def stages_of(counts: Sequence[int], mtp_num_layers: int, mtp_stage: int) -> tup
 def mend(
     stages: tuple[str, ...], pp: int, num_layers: int | None = None, mtp_num_layers: int | None = None
 ) -> tuple[str, ...] | None:
-    """The nearest stages that break no rule, with the layout's own layers where the model's are not given.
+    """The nearest stages that break no rule, with the layout's own layers if the model's are not given.
 
-    None where even the nearest would expand to more than a layout may hold.
+    None if even the nearest would expand to more than a layout may hold.
     """
     layers = sum(stage.count("t") for stage in stages) if num_layers is None else max(0, num_layers)
     mtp = sum(stage.count("m") for stage in stages) if mtp_num_layers is None else max(0, mtp_num_layers)
@@ -177,7 +177,7 @@ def mend(
 
 
 def _fit(stages: tuple[str, ...], pp: int) -> tuple[str, ...]:
-    """The stages, without the empty ones at both ends where that makes their number a multiple of pp."""
+    """The stages, without the empty ones at both ends if that makes their number a multiple of pp."""
     if len(stages) % pp == 0:
         return stages
     held = [stage for stage, letters in enumerate(stages) if letters]
@@ -199,7 +199,7 @@ def _adjust(counts: list[int], num_layers: int) -> tuple[int, ...]:
 
 
 def _mtp_home(stages: tuple[str, ...], counts: tuple[int, ...], pp: int) -> int:
-    """The stage that holds the MTP layers now if it may, else the last one."""
+    """The stage that holds the MTP layers now if that is allowed, else the last stage."""
     holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
     last_decoder = max((stage for stage, count in enumerate(counts) if count), default=0)
     legal = len(holding) == 1 and holding[0] >= max(last_decoder, len(stages) - pp)

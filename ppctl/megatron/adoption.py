@@ -37,7 +37,7 @@ class ReplacedName(NamedTuple):
     module: str
     name: str
     what: str
-    """Its name at home, and in ppctl."""
+    """The function's name in Megatron, and in ppctl."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Adoption:
     places: tuple[ReplacedName, ...]
     """The names that were replaced."""
     pp: int | None
-    """Megatron's pipeline size; None where its groups are not made yet."""
+    """Megatron's pipeline size; None if its groups are not made yet."""
     vpp: int | None
-    """Its virtual pipeline size; None without interleaving, or where its groups are not made yet."""
+    """Megatron's virtual pipeline size; None without interleaving, or if its groups are not made yet."""
     schedule: str
     """The schedule of every training step, in words."""
     again: bool
@@ -79,7 +79,8 @@ _replaced: list[tuple[ModuleType, str, Any, Any]] = []
 def adopt(
     schedule: str | PathLike[str] | None = None, *, memory: float | None = None, costs: Costs | None = None
 ) -> Adoption:
-    """Put ppctl's forward-backward functions and P2PCommunicator in every place that has Megatron-core's.
+    """Put ppctl's forward-backward functions and P2PCommunicator in every place that has the originals of
+    Megatron-core.
 
     Call it on every rank, with the same arguments, after Megatron's imports and before `get_forward_backward_func` is
     called: what a program has already taken stays what it is. Places are the attributes of all loaded modules, the main
@@ -91,7 +92,7 @@ def adopt(
     Evaluation runs forwards alone. On a V (`zbv_zero_bubble`, `v_half`, `v_min`, `dualpipev`) the model must be built
     for it, or the first step refuses.
 
-    Raises ConfigError (PP-E396) where Megatron's schedules are not loaded, ScheduleError for a schedule that is none
+    Raises ConfigError (PP-E396) if Megatron's schedules are not loaded, ScheduleError for a schedule that is none
     (PP-E304) or does not fit Megatron's sizes, which are checked here if its groups exist, else at the first step
     (PP-E305, PP-E216). Nothing is replaced then.
     """
@@ -120,7 +121,7 @@ def _in_words(wish: str, vpp: int | None, pp: int | None) -> str:
 def release() -> Sequence[ReplacedName]:
     """Undo `adopt`: Megatron's functions and communicator are back in their places, and schedules are Megatron's.
 
-    Returns the places; none where nothing was adopted. A place that has been given something else since is left alone.
+    Returns the places; none if nothing was adopted. A place that has been given something else since is left alone.
     """
     restored: list[ReplacedName] = []
     while _replaced:
@@ -134,6 +135,8 @@ def release() -> Sequence[ReplacedName]:
 
 
 def _replace() -> Iterator[ReplacedName]:
+    """Put ppctl's functions in place of Megatron's in every loaded module, under whatever name it has them; yields the
+    places. Each is noted, for the way back."""
     ours = {name: P2PCommunicator if name == "P2PCommunicator" else getattr(functions, name) for name in _NAMES}
     found = ((id(vars(sys.modules[home]).get(name)), name) for name, home in _NAMES.items())
     named = dict(found)

@@ -55,7 +55,11 @@ class Call:
 
 
 class CallOnRank:
-    """A call on one rank: its schedule, sync events, checkpoint flags and edges, and what the last stage stores."""
+    """Runs one call on one rank, through the engine.
+
+    `flags` says of each forward whether all its layers are recomputed, `edges(stage)` which messages the stage receives
+    and sends. An object serves one `run`, and collects what the last stage stores and how many tokens count.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class CallOnRank:
     def run(self, communicator: P2PCommunicator | None) -> list[Any]:
         """Run the call. Returns what the last stage stored; an empty list on ranks without it.
 
-        Raises EngineError, which names the action, where an action fails.
+        Raises EngineError, which names the action, if an action fails.
         """
         call, config = self._call, self._call.config
         with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
@@ -145,6 +149,10 @@ class CallOnRank:
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
 
     def _forward(self, chunk: int, mb: int, inputs: list[Tensor | None]) -> Message:
+        """Run the forward of one microbatch in one chunk; returns what the stage sends, or the loss, already scaled.
+
+        On the way it tells the deferral the microbatch, and adds the step's tokens to those counted so far.
+        """
         call, stage = self._call, self._stages[chunk]
         if self._deferral is not None:
             self._deferral.microbatch = mb
@@ -165,6 +173,7 @@ class CallOnRank:
             stage == self._last,
         )
         if stage == 0 < self._last and not call.forward_only:
+            # A first stage gets no input whose missing gradient would show that the output is detached.
             check_attached(call.chunks[chunk], outputs)
         self._tokens = num_tokens if self._tokens is None else self._tokens + num_tokens
         scale = setting(call.config, "grad_scale_func")

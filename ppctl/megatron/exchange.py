@@ -1,4 +1,4 @@
-"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are made of.
+"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are built from.
 
 Knows four moves (to and from either side), ends, fused exchanges, and what would leave the other rank waiting. Must not
 know schedules.
@@ -103,14 +103,14 @@ class NeighbourExchange:
         return got, handles
 
     def _shapes(self, sends: Sends, receives: Receives) -> dict[str, list[int]]:
-        """Exchange shapes alone: those of what comes, by move."""
+        """Exchange shapes alone; returns the shapes of the tensors to receive, by move."""
         moves = {name: header((t,), self._header_device) for name, t in sends.items() if t is not None}
         received = {name: empty_header(1, self._header_device) for name, comes in receives.items() if comes}
         self._finish(self._start(moves | received, headers=True))
         return {name: shapes_of(sizes)[0] for name, sizes in received.items()}
 
     def listed(self, tensors: Any, what: str) -> list[torch.Tensor | None]:
-        """The tensors to send, as a list; a None among them is not sent. Raises MessageError where all are None."""
+        """The tensors to send, as a list; a None among them is not sent. Raises MessageError if all are None."""
         listed = tensors if isinstance(tensors, list) else [tensors]
         if listed and all(tensor is None for tensor in listed):
             rank = self._group.rank()
@@ -156,7 +156,7 @@ class NeighbourExchange:
     # --- how it moves ------------------------------------------------------------------------------------------------
 
     def _start(self, moves: Moves, *, headers: bool = False) -> dict[str, Handle]:
-        """Start the moves, receives first where each goes by itself. Returns what to wait for, by move."""
+        """Start the moves, receives first if each goes by itself. Returns what to wait for, by move."""
         if self._group.size() == 1:
             return {name: self._to_itself(name, moves[name], headers) for name in MOVES if name in moves}
         if self.fused:
@@ -180,6 +180,8 @@ class NeighbourExchange:
         return Handle(works, channel)
 
     def _fuse(self, moves: Moves, headers: bool) -> dict[str, Handle]:
+        """Start all moves in one batch_isend_irecv, in the order of `MOVES`, which both ends must share; headers have
+        tags of their own."""
         tags = HEADER_TAGS if headers else TAGS
         names = [name for name in MOVES if name in moves]
         ops = []

@@ -4,12 +4,12 @@ Knows policies, passes and the functions' arguments. Must not know how an action
 
 All functions have the same arguments. `forward_step_func(data_iterator, model)` returns a stage's output and a loss
 function (see `forward_step`). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and
-lists with one per chunk where the schedule interleaves. `num_microbatches` counts those of this call. `seq_length` (or
+lists with one per chunk if the schedule interleaves. `num_microbatches` counts those of this call. `seq_length` (or
 `decoder_seq_length`, unless None), `micro_batch_size` and the config's `hidden_size` are the shape of messages between
 stages. `forward_only` runs no backward, under no_grad. `collect_non_loss_data` stores what the loss function returns
 for other purposes. `first_val_step` goes to models that treat the first microbatch differently. `p2p_communicator` is
 the pipeline's, ours or Megatron's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection`
-(`pp`, `tp`, `cp`), by default the groups of Megatron's `parallel_state` where a program has made them, and
+(`pp`, `tp`, `cp`), by default the groups of Megatron's `parallel_state` if a program has made them, and
 `force_all_reduce`, unless None, are passed to `finalize_model_grads_func`.
 
 Schedules are Megatron's unless `ppctl.adopt` has named another one.
@@ -53,7 +53,7 @@ _wished = Wish()
 
 
 def use(wish: Wish) -> None:
-    """Let all calls from now on run the schedule that `wish` names. Every rank says the same."""
+    """Let all calls from now on run the schedule that `wish` names. Every rank must pass the same."""
     global _wished
     _wished = wish
 
@@ -156,7 +156,7 @@ def forward_backward_pipelining_with_interleaving(
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is a number, even 1.
 
-    Without both sizes they are those of Megatron's `parallel_state`, where a program has made its groups. Otherwise,
+    Without both sizes they are those of Megatron's `parallel_state`, if a program has made its groups. Otherwise,
     without `pp_size`, the returned function chooses when it is called: by the size of the communicator or the world,
     and by the chunks. Raises ConfigError for a size below 1.
     """
@@ -263,7 +263,7 @@ def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[A
 
 
 def _must_agree(call: Call, *, varying: bool) -> dict[str, int | None]:
-    """The arguments that all ranks must pass alike; sizes only where every edge carries the same shape."""
+    """The arguments that all ranks must pass alike; sizes only if every edge carries the same shape."""
     values: dict[str, int | None] = {"num_microbatches": call.num_microbatches, "forward_only": bool(call.forward_only)}
     values["number of model chunks"] = len(call.chunks)
     if not varying and not setting(call.config, "variable_seq_lengths", False):

@@ -1,4 +1,4 @@
-"""Megatron-core's own process groups and sizes, where a program has loaded it. Imports nothing of Megatron."""
+"""Megatron-core's own process groups and sizes, if a program has loaded it. Imports nothing of Megatron."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pipeline_sizes() -> PipelineSizes | None:
 
 
 def groups_or_own(groups: Any, communicator: Any) -> Any:
-    """`groups`, or without them what Megatron's functions then take from `parallel_state`; None where there is neither.
+    """`groups`, or without them what Megatron's functions then take from `parallel_state`; None if there is neither.
 
     These are the groups tp, cp, pp, embd, pos_embd and dp_cp. A communicator over another group than that pipeline's
     has nothing to do with them.
@@ -54,7 +54,7 @@ def groups_or_own(groups: Any, communicator: Any) -> Any:
 
 
 def first_layer(config: Any, vp_stage: int, pp_rank: int) -> int | None:
-    """The number of the first layer (from 1) that Megatron gives a stage of its loop; None where it is not loaded."""
+    """The number of the first layer (from 1) that Megatron gives a stage of its loop; None if it is not loaded."""
     layers = sys.modules.get(f"{CORE}.transformer.transformer_layer")
     offset = getattr(layers, "get_transformer_layer_offset", None)
     return None if offset is None else offset(config, vp_stage, pp_rank) + 1

@@ -47,7 +47,7 @@ def forward_step_calc_loss(
       or with `config.calculate_per_token_loss` stays the sum that it is.
 
     `cp_group_size` defaults to the config's, `is_last_stage` to this rank's place in a pipeline that is the world.
-    Raises TrainingError for any other form, and for a pair where the loss per token was asked for: it counts none.
+    Raises TrainingError for any other form, and for a pair if the loss per token was asked for: it counts none.
     """
     last = is_last_of_world(vp_stage, config) if is_last_stage is None else is_last_stage
     none = torch.zeros((), dtype=torch.int, device=_device_of(output_tensor))
@@ -107,11 +107,11 @@ class of Megatron that attach it."""
 def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any) -> None:
     """Set the factor by which losses inside the layers count as the main loss does, before the microbatch's backward.
 
-    It is what `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the
+    It is what `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) returns for 1, divided by the
     microbatches unless the loss is per token, for MoE times the context parallel size: a tensor of one element on the
-    output's device. It goes to Megatron's own autograd function, where that is loaded, to every submodule's
+    output's device. It goes to Megatron's own autograd function, if that is loaded, to every submodule's
     `set_moe_loss_scale` or `set_mtp_loss_scale`, and to the config's function for its attention variant. Raises
-    ValueError where a function returns more than one number.
+    ValueError if a function returns more than one number.
     """
     one = torch.ones(1, device=_device_of(output))
     for field, kind, times_cp, module, name in _AUXILIARY:

@@ -25,7 +25,7 @@ class EdgeTensor(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """The tensors that a stage receives from the one before and sends to the one after."""
+    """The tensors that a stage receives from the stage before and sends to the stage after."""
 
     receives: tuple[EdgeTensor, ...]
     sends: tuple[EdgeTensor, ...]
@@ -40,11 +40,11 @@ def group_size(groups: Any, name: str, default: int) -> int:
 def get_tensor_shapes(
     *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> list[TensorShape]:
-    """The shapes of one message: [(sequence, micro batch, hidden)], or [()] where lengths vary.
+    """The shapes of one message: [(sequence, micro batch, hidden)], or [()] if lengths vary.
 
-    The sequence is the decoder's where it has one of its own, divided by the context parallel size and, with
+    The sequence is the decoder's if it has one of its own, divided by the context parallel size and, with
     `config.sequence_parallel`, by the tensor parallel size; without a group the config says the size. Raises
-    ConfigError where it cannot be divided: ranks would drop its rest.
+    ConfigError if it cannot be divided: ranks would drop its rest.
     """
     if setting(config, "variable_seq_lengths", False):
         return [()]
@@ -69,7 +69,7 @@ def get_tensor_shapes(
 def edges_of(
     shapes: list[TensorShape], config: Any, *, first: bool, last: bool, adjust: AdjustShapes | None = None
 ) -> Edges:
-    """A stage's edges from the shapes of the model's messages, adjusted by the user's function where there is one.
+    """A stage's edges from the shapes of the model's messages, adjusted by the user's function if there is one.
 
     What comes over the edge before the first stage or after the last one is nothing.
     """

@@ -24,7 +24,7 @@ def holder_of(model: Any, attribute: str) -> Any:
 def config_of(model: nn.Module) -> Any:
     """`model.config`, of the model or of what it wraps.
 
-    Raises ConfigError where there is none, or where it switches on what the schedules cannot do: yet, or at all, as
+    Raises ConfigError if there is none, or if it switches on what the schedules cannot do: yet, or at all, as
     moving what layers keep, which is for the layers (Megatron's set `_cpu_offloading_context` when they do).
     """
     holder = holder_of(model, "config")
@@ -47,7 +47,7 @@ def config_of(model: nn.Module) -> Any:
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """A field of the config; `default` where the config does not have it."""
+    """A field of the config; `default` if the config does not have it."""
     return getattr(config, name, default)
 
 

@@ -5,7 +5,7 @@ Knows process groups, modes and ends. Must not know schedules or stages.
 On NCCL, messages are fused by torch's batch_isend_irecv on the pipeline's own process group, and waited for together
 (decision 79). On gloo, and with `transport="channels"`, every directed edge has a channel of its own for activations
 and one for gradients, so that neither the two directions between two ranks nor a posted receive and a send can get in
-each other's way, also where both neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a
+each other's way, even if both neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a
 connection of its two ends, with its own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm
 neighbouring messages are waited for together; on NCCL that is the plain transport.
 """
@@ -171,7 +171,7 @@ class P2PCommunicator(Communicator):
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """All four at once: (activation from the previous rank, gradient from the next), None where not received."""
+        """All four at once: (activation from the previous rank, gradient from the next), None if not received."""
         sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
         receives = {"recv_prev": recv_prev, "recv_next": recv_next}
         with self._timed("forward-backward-send-forward-backward-recv"):
@@ -184,7 +184,7 @@ class P2PCommunicator(Communicator):
                 self._exchange({send: tensor}, {}, None)
 
     def _pass_on(self, sends: Sends, receive: str, comes: bool, timer: str, shape: Shape, overlap: bool) -> Any:
-        """Send to one neighbour and receive from the other."""
+        """Send to one neighbour and receive from the other neighbour."""
         with self._timed(timer):
             got, handles = self._exchange(sends, {receive: comes}, shape, wait=not overlap)
         return (got.get(receive), handles) if overlap else got.get(receive)
@@ -210,7 +210,8 @@ class P2PCommunicator(Communicator):
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """The config's timers around a call, under Megatron's names; they are asked for at both ends, as there."""
+        """The config's timers around a call, under Megatron's names; timers are started at both ends, as Megatron
+        does."""
         timers = getattr(self.config, "timers", None)
         if timers is None:
             yield
@@ -221,5 +222,5 @@ class P2PCommunicator(Communicator):
 
 
 def _nothing(sent: Any, shapes: Any) -> Any:
-    """The result of a call where there is no neighbour: None, or as many as there would have been."""
+    """The result of a call if there is no neighbour: None, or as many as there would have been."""
     return [None] * min(len(sent), len(shapes_in(shapes))) if isinstance(sent, list) else None

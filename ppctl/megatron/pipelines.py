@@ -42,8 +42,8 @@ def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "l
     """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank.
 
     Another class's communicator (Megatron's) stands for its `pp_group` and `config`. `kind` is how stages are placed:
-    the channels of a V are made here where the communicator has not got them. A communicator that is made here is kept
-    as long as the model lives and its modes stay the same. Raises ConfigError where the config says that the world is
+    the channels of a V are made here if the communicator has not got them. A communicator that is made here is kept
+    as long as the model lives and its modes stay the same. Raises ConfigError if the config says that the world is
     not one pipeline, and for a communicator without `pp_group` and `config`.
     """
     if communicator is None:
@@ -87,6 +87,8 @@ def v_channels(pp: int) -> frozenset[Channel]:
 
 
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
+    """The model's communicator over `group`, made anew if the group, the placement or a mode in the config has
+    changed."""
     key = [group, kind, *(setting(config, name) for name in _MODES)]
     kept = _made.get(model)
     if kept is None or kept[0] != key:
@@ -137,7 +139,7 @@ def _difference(name: str, values: list[int]) -> str:
 
 
 def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: int) -> str | None:
-    """Why these chunks are not the stages that a V places on this rank; None where they may be, or for a loop.
+    """Why these chunks are not the stages that a V places on this rank; None if they may be, or for a loop.
 
     Megatron numbers layers, and places embedding and output layer, for a loop: rank 0 has the first stage and the last
     rank the last one. On a V rank 0 has both. What a chunk says of itself is compared: `pre_process`, `post_process`,

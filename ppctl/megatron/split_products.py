@@ -34,7 +34,7 @@ _seen: WeakSet[nn.Module] = WeakSet()
 def split_products(chunks: Iterable[nn.Module]) -> None:
     """Register the functions that are loaded, and the modules of the chunks that defer weight gradients themselves.
 
-    A function whose arguments are not those that the rule was written for is left whole.
+    A function with other arguments than the rule was written for is not split.
     """
     layers: Any = sys.modules.get(_LINEAR[0])
     if layers is not None and _LINEAR[1] not in _known:
@@ -63,7 +63,7 @@ def _waits_for_nobody(*args: Any) -> bool:
 
 
 def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of input and bias, with the tensor-parallel sum: scattered where the sequence is divided."""
+    """The gradients of input and bias, with the tensor-parallel sum: scattered if the sequence is divided."""
     x, weight = ctx.saved_tensors
     of_input = gradient.matmul(weight)
     if ctx.sequence_parallel:
@@ -81,7 +81,7 @@ def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None]:
-    """The weight's gradient; where it is added to `main_grad` by itself, the dummy for which DDP's hook waits.
+    """The weight's gradient; if it is added to `main_grad` by itself, the dummy for which DDP's hook waits.
 
     A divided sequence is gathered again, as Megatron does it: the whole one is not kept between F and W.
     """

@@ -47,7 +47,7 @@ def forward_step(
 ) -> tuple[Any, Tensor]:
     """Run one microbatch through a stage: (output, number of tokens); the output is the scaled loss on the last stage.
 
-    `forward_step_func(data_iterator, model)` returns the output and the loss function; where
+    `forward_step_func(data_iterator, model)` returns the output and the loss function; if
     `checkpoint_activations_microbatch` is not None it is passed as a third argument. Before that the model gets
     `input_tensor` (`set_input_tensor`, always as a list), its microbatch, and whether that is the first one
     (`set_is_first_microbatch`). What is returned and stored: `forward_step_calc_loss`. For a list of inputs the output
@@ -78,7 +78,7 @@ def forward_step(
 
 
 def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
-    """Raise TrainingError where a first stage's parameters want gradients and nothing of its output leads to them.
+    """Raise TrainingError if a first stage's parameters want gradients and nothing of its output leads to them.
 
     Only the first stage can be so cut off unnoticed: the input of any other would have no gradient (PP-E713).
     """
@@ -109,10 +109,10 @@ def backward_step(
 ) -> Any:
     """Backward through a stage's output: the gradient of its input, a list for a list; None on the first stage.
 
-    Without a gradient the first output is the loss, scaled by `config.grad_scale_func` where there is one. Every output
+    Without a gradient the first output is the loss, scaled by `config.grad_scale_func` if there is one. Every output
     of a list that has a gradient is gone through: the result is the gradient of the loss, not the first output's part
     of it (decision 7). The `model_type` of older callers is ignored, and may be left out: `backward_step(input, output,
-    gradient, config)`. Raises TrainingError where an input gets no gradient, or an output without one is no loss.
+    gradient, config)`. Raises TrainingError if an input gets no gradient, or an output without one is no loss.
     """
     config = model_type if config is None else config
     with timed(config, "backward-compute"):

@@ -24,7 +24,7 @@ from ppctl.tensors.wide_dtype import wide_dtype
 def main_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """While it lasts, gradients are added to `parameter.main_grad` and `.grad` stays None.
 
-    `main_grad` is float32 (float64 for a float64 parameter), made with the first gradient where it is missing or None,
+    `main_grad` is float32 (float64 for a float64 parameter), made with the first gradient if it is missing or None,
     and like `.grad` lives until its owner clears it. A parameter that has `grad_added_to_main_grad` is left alone: who
     set that (Megatron's DistributedDataParallel) moves its gradient, and a fused product's is a dummy.
     """
@@ -52,9 +52,9 @@ def add_to_main_grad(parameter: Any, gradient: Tensor) -> None:
 
 
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
-    """The module that holds the output layer, its buffers empty; None where nothing is deferred.
+    """The module that holds the output layer, its buffers empty; None if nothing is deferred.
 
-    `model` is a stage or the list of a rank's chunks, whose last one it is. Raises ConfigError where no module in it
+    `model` is a stage or the list of a rank's chunks, whose last one it is. Raises ConfigError if no module in it
     has an `output_layer`.
     """
     if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
@@ -76,7 +76,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
 def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
     """Compute the output layer's deferred weight gradients, and add them to its `main_grad`, oldest first.
 
-    Raises TrainingError where tensor parallelism with a split sequence would have to gather the activations first.
+    Raises TrainingError if tensor parallelism with a split sequence would have to gather the activations first.
     """
     if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
         return

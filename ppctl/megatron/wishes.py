@@ -33,7 +33,8 @@ class Wish:
 
     @property
     def kind(self) -> str:
-        """How its stages are placed: `loop` or `v`. What is searched for is a loop, as Megatron builds models."""
+        """How the schedule's stages are placed: `loop` or `v`. A search makes a loop, because Megatron builds models
+        so."""
         if self.given is not None:
             return self.given.placement.kind
         return "loop" if self.policy in (None, AUTO) else POLICIES[self.policy].placement
@@ -124,6 +125,7 @@ def lowered_schedule(
 
 
 def _training_schedule(wish: Wish, pp: int, vpp: int, m: int, group: int | None, interleaved: bool) -> Schedule:
+    """The schedule of a training call, by strength: found by a search, from the wish's file, or made by a policy."""
     own = "interleaved_1f1b" if interleaved else "1f1b"
     name = own if pp == 1 else wish.policy or own
     if name == AUTO:

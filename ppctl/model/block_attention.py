@@ -1,12 +1,16 @@
-"""Attention of some queries to some keys that stops before its end: the result with its log-sum-exp, and the backward.
+"""Attention of some queries to one block of keys: the partial result with its log-sum-exp, and the backward.
 
-Results over several blocks of keys are merged by their log-sums (`parallel/context.py`); a block's backward then takes
-the *merged* result and log-sum, of which the block's own probabilities follow (decision 42). Knows how torch's kernels
-are called. Must not know where blocks lie in a sequence, nor which kernel suits a device (`kernels.py`).
+Results over several blocks of keys are merged by their log-sum-exps (`parallel/context.py`); a block's backward then
+takes the *merged* result and log-sum-exp, from which the block's own probabilities follow (decision 42). Knows how
+torch's kernels are called. Must not know where blocks lie in a sequence, nor which kernel suits a device
+(`kernels.py`).
 
-For all functions here: q [b, heads, s, width], k [b, groups, t, width] and v [b, groups, t, values' width], where a
-group of neighbouring heads shares keys and values, of any strides within which a vector is contiguous; out as q with
-values' width; the log-sums of scores [b, heads, s] in float32 or wider. `causal` blocks have s = t.
+For all functions here:
+    q [b, heads, s, width], k [b, groups, t, width], v [b, groups, t, values' width]: any strides, but each vector is
+        contiguous; a group of neighbouring heads shares keys and values
+    out [b, heads, s, values' width]
+    log_sum [b, heads, s]: the log-sum-exp of the scores, in float32 or wider
+`causal` blocks have s = t.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ MULTIPLE = 8
 
 
 class BlockAttention(NamedTuple):
-    """A kernel: its forward and its backward."""
+    """A kernel for attention to one block of keys, as a forward and a backward."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, float, bool, Lengths | None], tuple[Tensor, Tensor]]

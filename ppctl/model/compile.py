@@ -20,7 +20,7 @@ def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = Fal
     """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
 
     With `packed` documents, whose lengths differ every time, attention's core is left out. Call it before `recompute`
-    replaces methods of layers. Raises ConfigError (PP-E770), before the first step, where the device's compiler is
+    replaces methods of layers. Raises ConfigError (PP-E770), before the first step, if the device's compiler is
     missing.
     """
     missing = _missing_tool(device)

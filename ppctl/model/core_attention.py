@@ -1,4 +1,4 @@
-"""The middle of attention, between the projections: heads' queries, keys and values to their weighted values.
+"""The middle of attention, between the projections: from queries, keys and values of heads to weighted values.
 
 Knows how a kernel of torch's is called. Must not know which one suits a device (`kernels.py`), nor weights.
 """
@@ -19,7 +19,7 @@ from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None, DroppedBlocks | None], Tensor]
-"""`attend` with its kernels, or what stands in its place where ranks share sequences (`parallel/context.py`)."""
+"""`attend` with its kernels, or what stands in its place if ranks share sequences (`parallel/context.py`)."""
 
 
 def core_attention(
@@ -88,9 +88,9 @@ def _documents_at_once(
     v = F.pad(v, (0, q.shape[-1] - width))
     q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))
     bounds, longest = documents.bounds, documents.longest
-    assert bounds is not None  # `bounds_of`: whoever makes Documents makes them where this kernel was chosen
+    assert bounds is not None  # `bounds_of`: whoever makes Documents makes them if this kernel was chosen
     grouped = q.shape[1] != k.shape[1]
-    causal = (-1, 0)  # a window: all before a token, nothing behind it
+    causal = (-1, 0)  # a window: all before a token, nothing after it
     mixed = kernel(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
     by_head: Tensor = mixed[..., :width].unflatten(0, rows).transpose(1, 2)
     return by_head

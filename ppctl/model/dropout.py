@@ -2,7 +2,7 @@
 
 Knows how these become one number for each element, and what dropout does with it. Must not know stages, ranks or the
 schedule: no generator has a state, so that no cut, resume, recomputation or split over ranks changes a draw. The mask
-is kept nowhere: a backward draws it again.
+is not saved for the backward, which draws it again.
 
 A draw has three levels: a key of a sample (host, once a step), a key of a row of elements (64 bits, on the device: a
 position of the hidden state, or a query of a head), and 32 bits for each element of the row. Sources: splitmix64 for
@@ -45,7 +45,7 @@ class Dropped(NamedTuple):
     """[b] int64, of each sample for this attention."""
     p: float
     first_head: int = 0
-    """The global number of the first of these heads."""
+    """The global number of the first head that is drawn for."""
 
 
 def sample_key(seed: int, step: int, sample: int) -> int:
@@ -54,7 +54,7 @@ def sample_key(seed: int, step: int, sample: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """The key of a module by its canonical name."""
+    """The key of a module, computed from its canonical name."""
     return _hash(name)
 
 
@@ -93,7 +93,7 @@ def kept_probabilities(dropped: Dropped, heads: int, queries: Tensor, seen: Tens
 class Dropout(nn.Module):
     """Elements become 0 with probability p, others 1 / (1 - p) times as large: of a hidden state, or probabilities.
 
-    `key` is that of its canonical name, which the stage that it belongs to sets, on its device.
+    `key` is computed from the module's canonical name; the stage that owns the module sets it, on its device.
     """
 
     def __init__(self, p: float) -> None:
@@ -107,7 +107,7 @@ class Dropout(nn.Module):
         return _mix(draws.samples ^ self.key)
 
     def of_attention(self, draws: Draws | None, first_head: int = 0) -> Dropped | None:
-        """The draws for attention's probabilities, from this head on; None where none is dropped."""
+        """The draws for attention's probabilities, from this head on; None if none is dropped."""
         return None if draws is None or not self.p else Dropped(self.keys(draws), self.p, first_head)
 
     def forward(self, x: Tensor, draws: Draws | None) -> Tensor:

@@ -1,10 +1,10 @@
 """Attention with dropout, in blocks of queries: no fused kernel of torch's draws by position (decision 40).
 
-Knows heads' queries, keys and values, and draws. Must not know weights or modules. Kept for the backward are queries,
-keys and values alone: it computes a block's probabilities and draws again. In memory at once are the scores of
+Knows heads' queries, keys and values, and draws. Must not know weights or modules. Only queries, keys and values are
+saved for the backward, which computes a block's probabilities and draws again. In memory at once are the scores of
 `score_rows` queries of each head.
 
-Where ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
+If ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
 their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.
 """
 
@@ -57,7 +57,7 @@ class DroppedBlocks(NamedTuple):
     dropped: Dropped
 
     def of_heads(self, rank: int, heads: int) -> DroppedBlocks:
-        """Those of the rank-th `heads` of these."""
+        """The draws for the rank-th `heads` of these heads."""
         return DroppedBlocks(self.dropped._replace(first_head=self.dropped.first_head + rank * heads))
 
     def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:

@@ -1,6 +1,6 @@
 """Feed-forward blocks [b, s, h] -> [b, s, h]: a dense one, and a mixture of experts, which drops no token.
 
-Must not know ranks: where several hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are
+Must not know ranks: if several hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are
 canonical parameter names: renaming one renames a checkpoint key.
 """
 
@@ -104,7 +104,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor, *up: Tensor) -> Tensor:
-        weights = weights.to(x.dtype)  # of which autocast may make two
+        weights = weights.to(x.dtype)  # from which autocast may make two
         if not up:
             ctx.save_for_backward(weights, x)
             return activation(x).mul_(weights)

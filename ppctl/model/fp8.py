@@ -61,7 +61,7 @@ def quantise(matrix: Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quant
     padded = F.pad(matrix.detach().float(), (0, -k % whole if k else whole, 0, -n % tile[0]))
     tiles = _tiles(padded, tile)
     scales = tiles.abs().amax((1, 3)) / limit
-    # Row by row, also of a transposed matrix: so the kernels want both.
+    # Row by row, also for a transposed matrix: the kernels want both operands so.
     scales = torch.where(scales == 0, 1.0, scales).clone(memory_format=torch.contiguous_format)
     values = (tiles / _of_tiles(scales)).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
     return Quantised(values.flatten(2).flatten(0, 1), scales, tile, (n, k))

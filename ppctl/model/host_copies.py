@@ -32,7 +32,7 @@ class Moved:
 class _Free(NamedTuple):
     buffer: Tensor
     read: Event
-    """When its bytes have been copied back."""
+    """The moment at which the tensor's bytes have been copied back."""
 
 
 class HostBuffers:
@@ -48,7 +48,7 @@ class HostBuffers:
         """Bytes of all buffers that were made."""
 
     def take(self, size: int) -> _Free:
-        """A buffer of at least `size` bytes, the one that was given back first."""
+        """The buffer of at least `size` bytes that was given back first, or a new one."""
         rounded = rounded_size(size)
         free = self._free.setdefault(rounded, deque())
         if free:
@@ -57,7 +57,7 @@ class HostBuffers:
         return _Free(self._make(rounded), None)
 
     def give_back(self, buffer: Tensor, read: Event) -> None:
-        """Let others have it from `read` on."""
+        """Release the buffer to other users once `read` has passed."""
         self._free[buffer.numel()].append(_Free(buffer, read))
 
     def multiply(self, times: int) -> None:
@@ -72,7 +72,7 @@ class HostBuffers:
 
 
 def rounded_size(size: int) -> int:
-    """The size of the buffer for so many bytes."""
+    """The size of the buffer that holds `size` bytes."""
     step = max(512, 1 << max(size.bit_length() - 4, 0))
     return -(-size // step) * step
 
@@ -80,7 +80,7 @@ def rounded_size(size: int) -> int:
 class Copies:
     """Copies between a device and the host. On a GPU they run on two streams, one each way, and the host never waits.
 
-    Tensors without values (`meta`) have no bytes on the host.
+    Meta tensors (`meta`) have no bytes on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Copies:
         self.buffers = HostBuffers(pinned=on_gpu)
 
     def out(self, items: Collection[Moved]) -> Event:
-        """Start to copy out, behind what the device was asked to compute so far. `wait` before the bytes there go."""
+        """Start to copy out, after what the device was asked to compute so far. `wait` before the bytes there go."""
         with self._beside(self._out):
             for moved in items:
                 assert moved.device is not None
@@ -134,7 +134,7 @@ class Copies:
 
     @contextmanager
     def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Run on `stream`, behind what the device was asked to compute so far."""
+        """Run on `stream`, after what the device was asked to compute so far."""
         if stream is None:
             yield
             return

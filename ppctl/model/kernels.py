@@ -84,7 +84,7 @@ class Kernels:
 
 
 _ROWS = {"grouped_product": "experts"}
-"""Role of a kernel from outside -> the kind of product, where that has another name."""
+"""Role of a kernel from outside -> the kind of product, if that has another name."""
 
 
 def _fp8_name(fp8: Fp8 | None) -> str:
@@ -107,7 +107,7 @@ class Capability:
     compute: tuple[int, int] = (0, 0)
     """CUDA's compute capability; (9, 0) is Hopper."""
     attend_documents: AttendDocuments | None = None
-    """torch's varlen_attn, where it has the arguments that are needed."""
+    """torch's varlen_attn, if it has the arguments that are needed."""
     grouped_products: bool = True
     """Whether torch has grouped_mm."""
     scaled_products: bool = True
@@ -127,7 +127,8 @@ class Capability:
 
 
 def _varlen_attn() -> AttendDocuments | None:
-    """torch's, imported when it is needed, because it imports torch's compiler; None in builds of torch without it."""
+    """torch's `varlen_attn`, imported when it is needed, because it imports torch's compiler; None in builds of torch
+    without it."""
     try:
         kernel: AttendDocuments = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
@@ -136,7 +137,7 @@ def _varlen_attn() -> AttendDocuments | None:
 
 
 def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
-    """The kernels of a run. Raises ConfigError (PP-E771) where the device lacks what the config names."""
+    """The kernels of a run. Raises ConfigError (PP-E771) if the device lacks what the config names."""
     model, cuda = config.model, can.device == "cuda"
     cast = autocast_dtype(config.parallel)
     if model.transformers is not None:
@@ -173,7 +174,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
 
 
 def _outside(config: RunConfig, can: Capability, dtype: str) -> dict[str, Kernel]:
-    """The kernels of `model.kernels` that serve. Raises ConfigError (PP-E773) where one would not be asked."""
+    """The kernels of `model.kernels` that serve. Raises ConfigError (PP-E773) if one kernel would never be called."""
     model, parallel, sizes = config.model, config.parallel, Sizes.of(config.model)
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1
     use = KernelUse(
@@ -227,7 +228,7 @@ def _attention(backend: str, can: Capability, *, lengths_vary: bool) -> tuple[SD
 
 
 def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool) -> str:
-    """Why this device has no kernel of the kind that `model.attention_backend` names; empty where it has.
+    """Why this device has no kernel of the kind that `model.attention_backend` names; empty if it has.
 
     Of fused kernels only flash attention is taken for blocks; its operands are filled up to one width.
     """
@@ -249,7 +250,7 @@ def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool)
 
 
 def _blocks(model: ModelConfig, can: Capability, dtype: str) -> BlockAttention:
-    """Flash attention, where the device has it for these heads: other fused kernels have no part in it."""
+    """Flash attention, if the device has it for these heads: other fused kernels have no part in it."""
     if model.attention_backend == "unfused":
         return UNFUSED
     if can.device != "cuda":
@@ -284,7 +285,7 @@ def _fp8(model: ModelConfig, can: Capability) -> Fp8:
 
 
 def _unable_fp8(model: ModelConfig, can: Capability) -> str:
-    """Why this GPU cannot compute `model.fp8`; empty where it can. A CPU emulates it."""
+    """Why this GPU cannot compute `model.fp8`; empty if it can. A CPU emulates it."""
     if model.fp8 is None or can.device != "cuda":
         return ""
     if not can.scaled_products:

@@ -101,8 +101,8 @@ def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:
 class _KeysValues(torch.autograd.Function):
     """Keys [b, heads, s, width] and values of expanded heads, and of the keys' turned part, which is one for all heads.
 
-    Attention keeps values for its backward: as a view they would keep the plain keys, with which they share memory, as
-    well. The gradient of the expanded heads is written once, in the layout of the projection's result.
+    Attention keeps values for its backward: as a view they would also keep the memory of the plain keys, which they
+    share. The gradient of the expanded heads is written once, in the layout of the projection's result.
     """
 
     @staticmethod

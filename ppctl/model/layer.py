@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Add attention, then the feed-forward or the experts, to the residual stream `x`.
 
-        `turns` turn heads where positions are not learned; by `draws` elements of what is added are dropped.
+        `turns` turn heads if positions are not learned; by `draws` elements of what is added are dropped.
         """
         x = x + self.after_attention(self.attention(self.attention_norm(x), turns, documents, draws), draws)
         transform = self.feed_forward if self.moe is None else self.moe

@@ -64,7 +64,7 @@ def rounded(x: Operand, fp8: Fp8) -> Rounded:
 def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     """`product` in 8 bits, with a result in the dtype of `x`; so are both products of the backward.
 
-    Kept for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
+    Saved for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
     tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
     """
     x = rounded(x, fp8)
@@ -163,7 +163,7 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """`product` in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
 
-    Kept for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
+    Saved for the backward are `x` and `weight` as they are. Products of bfloat16 numbers are exact in float32, in which
     they are summed: a GPU reads them as they are, and in the backward the gradient as the sum of two bfloat16 numbers
     (16 of its 24 bits; the results have 8). The CPU makes copies in float32, without which it has no such product.
     """
@@ -254,7 +254,9 @@ def for_each_group(
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped or grouped_product, ends=ends), rows, beside, *stacks)
-    sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for where that says something
+    sizes = (
+        counts.tolist() if len(rows) else [0] * len(counts)
+    )  # the device is waited for only if the counts are needed
     parts = zip(rows.split(sizes), beside.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
     if fp8 is not None:
         multiply = partial(product_in_fp8, fp8=fp8)
@@ -263,7 +265,7 @@ def for_each_group(
 
 
 def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
-    """The formulas of products with an activation such as x, where weights are split over ranks."""
+    """The formulas of products with an activation such as x, if weights are split over ranks."""
     if fp8 is None:
         return _PLAIN
     dtype = x.dtype
@@ -299,7 +301,7 @@ class Projection(NamedTuple):
 
 
 class Linear(nn.Module):
-    """A projection [..., in] -> [..., out]: `weight` [out, in] and, where asked for, `bias` [out]."""
+    """A projection [..., in] -> [..., out]: `weight` [out, in] and, if asked for, `bias` [out]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, fp8: Fp8 | None = None) -> None:
         super().__init__()
@@ -312,12 +314,12 @@ class Linear(nn.Module):
         return _project(x, self, self.bias)
 
     def outputs(self, own: slice) -> Projection:
-        """These outputs of it."""
+        """The outputs with these numbers of the projection."""
         return Projection(self.weight[own], None if self.bias is None else self.bias[own], self.fp8)
 
 
 def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | None = None) -> tuple[Tensor, ...]:
-    """x through each of the projections; where these are split, every rank makes its own columns, of all tokens.
+    """x through each of the projections; if these are split, every rank makes its own columns, of all tokens.
 
     What several products need of x is made once: its 8 bits, or all ranks' tokens.
     """
@@ -335,7 +337,7 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
 
 
 def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:
-    """x through the projection; where it is split, x are a rank's own columns, and the ranks' products add up."""
+    """x through the projection; if it is split, x are a rank's own columns, and the ranks' products add up."""
     if split is None:
         return _project(x, projection, projection.bias)
     out = leave(_project(x, projection, None), split)
@@ -351,7 +353,7 @@ def _project(x: Operand, projection: Linear | Projection, bias: Tensor | None) -
 
 
 class Embedding(nn.Module):
-    """A row [h] of `weight` [vocab_size, h] for each token id; where it is split, a rank holds neighbouring rows."""
+    """A row [h] of `weight` [vocab_size, h] for each token id; if it is split, a rank holds neighbouring rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

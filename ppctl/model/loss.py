@@ -28,9 +28,9 @@ NO_TOKEN = -100
 def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False, words: Words | None = None) -> Tensor:
     """Cross entropy in nats, [b, s] and at least float32, of logits [b, s, vocab_size] and labels [b, s] (int64).
 
-    Where ranks have the logits of their own `words`, [b, s, own words], each gets the losses of all tokens.
+    If ranks have the logits of their own `words`, [b, s, own words], each gets the losses of all tokens.
 
-    Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is kept for the backward is the
+    Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is saved for the backward is the
     logits and the labels. With `overwrite` the caller reads the logits no more: the backward writes their gradient into
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
@@ -52,7 +52,7 @@ def microbatch_loss(
 ) -> Tensor:
     """One microbatch's share of the batch's loss: the sum over its unmasked tokens / `total_tokens`.
 
-    `mask` [b, s] is 1 where a token counts; `total_tokens` is the number of unmasked tokens of the whole global batch,
+    `mask` [b, s] is 1 if a token counts; `total_tokens` is the number of unmasked tokens of the whole global batch,
     so that the shares of all microbatches and data-parallel ranks add up to the mean over the batch's tokens.
     `overwrite` and `words` as in `token_losses`.
     """
@@ -60,7 +60,7 @@ def microbatch_loss(
 
 
 class Words(NamedTuple):
-    """A rank's own words of a vocabulary that is split, and the exchange with those that have the others."""
+    """A rank's own words of a vocabulary that is split, and the exchange with the ranks that have the other words."""
 
     held: range
     split: TensorSplit
@@ -142,8 +142,8 @@ class _LossesOfWords(torch.autograd.Function):
 def _memory_for_gradient(ctx: Any) -> Tensor:
     """Where the gradient of the logits goes, the first tensor that was saved.
 
-    Into their own memory where that is wanted and nobody else needs it. What was overwritten is not even read: autograd
-    would refuse it in words that say nothing of the loss.
+    Into their own memory if that is wanted and nobody else needs it. What was overwritten is not even read: autograd
+    would refuse it in a message that does not name the loss.
     """
     if ctx.overwritten:
         raise RuntimeError("the logits of this loss were overwritten by their gradient in its first backward")
@@ -208,7 +208,7 @@ def _holders(tensor: Tensor) -> int:
 
 
 def without(labels: Tensor, mask: Tensor) -> Tensor:
-    """The labels [b, s] with NO_TOKEN where the mask says that a token does not count."""
+    """The labels [b, s] with NO_TOKEN if the mask says that a token does not count."""
     return labels.masked_fill(mask == 0, NO_TOKEN)
 
 
@@ -217,7 +217,7 @@ def mtp_targets(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The targets of each MTP module: (labels, mask) [b, s], module k's labels k + 1 further on.
 
-    A position counts where all labels up to its own count and belong to its sequence, or to its document where
+    A position counts if all labels up to its own count and belong to its sequence, or to its document if
     `documents` are kept apart: nothing is predicted across an end.
     """
     counted = mask

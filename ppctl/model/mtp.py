@@ -1,10 +1,11 @@
-"""Multi-token prediction: modules that look one token further each, beside the decoder (DeepSeek-V3, arXiv:2412.19437).
+"""Multi-token prediction: modules beside the decoder that each predict one token further (DeepSeek-V3,
+arXiv:2412.19437).
 
 Knows the modules and how sequences are read ahead. Must not know the output projection, which the loss stage has, nor
 ranks. Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
-norm) and the embedding of token i + k + 1; the output projection makes of it logits for token i + k + 2. Where
+norm) and the embedding of token i + k + 1; the output projection computes from it the logits for token i + k + 2. If
 documents are kept apart, a document's end is to the modules what the end of the sequence is.
 """
 
@@ -27,7 +28,7 @@ from ppctl.model.packing import Documents
 
 
 def ahead(x: Tensor, count: int, documents: Documents | None = None) -> Tensor:
-    """`x` [b, s] read `count` positions further on; zeros where the sequence, or the document, has ended."""
+    """`x` [b, s] read `count` positions further on; zeros if the sequence, or the document, has ended."""
     if documents is not None:
         return documents.each(lambda part: ahead(part, count), x, dim=1)
     return F.pad(x[:, count:], (0, min(count, x.shape[1])))
@@ -68,7 +69,7 @@ class MultiTokenPrediction(nn.ModuleDict):
         super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
         self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens
-        """What of token ids [b, s] this rank has, where several share sequences: they are read ahead before."""
+        """What of token ids [b, s] this rank has, if several share sequences: they are read ahead before."""
         self.update({id_: PredictionModule(model, kernels) for id_ in self.ids})
 
     def forward(

@@ -31,7 +31,8 @@ class Offload:
         """The layer whose storages are on their way out, and still on the device."""
 
     def release(self) -> None:
-        """Free on the device what is on its way out, once it is there; what is computed next waits for that."""
+        """Free the device memory of what is on its way to the host, once it has arrived; what is computed next waits
+        for that."""
         leaving, self.leaving = self.leaving, None
         if leaving is not None:
             leaving.gone()
@@ -61,6 +62,8 @@ class _Stage:
         kept = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
 
         def call(x: Tensor, *places: Any) -> Tensor:
+            """Run the layer, and move what it saves to the host afterwards, unless someone else still needs the
+            storage."""
             if not torch.is_grad_enabled():
                 return run(x, *places)
             alive = {_storage(tensor) for tensor in (*kept, *_tensors(places))}
@@ -76,7 +79,7 @@ class _Stage:
         return call
 
     def fetching(self, run: Run) -> Run:
-        """`run`, the first one that moves nothing: behind its forward all is out, and its backward fetches the layer
+        """`run`, the first one that moves nothing: after its forward all is out, and its backward fetches the layer
         before it."""
 
         def call(x: Tensor, *places: Any) -> Tensor:
@@ -98,7 +101,8 @@ class LayerStorages:
         self._offload, self._before = offload, before
         self._alive = alive
         self._moved: dict[tuple[int, int], Moved] = {}
-        """(storage, version) -> its copy, until it is fetched; then its users hold it."""
+        """(storage, version) -> the copy on the host, until it is fetched; then only the users of the tensor hold
+        it."""
         self._out: Event = None
         self._back: Event = None
         self._arrived = False
@@ -113,7 +117,7 @@ class LayerStorages:
         storage = _storage(tensor)
         if storage in self._alive or tensor.untyped_storage().nbytes() < SMALLEST_OFFLOADED:
             return tensor
-        # Until the layer's forward ends its storages are held: no other one can be in their place.
+        # Until the layer's forward ends its storages are held: no other storage can take their addresses.
         key = storage, tensor._version
         if key not in self._moved:
             self._moved[key] = Moved(tensor)

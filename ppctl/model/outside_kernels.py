@@ -22,7 +22,7 @@ Role = Literal["attention", "grouped_product", "dispatch", "norm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUse:
-    """What a run asks of a kernel on each rank; sizes are those of a rank's own part, 0 where the model has none."""
+    """What a run asks of a kernel on each rank; sizes are those of a rank's own part, 0 if the model has none."""
 
     device: str
     """`cuda` or `cpu`."""
@@ -59,7 +59,7 @@ class Kernel:
       end before ends[g], times the transpose of its weight. A group may have no rows;
     * norm: (x [..., h], weight [h], bias [h] or None, epsilon) -> x's shape;
     * dispatch: (axis -> process group, the model's config) -> what `ppctl.model.feed_forward.ExchangeRows` describes;
-      there are groups of `ep`, `etp`, `ep-outer` and `ep-inner` where these axes have several ranks.
+      there are groups of `ep`, `etp`, `ep-outer` and `ep-inner` if these axes have several ranks.
     """
 
     role: Role
@@ -68,19 +68,19 @@ class Kernel:
     """The largest difference from the reference, of results and gradients, as a share of the reference's largest value
     (`ppctl.check_kernel`)."""
     fits: Callable[[KernelUse], str] | None = None
-    """Why it cannot serve such a use, in words; empty where it can. None: it serves every use."""
+    """Why it cannot serve such a use, in words; empty if it can. None: it serves every use."""
     name: str = ""
-    """What the config calls it; set where it is chosen."""
+    """What the config calls it; set if it is chosen."""
 
     def against(self, use: KernelUse) -> str:
-        """What `fits` says of a use."""
+        """The reason that `fits` returns for a use; empty if there is none."""
         return "" if self.fits is None else self.fits(use)
 
 
 def choose_outside(names: Sequence[str], use: KernelUse, *, compiles: bool = False) -> dict[str, Kernel]:
-    """Role -> the first kernel of `names` for it that fits. Where the layers around are compiled, it is left as it is.
+    """Role -> the first kernel of `names` for it that fits. If the layers around are compiled, it is left as it is.
 
-    Raises ConfigError (PP-E773) where a name leads to no kernel, or none of a role's fits.
+    Raises ConfigError (PP-E773) if a name leads to no kernel, or none of a role's fits.
     """
     chosen: dict[str, Kernel] = {}
     against: dict[str, str] = {}

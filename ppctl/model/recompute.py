@@ -51,7 +51,7 @@ def recompute(
     offload: Offload | None = None,
     offloaded: Collection[Layer] = (),
 ) -> Switch:
-    """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`).
+    """Let the stage with this number recompute what the config names; the switch spares single microbatches (`full`).
 
     What its first layers, those `offloaded`, keep all the same goes to the host through `offload`.
     """
@@ -107,7 +107,7 @@ class _Inputs:
     """The inputs of one call of a function, all that is kept of it; what its operations save is made a second time.
 
     As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
-    every call: the second call is made when the backward first needs something, and given up behind the last tensor
+    every call: the second call is made when the backward first needs something, and given up after the last tensor
     that the first one saved; each of these is free when its operation's backward has used it.
     """
 
@@ -120,7 +120,7 @@ class _Inputs:
         self._saved: list[ref[_Saved]] = []
 
     def not_kept(self) -> AbstractContextManager[object]:
-        """Hooks for the first call."""
+        """Hooks for the first call: what its operations save is numbered and not kept."""
         return saved_tensors_hooks(self._number, _made_again)
 
     def _number(self, _: Tensor) -> _Saved:
@@ -152,7 +152,8 @@ class _Inputs:
 
 
 class _Saved:
-    """A tensor that an operation of the first call saved: not there until its backward asks for it."""
+    """A tensor that an operation of the first call saved: it has no values until the operation's backward needs
+    them."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 
@@ -162,7 +163,7 @@ class _Saved:
 
 
 class _EnoughError(Exception):
-    """Ends the second call of a function behind what the backward needs of it."""
+    """Ends the second call of a function after what the backward needs of it."""
 
 
 def _made_again(saved: _Saved) -> Tensor:
@@ -178,6 +179,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
+    """Recompute the named modules of a layer: some keep only their inputs, of others the outputs are made again."""
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
             if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):

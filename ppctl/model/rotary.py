@@ -32,7 +32,7 @@ class Rotary:
     """Cosines and sines of every position, shared by the layers of a stage.
 
     Frequencies are `base ** (-2i / dim)` for i < dim / 2; dimension i turns with dimension i + dim / 2. The longest
-    table asked for so far is kept, and shorter ones are its slices.
+    table so far is cached, and shorter tables are its slices.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -43,8 +43,8 @@ class Rotary:
     def turns(self, like: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
         """Cosines and sines [length, 2, dim / 2] of the positions in a row, on the device of `like` and in its dtype.
 
-        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own, the same for
-        every head.
+        With other `positions` [b, s], each below `length`, they are [b, 1, s, 2, dim / 2]: a row's own table for all
+        heads.
         """
         kept = self._turns
         if len(kept) < length or kept.device != like.device or kept.dtype != like.dtype:
@@ -109,7 +109,7 @@ def rotate(x: Tensor, turns: Tensor | None, *, first: int = 0, interleaved: bool
     `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as in
     Llama. The product of queries and keys is the same, because both are reordered. Without `turns` heads stay as they
     are: the model has learned positions. A token's heads lie side by side in the result: attention's has the layout of
-    its queries, and the projection behind it reads it without a copy.
+    its queries, and the projection after it reads it without a copy.
     """
     if turns is None:
         return x

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, with which weights, and what keeps them balanced.
+"""The router of a mixture of experts: which experts a token goes to, with which weights, and how experts stay balanced.
 
 Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `RouterLedger`.
 
@@ -30,11 +30,11 @@ class Routing(NamedTuple):
     counts: Tensor
     """Tokens that each expert gets, int64 [E]."""
     auxiliary: Tensor | None
-    """What this microbatch adds to the objective (scalar, coefficients applied); None where nothing does."""
+    """What this microbatch adds to the objective (scalar, coefficients applied); None if nothing does."""
 
 
 class SumOverTokens(Protocol):
-    """The ranks that have equal shares of a microbatch's tokens, from the side of one of them."""
+    """The ranks that have equal shares of a microbatch's tokens, as one of these ranks uses them."""
 
     ranks: int
 
@@ -73,7 +73,7 @@ class Router(nn.Module):
             self.reset_bias(self.weight.device)
         self.ledger = RouterLedger()
         self.others: SumOverTokens | None = None
-        """Where other ranks have the other tokens of a microbatch."""
+        """The ranks that have the other tokens of a microbatch, if there are any."""
 
     def reset_bias(self, device: torch.device | str) -> None:
         """Start the bias at zero, in float32 at least: a step of it is lost in bfloat16."""
@@ -108,7 +108,7 @@ class Router(nn.Module):
         return best
 
     def _weigh(self, chosen: Tensor, sigmoid: bool) -> Tensor:
-        """The chosen scores, made to add up to 1 where the model wants that, and scaled.
+        """The chosen scores, made to add up to 1 if the model wants that, and scaled.
 
         A single sigmoid stays as it is: divided by itself it would teach the router nothing.
         """
@@ -132,7 +132,7 @@ class Router(nn.Module):
         return sum(parts[1:], start=parts[0]) if parts else None
 
     def _report(self, routing: Routing) -> None:
-        """Enter the microbatch into the ledger: in training, and once, also where its forward is recomputed."""
+        """Enter the microbatch into the ledger: in training, and once, even if its forward is recomputed."""
         recomputed = torch._C._current_graph_task_id() != -1  # -1: no backward is running
         if not torch.is_grad_enabled() or recomputed:
             return
@@ -163,10 +163,10 @@ def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def balance_loss(scores: Tensor, topk: int, others: SumOverTokens | None = None) -> Tensor:
-    """E / (K T^2) x sum over experts of (tokens whose K best it is among) x (sum of its scores): 1 where balanced.
+    """E / (K T^2) x sum over experts of (tokens whose K best it is among) x (sum of its scores): 1 if balanced.
 
     `scores` [n, T, E] add up to 1 over the experts; the mean over n. The K best are those of the scores alone, without
-    bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron. Where `others` have equal shares of the
+    bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron. If `others` have equal shares of the
     tokens, this rank's share of the loss: the counts are everybody's, the scores its own.
     """
     _, tokens, experts = scores.shape

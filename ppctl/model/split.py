@@ -24,7 +24,7 @@ Pending = Callable[[], Tensor]
 
 
 class TensorSplit(Protocol):
-    """The ranks over which weights are divided, from the side of one of them."""
+    """The ranks over which weights are divided, as one of these ranks uses them."""
 
     rank: int
     size: int
@@ -86,7 +86,7 @@ def enter(x: Tensor, split: TensorSplit | None) -> Tensor:
 
 
 def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
-    """The sum over ranks of what each made of its own columns: a hidden state between blocks."""
+    """The sum over ranks of what each computed from its own columns: a hidden state between blocks."""
     if split is None:
         return x
     left: Tensor = _Leave.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
@@ -132,7 +132,7 @@ class _ColumnProducts(torch.autograd.Function):
 
 
 class _GatheredAgain:
-    """The operand of several products, gathered when the first gradient is made and freed behind the last one."""
+    """The operand of several products, gathered when the first gradient is made and freed after the last one."""
 
     def __init__(self, split: TensorSplit, formulas: Formulas, uses: int) -> None:
         self.split, self.formulas, self.uses = split, formulas, uses

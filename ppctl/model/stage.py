@@ -76,13 +76,13 @@ class StageModule(nn.Module):
         self._compare()
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
-        """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
+        """Token ids [b, s] (int64) if the stage owns the embedding, else hidden states [b, s, h], through the stage.
 
-        Token ids and `packing` are of whole rows, also where ranks share these; hidden states of a rank's own tokens.
+        Token ids and `packing` are of whole rows, even if ranks share these; hidden states of a rank's own tokens.
 
         A stage with MTP modules and no embedding needs `tokens` as well; `packing` tells layers where documents end.
         From the first MTP module on there are several hidden states: the decoder's, then one per module. Returns hidden
-        states, or logits [b, s, vocab_size] where the stage owns the loss: always new tensors, also from an empty
+        states, or logits [b, s, vocab_size] if the stage owns the loss: always new tensors, also from an empty
         stage, so that input and output are two nodes of the graph (one may be freed without the other).
         """
         if self.drops and packing.draws is None and torch.is_grad_enabled():
@@ -107,7 +107,7 @@ class StageModule(nn.Module):
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Rows for token ids [b, s], plus those of their positions where these are learned."""
+        """Rows for token ids [b, s], plus the positions' rows if positions are learned."""
         assert self.tok_embeddings is not None
         x: Tensor = self.tok_embeddings(self._own_halves(tokens))
         if self.position_embeddings is None:
@@ -209,7 +209,7 @@ class StageModule(nn.Module):
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
         """The output projection, the gradient of whose result is [b, s, vocab_size]; and what another's kernel
-        multiplies, of which autograd makes the gradients in I."""
+        multiplies, whose gradients autograd computes in I."""
         outside = [module for module in self.modules() if isinstance(module, Experts) and module.grouped]
         stacks = [parameter for module in outside for parameter in module.parameters()]
         return (*stacks,) if self.output is None else (self.output.weight, *stacks)

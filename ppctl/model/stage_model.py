@@ -1,7 +1,8 @@
 """The protocol of a stage's module: all that training, checkpoints, recompute and the compiler ask of it.
 
 ppctl's own decoder meets it (`ppctl.model.stage`). A model of another origin meets it by inheriting from `StageModel`
-beside `nn.Module`: only the abstract methods have to be written, the others say that the model has nothing of the kind.
+beside `nn.Module`: only the abstract methods have to be written, the others report that the model has nothing of the
+kind.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StageModel(Protocol):
 
     @abstractmethod
     def __call__(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
-        """The stage's outputs for one microbatch: new tensors, also where the stage changes nothing.
+        """The stage's outputs for one microbatch: new tensors, even if the stage changes nothing.
 
         The first stage gets token ids [b, s] (int64), every other one the tensors of its edge. `tokens` are the token
         ids again, for stages with an embedding or MTP modules; `packing` says where documents end. The last stage
@@ -65,18 +66,18 @@ class StageModel(Protocol):
         return ()
 
     def spread_experts(self, exchange: ExchangeRows) -> None:
-        """From now on reach the experts through `exchange`. Called only where ranks hold different experts."""
+        """From now on reach the experts through `exchange`. Called only if ranks hold different experts."""
 
     def split_over(self, split: TensorSplit) -> None:
-        """From now on exchange columns through `split`. Called only where ranks hold different parts of weights."""
+        """From now on exchange columns through `split`. Called only if ranks hold different parts of weights."""
         raise NotImplementedError(f"{type(self).__name__} has no weights that tensor parallelism can split")
 
     def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
-        """From now on have a part of every sequence. Called only where ranks share sequences."""
+        """From now on have a part of every sequence. Called only if ranks share sequences."""
         raise NotImplementedError(f"{type(self).__name__} cannot share sequences with other ranks")
 
     def share_tokens(self, others: SumOverTokens) -> None:
-        """From now on count other ranks' tokens in auxiliary losses. Called only where ranks share a microbatch."""
+        """From now on count other ranks' tokens in auxiliary losses. Called only if ranks share a microbatch."""
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:
         """The layers that can be compiled and recomputed one by one; those inside MTP modules as `mtp.N`."""
@@ -86,7 +87,7 @@ class StageModel(Protocol):
     def asks(self) -> bool:
         """Whether every product asks if its weight's gradient is deferred, as those of `model/linear.py` do.
 
-        Where it is not so, torch's functions are watched while a schedule splits backwards into I and W.
+        If it is not so, torch's functions are watched while a schedule splits backwards into I and W.
         """
         return False
 
@@ -103,7 +104,8 @@ class StageModel(Protocol):
         return False
 
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
-        """From now on call the layers of kind `decoder` through these, which stand for all of them in order."""
+        """From now on call the layers of kind `decoder` through `runs`, which together stand for all these layers in
+        order."""
 
 
 def pieces(name: str, tensor: Tensor, row: Parameter, experts: range) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,5 @@
-"""A batch divided into microbatches, and their shares of a step's loss: by a function of the user's, or cross entropy.
+"""A batch divided into microbatches, and each microbatch's share of a step's loss, by cross entropy or a user's
+function.
 
 Knows which tensors of a batch have a row for every sequence. Must not know schedules or stages.
 """
@@ -28,7 +29,7 @@ class Microbatch:
     named: dict[str, Any]
     labels: Any
     hides: bool | None = None
-    """Whether its attention_mask [rows, tokens] hides tokens; None where nobody has looked."""
+    """Whether its attention_mask [rows, tokens] hides tokens; None if nobody has looked."""
     packed: bool | None = None
     """Whether its position_ids [rows, tokens] begin anew within a row."""
 
@@ -197,7 +198,7 @@ class StepLoss:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
     def try_out(self, output: Any, labels: Any, device: torch.device) -> None:
-        """Raise ConfigError (PP-E130) for a model's result, on meta, of which the loss cannot be computed.
+        """Raise ConfigError (PP-E130) for a model's result, on meta, from which the loss cannot be computed.
 
         A `loss_fn` is called once with zeros of the same shapes: its exceptions are raised before any message is sent.
         """

@@ -73,6 +73,8 @@ class BatchRun:
         return [self._program(number, first, last_call=last_call) for number in self.stages.numbers]
 
     def _program(self, number: int, first: int, *, last_call: bool) -> StageProgram:
+        """The program of one stage in the schedule call that begins at microbatch `first`. `last_call` says whether
+        gradients are summed after it."""
         crossing, module = self.prepared.crossing, self.stages.modules[number]
         is_last = number == self.prepared.schedule.placement.num_stages - 1
         if crossing.forms:
@@ -117,7 +119,7 @@ class BatchRun:
     def _backward(
         self, number: int, first: int, around: AroundBackward | None, mb: int, run: Callable[[], None]
     ) -> None:
-        """Run a backward, or a half of one; where this rank has failed, NaN in the place of its result."""
+        """Run a backward, or a half of one; if this rank has failed, NaN in the place of its result."""
         received = self._received.pop((number, mb), ())
 
         def work() -> bool:
@@ -163,7 +165,7 @@ def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
-    """Raise ConfigError (PP-E557) where a stage returns another dtype than the forward without values has shown."""
+    """Raise ConfigError (PP-E557) if a stage returns another dtype than the forward on meta tensors has shown."""
     if isinstance(output, Tensor) and output.dtype != edge.dtype:
         shown = str(edge.dtype)
         message = f"stage {number} returns {output.dtype}, and its forward on tensors without values {shown}"
@@ -177,7 +179,7 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
     """
     schedule, stages, kept = run.prepared.schedule, run.stages, dict[int, int]()
     on_gpu = device.type == "cuda"
-    if on_gpu:  # what is in the cache behind the dry pass is what a microbatch needs
+    if on_gpu:  # what is in the cache after the dry pass is what a microbatch needs
         torch.cuda.empty_cache()
     with torch.random.fork_rng([device] if on_gpu else []), stages.restored():
         for program in run.programs(0, last_call=True):
@@ -198,7 +200,7 @@ def run_dry(run: BatchRun, device: torch.device) -> None:
 
 
 def _reserve(run: BatchRun, device: torch.device, kept: Mapping[int, int]) -> None:
-    """Reserve the GPU memory of a step: that of the dry pass, of microbatches in flight and of posted receives."""
+    """Reserve the GPU memory of a step: for the dry pass, for microbatches in flight and for posted receives."""
     schedule, crossing = run.prepared.schedule, run.prepared.crossing
     row, alive = schedule.actions[run.pp_rank], list[int]()
     trained, most, in_flight = stages_with_backwards(row), 0, 0

@@ -178,7 +178,7 @@ def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int,
 
 
 def schedule_from_file(path: str) -> Schedule:
-    """The compute-only schedule in a file. Raises ConfigError (PP-E130) where it cannot be read, and ScheduleError."""
+    """The compute-only schedule in a file. Raises ConfigError (PP-E130) if it cannot be read, and ScheduleError."""
     from ppctl.plan.schedule_file import schedule_in
 
     try:
@@ -212,7 +212,7 @@ def device_of(asked: torch.device | str | None) -> torch.device:
 
 
 def start_process_group(device: torch.device) -> None:
-    """Set the GPU, and make the default group where torchrun has started this process and nobody has made it."""
+    """Set the GPU, and make the default group if torchrun has started this process and nobody has made it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized() or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -221,7 +221,7 @@ def start_process_group(device: torch.device) -> None:
 
 
 def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None:
-    """Raise ConfigError (PP-E130) on all ranks where these have made different numbers of process groups before.
+    """Raise ConfigError (PP-E130) on all ranks if these have made different numbers of process groups before.
 
     torch names a group that its members alone make (`ppctl.comm.groups`) after how many each has made: they would look
     for each other under different names until the limit of the group.

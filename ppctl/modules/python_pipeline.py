@@ -132,7 +132,7 @@ class Pipeline:
         (`step(input_ids=..., attention_mask=..., labels=...)`). Every stage computes masks and positions from it. Its
         rows form microbatches of `pp_microbatch_size`; with `pp_batch_size` above 1 they run in several schedule calls.
         The loss is the sum of its microbatches' shares (`StepLoss`). Raises ConfigError (PP-E130, PP-E132; PP-E553 for
-        an exception of the user's code) on all ranks before any message; PP-E554 where an earlier step ended amid its
+        an exception of the user's code) on all ranks before any message; PP-E554 if an earlier step ended amid its
         messages.
         """
         return self._run(_given(batch, named), training=True)
@@ -177,7 +177,7 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's values from the state of the whole model, or of these stages.
 
-        Raises CheckpointError and loads nothing if tensors are missing, have another shape, or differ where the model
+        Raises CheckpointError and loads nothing if tensors are missing, have another shape, or differ if the model
         shares them (PP-E537), or if stages are sharded over other ranks (PP-E539). The next step or evaluation compares
         them over all ranks (PP-E504).
         """
@@ -204,6 +204,8 @@ class Pipeline:
         return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
     def _run_calls(self, run: BatchRun, *, training: bool) -> None:
+        """Run all schedule calls of a batch, then compare failures of all ranks. An error amid messages breaks the
+        pipeline for good."""
         schedule = run.prepared.schedule if training else run.prepared.forwards
         if training:
             self._schedule = schedule
@@ -265,6 +267,8 @@ class Pipeline:
         _check_gradients(training)
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
+        """Check a batch on this rank, before any message: what crosses the cuts, and whether the loss can be
+        computed."""
         self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
@@ -281,12 +285,12 @@ class Pipeline:
 
 
 def _check_gradients(training: bool) -> None:
-    """Raise ConfigError (PP-E130) for a step where nothing has a gradient."""
+    """Raise ConfigError (PP-E130) for a step if nothing has a gradient."""
     if training and not torch.is_grad_enabled():
         message = "gradients are disabled (no_grad or inference_mode), and a step computes them"
         raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
 
 
 def _given(batch: Any, named: Mapping[str, Any]) -> Any:
-    """Return the batch of `step` or `eval`: its entries by name where it was given by keyword."""
+    """Return the batch of `step` or `eval`: its entries by name if it was given by keyword."""
     return named if batch is None and named else {"batch": batch, **named} if named else batch

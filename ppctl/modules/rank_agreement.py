@@ -91,7 +91,7 @@ def on_host(ranks: AgreeingRanks) -> bool:
 
 
 class SameCall:
-    """Whether all ranks make the same call and have ended it: three numbers on the host before and behind its messages.
+    """Whether all ranks make the same call and have ended it: three numbers on the host before and after its messages.
 
     A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
     """
@@ -104,7 +104,7 @@ class SameCall:
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.group, self._rank = group, ranks.rank
         self._ends = torch.zeros(3, dtype=torch.int64)
-        weakref.finalize(self, _wait_until_released, self._ends)  # also where the program ends without close()
+        weakref.finalize(self, _wait_until_released, self._ends)  # even if the program ends without close()
 
     def __call__(self, text: str | None, broken: str = "") -> bool:
         """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing.
@@ -125,7 +125,7 @@ class SameCall:
         return bool(largest == -smallest and largest)
 
     def last_failed(self, *, failed: bool) -> int | None:
-        """The highest rank whose part of a call has failed, behind its messages; None where none has."""
+        """The highest rank whose part of a call has failed, after its messages; None if none has."""
         if self.alone:
             return None
         *_, first = self._largest(0, failed=failed)

@@ -177,6 +177,7 @@ class RankStages:
     # --- how they are made -------------------------------------------------------------------------------------------
 
     def _tie(self) -> list[TiedGradients]:
+        """For each shared parameter the sum over all its uses, which are named by their global ranks."""
         own = dict(self.named_parameters())
         group = self._ranks.group
 

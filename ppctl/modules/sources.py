@@ -1,4 +1,4 @@
-"""The two kinds of models that are cut: a user's module by names, one of transformers by its layers.
+"""The two kinds of models that are cut: a user's module by its modules' names, a model of transformers by its layers.
 
 Knows which kind of stage a model gets, its weights, and which of its parameters are tied. Must not know groups, ranks
 or schedules.
@@ -65,7 +65,7 @@ class OwnModel:
         return CutStage(self.model, self.cut, number, device, self.aware, self._further)
 
     def compute_in(self, stages: Sequence[StageDtypes]) -> None:
-        """Let the model without values compute in the dtypes of its stages, from which the messages' dtypes follow."""
+        """Let the model on meta compute in the dtypes of its stages, from which the messages' dtypes follow."""
         imitate(self._blank, stages)
         self._around = tuple(stage.around for stage in stages)
 
@@ -93,7 +93,7 @@ class TransformersModel:
     def __init__(self, config: Any, anatomy: Anatomy, dtype: torch.dtype, wanted: PipelineConfig, pp: int) -> None:
         self.config, self.anatomy, self.dtype = config, anatomy, dtype
         self.weights: Callable[[str], Tensor] | None = None
-        """A tensor by its name; None leaves them without values."""
+        """A tensor by its name; None leaves them without initial values."""
         self._own_loss = wanted.loss_fn is None
         self._sent: list[torch.dtype] = []
         letters = _letters(wanted, anatomy, pp)
@@ -107,7 +107,7 @@ class TransformersModel:
         self.ties = (ends,) if anatomy.tied else ()
 
     def make_stage(self, number: int, device: torch.device) -> CutStage:
-        """The module of a stage, with the weights where there are any."""
+        """The module of a stage, with the weights if there are any."""
         from ppctl.foreign.foreign_stage import ForeignStage
         from ppctl.foreign.library import make_model
 
@@ -235,7 +235,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def whole_config(model: Any) -> tuple[Any, torch.dtype]:
-    """The config and dtype of an instance. Raises ConfigError (PP-E132) where it is not what its config describes."""
+    """The config and dtype of an instance. Raises ConfigError (PP-E132) if it is not what its config describes."""
     from ppctl.foreign.library import make_model
 
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -250,7 +250,7 @@ def whole_config(model: Any) -> tuple[Any, torch.dtype]:
 
 
 def weights_of(model: nn.Module) -> Callable[[str], Tensor] | None:
-    """The weights of an instance by name; None of one on meta."""
+    """The weights of an instance by name; None for an instance on meta."""
     state = model.state_dict(keep_vars=True)
     return None if any(tensor.device.type == "meta" for tensor in state.values()) else state.__getitem__
 

@@ -46,14 +46,14 @@ class _Prepared(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The microbatches of one call, and what the last stage makes of them."""
+    """The microbatches of one call, and what the last stage computes from them."""
 
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     loss_kwargs: dict[str, Any]
     outputs: dict[int, Any] | None
-    """None where nobody asks for them."""
+    """The last stage's outputs by microbatch; None if the caller does not want them."""
     losses: dict[int, Tensor]
 
 
@@ -159,6 +159,7 @@ class TorchSchedule(PipelineScheduleMulti):
     # --- how it runs -------------------------------------------------------------------------------------------------
 
     def _program(self, stage: Any, batch: _Batch, trains: bool) -> StageProgram:
+        """The program of one of torch's stages for one call of `step` or `eval`."""
         index, prepared = stage.stage_index, self._prepared[trains]
 
         def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -181,7 +182,8 @@ class TorchSchedule(PipelineScheduleMulti):
         return StageProgram(index, forward, *edges, around_backward=around, on_deferred=tell)
 
     def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
-        """Tells what has sharded or replicated a stage which of its backwards is the last: as torch's runtime does."""
+        """Tell the wrapper that shards or replicates a stage which of its backwards is the last: as torch's runtime
+        does."""
         module = stage.submod
         if isinstance(module, FSDPModule):
             return partial(_without_sum, module)  # the sum follows in `_reduce`
@@ -283,7 +285,7 @@ def _refuse_others(stages: Sequence[Any]) -> None:
 
 
 def _own(received: Sequence[Tensor], tensor: Tensor) -> Tensor:
-    """A result, copied where it lies in the memory of a received tensor, which other messages will come into."""
+    """A result, copied if it lies in the memory of a received tensor, which other messages will come into."""
     memory = tensor.untyped_storage()._cdata
     return tensor.clone() if any(each.untyped_storage()._cdata == memory for each in received) else tensor
 

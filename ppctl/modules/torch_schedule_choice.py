@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     num_stages: int
     stages: list[int]
     replicated: bool
-    """Whether one of them is in DistributedDataParallel."""
+    """Whether one of the stages is wrapped in DistributedDataParallel."""
     batched: bool
     """Whether messages travel in batches."""
 
@@ -55,7 +55,7 @@ def name_of(schedule: str | PathLike[str] | None, chunks: int) -> str:
 
 
 def schedule_of(asked: list[Asked]) -> Schedule:
-    """The schedule of a training step. Raises ConfigError (PP-E130) where ranks or stages do not fit it."""
+    """The schedule of a training step. Raises ConfigError (PP-E130) if ranks or stages do not fit it."""
     first, pp = asked[0], len(asked)
     for rank, other in enumerate(asked):
         if other[:4] != first[:4]:
@@ -97,7 +97,8 @@ def _named(name: str, place: Placement, num_microbatches: int) -> Schedule:
 
 
 def _last_first(schedule: Schedule) -> Schedule:
-    """The schedule with the backwards of the last microbatch in the place of the first one's, and so on."""
+    """The schedule with the microbatches of backwards in reverse: the last microbatch's in place of the first's, and so
+    on."""
     last = schedule.num_microbatches - 1
     turned = (tuple(a._replace(mb=last - a.mb) if a.op in BACKWARDS else a for a in row) for row in schedule.actions)
     return replace(schedule, actions=tuple(turned))

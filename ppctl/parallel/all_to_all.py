@@ -55,6 +55,8 @@ def start_exchange(
 def _exchanged(
     group: dist.ProcessGroup, sends: Rows, receives: Rows, tensors: Sequence[Tensor], *, small: bool = False
 ) -> tuple[Tensor, ...]:
+    """Exchange rows of several tensors that are divided alike. Unless `small`, a paired action may run until they
+    arrive."""
     sent = [each.contiguous() for each in tensors]
     count = len(sent[0]) if receives is None else sum(receives)
     arrived = tuple(each.new_empty(count, *each.shape[1:]) for each in sent)

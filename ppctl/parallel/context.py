@@ -10,7 +10,7 @@ queries attends to a block of keys (`BlockKernel`), and how whole sequences atte
 * `a2a+p2p`: a HeadExchange within groups of neighbours, around a RingAttention between these groups.
 
 For the first two, blocks' results are merged by their log-sums, and a block's backward takes the merged ones (decision
-42). Kept for the backward are a rank's own queries, keys, values, result and log-sums; keys and values of other ranks
+42). Saved for the backward are a rank's own queries, keys, values, result and log-sums; keys and values of other ranks
 come again. Gradients of keys and values are added up, and travel, in the dtype of these.
 
 Every rank of a group makes the same exchanges in the same order, whatever its documents are; the group has no others.
@@ -75,7 +75,7 @@ class Drops(Protocol):
     """Which probabilities are dropped, by positions: `model/dropped_attention.py`'s DroppedBlocks."""
 
     def of_heads(self, rank: int, heads: int) -> Drops:
-        """The drops of heads [rank * heads, (rank + 1) * heads) of these."""
+        """The draws for heads [rank * heads, (rank + 1) * heads) of these heads."""
 
     def at(self, rows: slice, queries: Tensor, keys: Tensor) -> BlockKernel:
         """The kernel of a block: of these samples, queries and keys at these positions in their rows (int64)."""
@@ -94,13 +94,13 @@ class BlockGroup(NamedTuple):
     keys_values: Tensor
     """[b, groups, tokens, width + values' width]."""
     documents: Lengths | None = None
-    """For a kernel that joins them: all documents of the one block."""
+    """For a kernel that takes several documents in one call: all documents of the one block."""
     halves: Halves | None = None
     """The rank whose halves `keys_values` are; None if they are of whole sequences."""
 
 
 class _Blockwise:
-    """Attention by blocks; subclasses say how keys and values come, and how their gradients go."""
+    """Attention by blocks; subclasses define how keys and values arrive, and how their gradients leave."""
 
     def __init__(self, group: dist.ProcessGroup, kernel: BlockKernel) -> None:
         self.group, self.kernel = group, kernel
@@ -204,7 +204,7 @@ class GatherAttention(_Blockwise):
 class HeadExchange:
     """Each rank gets whole sequences of some heads, `attend`s to them, and gives each rank its halves back.
 
-    Where the groups are not a multiple of the ranks, they are repeated until they are.
+    If the groups are not a multiple of the ranks, they are repeated until they are.
     """
 
     def __init__(self, group: dist.ProcessGroup, attend: Attend) -> None:
@@ -316,8 +316,8 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def _merge(merged: Tensor, log_sums: Tensor, out: Tensor, log_sum: Tensor, *, first: bool) -> None:
-    """Take a block's result into that of the blocks before, in place. A rank's own keys come `first`, for all its
-    queries, so that no log-sum is ever that of nothing."""
+    """Merge a block's result into the result of the blocks before, in place. A rank's own keys come `first`, for all
+    its queries, so that no log-sum is ever that of nothing."""
     if first:
         merged.copy_(out)
         log_sums.copy_(log_sum)

@@ -1,4 +1,4 @@
-"""Gradients of keys and values on their way to the ranks that these are of (`context`).
+"""Gradients of keys and values on their way to the ranks that own these keys and values (`context`).
 
 Knows a process group and blocks. Must not know kernels, or how keys and values came.
 """
@@ -30,7 +30,7 @@ class Hop(NamedTuple):
 
     @classmethod
     def start(cls, sent: Tensor, group: dist.ProcessGroup) -> Hop:
-        """Send to the next rank of the group, and receive as much from the one before."""
+        """Send to the next rank of the group, and receive as much from the rank before."""
         rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
         ops = [
             dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
@@ -47,7 +47,7 @@ class Hop(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of keys and values on their way to the ranks that these are of; subclasses say which way."""
+    """Gradients of keys and values on their way to the ranks that these are of; subclasses define the way."""
 
     def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
         self._own = k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
@@ -56,7 +56,8 @@ class GradientSums:
         self._is_own = True
 
     def add(self, gradients: list[Gradients]) -> None:
-        """Take those of a part's blocks out of the list and add them; parts come in their order, the own one first."""
+        """Take the gradients of a part's blocks out of the list and add them; parts come in order, the rank's own part
+        first."""
         if self._is_own:
             self._is_own = False
             _add(self._own, gradients)
@@ -78,7 +79,7 @@ class RingGradients(GradientSums):
     _hop: Hop | None = None
 
     def total(self) -> Tensor:
-        """The sum for this rank's own keys and values, behind the last hop."""
+        """The sum for this rank's own keys and values, after the last hop."""
         if self._hop is not None:
             hand_over()
             self._own += self._hop.wait()

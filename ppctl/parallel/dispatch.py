@@ -3,7 +3,7 @@
 Knows process groups, which experts each row has, and how many rows each expert gets. Must not know routers, experts or
 the pipeline. Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its
 k-th exchange after the same actions. Groups of their own keep exchanges apart from reductions that run beside the
-pipeline. Counts are under way while rows are sorted, where these go straight to their experts.
+pipeline. Counts are under way while rows are sorted, if these go straight to their experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 class ExpertExchange:
     """Experts in equal runs of neighbours over the ranks of the ep group; each gets as many rows as there are for it.
 
-    Rows go straight to the ranks with their experts or, where `groups` has the axis `ep-outer`, to this rank's place on
+    Rows go straight to the ranks with their experts or, if `groups` has the axis `ep-outer`, to this rank's place on
     every node with some of a row's experts, and from there on within `ep-inner`. Results come back the same way, and
     are summed in the model's own order (`ExpertRuns`), so that both give the bits of one process. Counts of all that is
     exchanged travel ahead, once. The ranks of the etp group divide every expert: between the exchanges each gets the
@@ -65,6 +65,8 @@ class ExpertExchange:
         return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
 
     def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
+        """Send each row once to every node that has some of its experts, distribute it there, and sum what comes
+        back."""
         assert self.group is not None and self.outer is not None  # one is divided by the other
         nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
         own = len(counts) // nodes

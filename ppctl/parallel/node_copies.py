@@ -34,7 +34,7 @@ class NodeCopies(NamedTuple):
     """Copies at this rank's place of every node, sorted by expert; sums of each run of a node are made there."""
 
     there: Tensor
-    """The row of each of those that are sent, by node."""
+    """For each copy that is sent, by node, the number of its row."""
     rows: Tensor
     """[n] the row that arrived, for each copy."""
     places: Tensor
@@ -78,7 +78,7 @@ def across_nodes(
     (weighed,) = all_to_all_together(group, sends, receives, weights.index_select(0, there), small=True)
     under_way.wait()
     by_expert = chosen.flatten().argsort(stable=True)
-    order = by_expert[:copies]  # behind these are experts of other nodes
+    order = by_expert[:copies]  # after these are experts of other nodes
     here, number = chosen < experts, chosen // run
     first = here & torch.cat((here[:, :1], number.diff(dim=1) != 0), 1)
     together = set_places(here, copies)

@@ -1,4 +1,4 @@
-"""Runs of tensors that belong to one rank of a group each: sums that go to the owner, and wholes that come from owners.
+"""Runs of tensors, each owned by one rank of a group: sums go to the owner, and whole tensors come from the owners.
 
 Knows tensors, a group and who owns what. Must not know what they mean. As `shard`, with runs of any length in place of
 equal parts: one `reduce` to every owner, and one `broadcast` from it, which together move what a scatter and a gather
@@ -29,7 +29,7 @@ class ReducedSums(NamedTuple):
     widths: list[int]
 
     def wait(self) -> list[Tensor]:
-        """Waits for the sums; returns of each tensor that of the part that this rank owns, flat."""
+        """Waits for the sums; returns for each tensor the sum of the run that this rank owns, flat."""
         _wait(self.works)
         return list(self.own.split(self.widths))
 
@@ -65,7 +65,7 @@ class OwnedWholes(NamedTuple):
     runs: Sequence[Runs]
 
     def into(self, wholes: Iterable[Tensor]) -> None:
-        """Fill the wholes, one after the other."""
+        """Fill the whole tensors, one after the other."""
         _wait(self.works)
         taken = dict.fromkeys(self.flats, 0)
         for whole, owned in zip(wholes, self.runs, strict=True):

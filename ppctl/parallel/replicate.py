@@ -75,7 +75,7 @@ def _flat(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros where a rank has no gradient: every rank must bring the same buckets."""
+    """Zeros if a rank has no gradient: every rank must bring the same buckets."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 

@@ -1,4 +1,4 @@
-"""Equal parts of tensors over a process group: sums that arrive in parts, and parts that become whole again.
+"""Equal parts of tensors over a process group: reduce-scatter of sums, and all-gather of whole tensors.
 
 Knows tensors and a group. Must not know what they mean. A tensor is read flat, padded to a multiple of the group's
 size n, and cut into n runs; rank r holds the r-th. Every rank of the group makes the same calls.
@@ -27,7 +27,7 @@ class ScatteredSums(NamedTuple):
     own: Tensor
     """Where this rank's parts arrive."""
     row: int | None
-    """The row of `flat` that they are, where it becomes the sum itself."""
+    """The row of `flat` that they are, if it becomes the sum itself."""
     widths: list[int]
 
     def wait(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class GatheredWholes(NamedTuple):
     widths: list[int]
 
     def into(self, wholes: Iterable[Tensor]) -> None:
-        """Fill the wholes, one after the other."""
+        """Fill the whole tensors, one after the other."""
         if self.work is not None:
             self.work.wait()
         for whole, rows in zip(wholes, self.flat.split(self.widths, dim=1), strict=True):

@@ -27,7 +27,7 @@ class TensorParallel:
         self.sequence = sequence
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """All tokens [b, s, ...] of the own [b, s / size, ...]; x itself where every rank has all of them."""
+        """All tokens [b, s, ...] of the own [b, s / size, ...]; x itself if every rank has all of them."""
         if not self.sequence:
             return lambda: x
         own, rows = x.contiguous(), x.new_empty(self.size, *x.shape)

@@ -27,7 +27,7 @@ class TiedUse(NamedTuple):
 
 
 def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequence[int]) -> tuple[TiedUse, ...]:
-    """The uses of the token embedding in canonical order (embedding, output, MTP); () where there is only one.
+    """The uses of the token embedding in canonical order (embedding, output, MTP); () if there is only one.
 
     `pipeline` are the global ranks of the stages' pipeline, by pp_rank.
     """
@@ -51,7 +51,8 @@ class TiedGradients:
         ranks = sorted({use.rank for use in uses})
         self.group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            # Of a rank without a use a group of its own: torch names a group by how many a rank has made, and the next
+            # A rank without a use makes a group of its own: torch names a group by how many a rank has made, and the
+            # next
             # one that all of them make would have two names.
             group = make_group([tuple(ranks) if self.own else (rank,)])
             self.group = group if self.own else None

@@ -1,4 +1,4 @@
-"""From a RunConfig to a Plan: what is derived of it, its schedule made and proved, and all of it priced.
+"""From a RunConfig to a Plan: derives its values, makes and proves its schedule, and prices all of it.
 
 Knows what stands in a Plan, which problems a reader gets, and the lines on what its stages do: whose code runs, which
 have forwards alone, how messages travel, what waits in host memory. Must not know the rules behind them.
@@ -37,7 +37,7 @@ def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *
 
     `provenance` maps dotted keys to where their values came from; whether the user set a value is read there. What is
     wrong but leaves a plan to look at (a schedule that would hang, memory that does not fit) is in `Plan.problems`.
-    Raises ConfigError with all problems where sizes or layout allow no plan.
+    Raises ConfigError with all problems if sizes or layout allow no plan.
     """
     return plan_checked(config, provenance or {}, check(config, provenance or {}), title=title)
 
@@ -52,11 +52,11 @@ def plan_checked(
 ) -> Plan:
     """`build_plan` for a config that `config.checks` has checked: the `problems` that it reported come first.
 
-    Where a schedule is searched for, that of `before` is taken if it is for the same pipeline.
+    If a schedule is searched for, that of `before` is taken if it is for the same pipeline.
     """
     beyond = beyond_limits(config)
     if any(is_size(key) for key in beyond):
-        raise ConfigError(problems)  # they name these values; nothing can be derived from such
+        raise ConfigError(problems)  # these problems name values from which nothing can be derived
     values = ConfigValues(within_limits(config), provenance)
     violations: Violations = []
     derivation = derive(values, violations, before=before)
@@ -173,8 +173,8 @@ def _judge(values: ConfigValues) -> Judge:
 
 
 def _judged(values: ConfigValues) -> Violations:
-    """Violations in values and sizes or, where these are sound, in memory."""
-    # A search takes seconds, and where the even split fits, it finds a layout that fits.
+    """Violations in values and sizes or, if these are sound, in memory."""
+    # A search takes seconds, and if the even split fits, it finds a layout that fits.
     violations: Violations = []
     derivation = derive(values, violations, search=False)
     if violations or derivation is None:
@@ -226,7 +226,7 @@ def _kinds_of(foreign: ForeignModel) -> tuple[Derived, ...]:
 
 
 def forwards_only(frozen: int) -> tuple[Derived, ...]:
-    """Which stages have forwards alone, in words; nothing where all have backwards."""
+    """Which stages have forwards alone, in words; nothing if all have backwards."""
     if not frozen:
         return ()
     which = "stage 0 trains" if frozen == 1 else f"stages 0 to {frozen - 1} train"
@@ -248,7 +248,7 @@ def transport(config: RunConfig, pp: int, pairs: int) -> tuple[Derived, ...]:
 def offloaded(
     config: RunConfig, stages: Sequence[StageSpec], costs: Sequence[StageCost], ranks: Sequence[RankCost]
 ) -> tuple[Derived, ...]:
-    """A line on the bytes that move to the host and back, and their seconds; none where nothing is moved."""
+    """A line on the bytes that move to the host and back, and their seconds; none if nothing is moved."""
     if not any(cost.offloaded_bytes for cost in costs):
         return ()
     slowest = max(costs, key=lambda cost: cost.copy_s)

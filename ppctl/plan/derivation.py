@@ -1,7 +1,7 @@
-"""Derives from a config what its plan is put together from: sizes, layout, batch and choice of schedule.
+"""Derives the parts of a plan from a config: sizes, layout, batch and choice of schedule.
 
-Knows in which order these are derived, and what a search for layout or schedule changes in them. Must not know what
-becomes of them in a Plan.
+Knows in which order the parts are derived, and what a search for layout or schedule changes in them. Must not know how
+a Plan holds them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Derivation:
         return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
 
     def compute_only(self, num_microbatches: int) -> tuple[Schedule, tuple[Derived, ...]]:
-        """The schedule without messages, and the equation of its warm-up where that was chosen."""
+        """The schedule without messages, and the equation of its warm-up if that was chosen."""
 
         def make(extra_warmup: int) -> Schedule:
             return compute_only(self.values, self.choice, self.cut.vpp, num_microbatches, extra_warmup)
@@ -136,7 +136,7 @@ class Derivation:
 def derive(
     values: ConfigValues, violations: Violations, *, search: bool = True, before: Plan | None = None
 ) -> Derivation | None:
-    """Sizes, layout, batch and the choice of schedule; None where one cannot be derived.
+    """Sizes, layout, batch and the choice of schedule; None if one cannot be derived.
 
     Adds all that is wrong to `violations`. Without `search`, `layout=auto` stays the even split, and `auto` as a
     schedule 1F1B. `before` as in `plan_checked`.
@@ -190,14 +190,14 @@ def _choice(
 
 
 def _searched(start: Derivation, before: Plan | None) -> Derivation:
-    """With what a search finds, where the config asks for one."""
+    """With what a search finds, if the config asks for one."""
     if start.choice.searched:
         return _with_found_schedule(start, before)
     return _with_layout(start) if start.values["layout"] == AUTO else start
 
 
 def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
-    """With the best schedule in place of 1F1B; and with the layout that it runs fastest, where that is open, too."""
+    """With the best schedule in place of 1F1B; and with the layout that it runs fastest, if that is open, too."""
     count, sizes = start.batch.num_microbatches, start.sizes
     kept = kept_choice(before, start.cut.layout.canonical(), sizes, count)
     if kept is not None:

@@ -1,4 +1,4 @@
-"""On how many nodes the experts of a token are looked for, of a config and its sizes.
+"""The number of nodes over which a token's copies are sent to its experts, from a config and its sizes.
 
 Knows `parallel.expert_dispatch` and how ranks lie on machines. Must not know groups, prices or how rows travel.
 """
@@ -19,7 +19,7 @@ def ranks_per_node(config: RunConfig, world: int) -> int:
 
 
 def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
-    """Why tokens cannot go to the experts by nodes; None where they can."""
+    """Why tokens cannot go to the experts by nodes; None if they can."""
     per_node, runs = ranks_per_node(config, sizes.world), expert_runs(config.model)
     if sizes.ep == 1 or not config.model.num_moe_experts:
         return "no token leaves its rank for an expert: ep is 1"
@@ -36,7 +36,7 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
 
 
 def dispatch_nodes(config: RunConfig, sizes: ParallelSizes) -> int:
-    """The number of nodes that a dispatch to experts goes by; 1 where every copy of a token goes straight to its rank.
+    """The number of nodes that a dispatch to experts goes by; 1 if every copy of a token goes straight to its rank.
 
     `auto` goes by nodes wherever that is possible.
     """

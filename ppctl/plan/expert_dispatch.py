@@ -20,7 +20,7 @@ DISPATCH = "parallel.expert_dispatch"
 
 
 def derive_dispatch(values: ConfigValues, sizes: ParallelSizes, violations: Violations) -> Iterator[Derived]:
-    """The way of tokens to experts, with its reason; nothing where no token leaves its rank. By node where that is not
+    """The way of tokens to experts, with its reason; nothing if no token leaves its rank. By node if that is not
     possible is a violation."""
     config, chosen = values.config, values[DISPATCH]
     obstacle = dispatch_obstacle(config, sizes)
@@ -44,7 +44,7 @@ def exchanged_again(
     config: RunConfig, sizes: ParallelSizes, held: Callable[[RunConfig], Sequence[RankCost]]
 ) -> tuple[Derived, ...]:
     """A line on exchanges that recomputing `moe` makes again, and whether the device has the memory for `experts`
-    instead; nothing where none is repeated. `held` prices the pp_ranks of another config."""
+    instead; nothing if none is repeated. `held` prices the pp_ranks of another config."""
     train, limit = config.train, device_limit(config, sizes)
     modules = train.recompute_modules or ()
     if train.recompute_granularity != "selective" or "moe" not in modules or sizes.ep * sizes.etp == 1:

@@ -44,9 +44,9 @@ class LayoutCut:
 
 
 def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
-    """The layout. None if there is none that fits; then `violations` say why.
+    """The layout. None if no layout fits; then `violations` has the reasons.
 
-    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none is set.
+    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp if none is set.
     """
     split = compile_split(values, violations)
     if split is not None:
@@ -123,6 +123,7 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
 
 
 def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> LayoutCut | None:
+    """The cut of a layout that the config gives; None, with violations, if it does not fit pp, vpp or the model."""
     pp, vpp = values["pp"], values["vpp"]
     try:
         count = len(PipelineParallelLayerLayout(text, 1).stages)
@@ -133,7 +134,7 @@ def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> 
         violations.append(_disagreement(values, count))
     layout = PipelineParallelLayerLayout(text, pp if count % pp == 0 else 1)
     problems = layout.problems(values["model.num_layers"], values["model.mtp_num_layers"])
-    # Where the stages do not fit pp, the rule that MTP belongs in a rank's last chunk has no meaning yet.
+    # If the stages do not fit pp, the rule that MTP belongs in a rank's last chunk has no meaning yet.
     wrong = [problem for problem in problems if count % pp == 0 or problem.code != "PP-E018"]
     if wrong:
         _adopt(violations, LayoutError(wrong), values)

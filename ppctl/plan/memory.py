@@ -45,7 +45,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def device_of(config: RunConfig) -> Device:
-    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU where the run is on it."""
+    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU if the run is on it."""
     name = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
     return preset(name)
 
@@ -90,14 +90,14 @@ class _LastingBytes(NamedTuple):
     summed: dict[int, int]
     """By stage, bytes of the copy of its gradients while they are summed; empty if no copy is made."""
     tied: int | None
-    """Another use's gradient, beside the state; None where allocators know nothing of backwards."""
+    """Another use's gradient, beside the state; None if allocators know nothing of backwards."""
     buffers: int
 
 
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
-    """Says of a schedule what each pp_rank's device holds; what does not depend on the schedule is computed once."""
+    """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
@@ -141,7 +141,7 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
-        for at in range(schedule.frozen_stages):  # what arrived as a message is not kept: it lies in a buffer for these
+        for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
@@ -152,6 +152,7 @@ def rank_pricer(
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> _LastingBytes:
+    """What a pp_rank with the stages `own` holds during the whole step, and at its end, whatever the schedule."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers) for stage in own)
@@ -174,7 +175,8 @@ def _rank(
 def halves_of(
     config: RunConfig, stages: Sequence[StageSpec], setting: Setting, alive: Sequence[StageActivations]
 ) -> Ends | None:
-    """Bytes that the halves of split backwards free and need on every stage; None where nothing is known of them."""
+    """Bytes that the halves of split backwards free and need on every stage; None if the allocator preset has no
+    figures."""
     if not setting.allocator.backward:
         return None
     model, of_inputs = config.model, setting._replace(deferred=True)
@@ -184,7 +186,7 @@ def halves_of(
 
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:
-    """A line on weights and gradients that are whole only at times; none where they always are."""
+    """A line on weights and gradients that are whole only at times; none if they always are."""
     if sharding_of(config, sizes) != "full":
         return ()
     weights, gradients, rest = map(
@@ -200,7 +202,7 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
 
 
 def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Host memory for copies of what ranks save, in words; nothing where training waits for the disk.
+    """Host memory for copies of what ranks save, in words; nothing if training waits for the disk.
 
     A rank saves the masters and the moments of its parameters, or of its part of them, each as wide as a gradient.
     """
@@ -226,7 +228,7 @@ def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: Par
 def deferred(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
 ) -> tuple[Derived, ...]:
-    """A line on what split backwards leave to W; none where no backward is split."""
+    """A line on what split backwards leave to W; none if no backward is split."""
     if not schedule.split:
         return ()
     setting = setting_of(config, sizes, micro_batch_size)
@@ -258,7 +260,7 @@ def held_bytes(
         count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
     )
     kept = stage_activations(config.model, layers, setting, stage).kept
-    # All that was kept, where nothing is known of what lives in backwards.
+    # All that was kept, if the allocator preset has no figures for backwards.
     later = stage_operands(config.model, layers, setting).kept if setting.allocator.backward else kept
     return Held(state.total + _untrained(config, layers), kept, later)
 
@@ -289,7 +291,7 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         held = passing(
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
-        # Where weights stay whole, what is gathered for a first forward lies beside them until then.
+        # If weights stay whole, what is gathered for a first forward lies beside them until then.
         return held if sharding == "full" else held._replace(weights=0, arriving=held.weights + held.arriving)
 
     return {stage.stage: of(stage.layers) for stage in own}

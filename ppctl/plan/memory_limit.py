@@ -88,7 +88,7 @@ def size_text(size: int) -> str:
 
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
-    """The memory of its device that one rank may use; None where `launch.device_memory` is none, or cannot be read.
+    """The memory of its device that one rank may use; None if `launch.device_memory` is none, or cannot be read.
 
     Ranks that share GPUs are counted as if all ranks of a machine shared a single one: how many it has is not known.
     """
@@ -105,7 +105,8 @@ def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
 def memory_violations(
     values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]], least: bool = False
 ) -> list[Violation]:
-    """The pp_rank with the highest peak, if that is more than the device has. `ranks` is asked where there is a limit.
+    """The pp_rank with the highest peak, if that is more than the device has. `ranks` is called only if there is a
+    limit.
 
     `least` says that they run in the order that holds least.
     Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
@@ -153,7 +154,7 @@ def _usual(values: ConfigValues) -> Iterator[Overrides]:
 def peak_terms(cost: RankCost) -> str:
     """The terms of a pp_rank's peak, in the unit of the peak.
 
-    Listed and not added up where they are not there at the same time: with `full` sharding weights and gradients are
+    Listed and not added up if they are not there at the same time: with `full` sharding weights and gradients are
     the most that is whole at once.
     """
     unit = unit_for(cost.peak_bytes)
@@ -169,6 +170,7 @@ def peak_terms(cost: RankCost) -> str:
 
 
 def _smaller(values: ConfigValues) -> Iterator[Overrides]:
+    """Overrides that may lower the peak, in the order in which they are tried."""
     pp, mbs, ep = values["pp"], values["mbs"], values["ep"]
     if values["pipeline.extra_warmup"] not in (0, "auto"):
         yield {"pipeline.extra_warmup": "auto"}
@@ -193,7 +195,7 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def _experts_again(values: ConfigValues) -> Iterator[Overrides]:
-    """Experts that are computed again from the rows that they got, where neither they nor whole blocks are yet."""
+    """Experts that are computed again from the rows that they got, if neither they nor whole blocks are yet."""
     now = [] if values[GRANULARITY] is None else list(values[MODULES] or DEFAULT_MODULES)
     if values["model.num_moe_experts"] and values[GRANULARITY] != "full" and not {"moe", "experts"} & {*now}:
         yield {GRANULARITY: "selective", MODULES: [*(name for name in now if name != "moe_act"), "experts"]}

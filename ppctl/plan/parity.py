@@ -15,7 +15,7 @@ from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_param
 from ppctl.plan.plan import Plan
 
 _LAW = {"float64": 1e-12, "float32": 1e-6}
-"""max |a - b| / max |b| of a tensor where axes change the order of a sum."""
+"""max |a - b| / max |b| of a tensor if axes change the order of a sum."""
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """The distance from 1 to the next number."""
 _LATER = 1e3
@@ -89,7 +89,7 @@ def axes_that_differ(one: Plan, other: Plan) -> list[str]:
 def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
     """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all.
 
-    Where no axis differs the bits are the same. Where one does, sums are made in another order: 1e-6 in float32, 1e-12
+    If no axis differs the bits are the same. If one does, sums are made in another order: 1e-6 in float32, 1e-12
     in float64, and in narrower numbers as much more as these round. `first`: of the first step, which begins with the
     same weights.
     """

@@ -28,7 +28,7 @@ _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _AS_THEY_ARE = (*_NUMBERS, "name", "layout", "stages", "pp_ranks", "derived", "provenance", "problems")
 _CALLS = "gradient_accumulation_steps"
-_OF_SIZE = tuple(name for name in SmallerBatch._fields if name != "schedule")
+_SMALLER_BATCH_FIELDS = tuple(name for name in SmallerBatch._fields if name != "schedule")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Plan:
     p2p_capacity: int | None = None
     """The capacity that the config asks for on every channel; none lets `lower` choose."""
     limit: DeviceLimit | None = None
-    """Bytes that a rank may hold; None where the config does not say what the device has."""
+    """Bytes that a rank may hold; None if the config does not say what the device has."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
-    """pp_rank -> what one of its ranks sends in a step."""
+    """pp_rank -> what one rank with that pp_rank sends in a step."""
     smaller: tuple[SmallerBatch, ...] = ()
     """The ramp-up sizes of a batch that grows, in their order."""
     derived: tuple[Derived, ...] = ()
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Whether all ranks fit, and one of them with less than 5 % of its memory free."""
+        """Whether all ranks fit, but one rank has less than 5 % of its memory free."""
         return self.limit is not None and self.limit.is_tight(max(cost.peak_bytes for cost in self.pp_ranks))
 
     @property
@@ -147,8 +147,8 @@ class Plan:
             "replicated_params": [stage.replicated_params for stage in self.stages],
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
             "schedule": _without_rows(self.schedule, {_CALLS: self.gradient_accumulation_steps}, times),
-            # Earlier plans have no such key, and most have one size.
-            **({"smaller": [_of_size(each) for each in self.smaller]} if self.smaller else {}),
+            # Earlier plans have no such key, and most plans have one batch size.
+            **({"smaller": [_smaller_batch_json(each) for each in self.smaller]} if self.smaller else {}),
             "timing": self.timing.to_json(),
             "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
             "derived": [fields_of(derived) for derived in self.derived],
@@ -161,7 +161,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
+        """The inverse of `to_json`. Raises ValueError for any text that `to_json` cannot have returned."""
         fields = read(_PlanFile, data)
         if fields["digest"] != _digest_of({key: value for key, value in data.items() if key != "digest"}):
             raise ValueError("its digest does not match its content")
@@ -180,7 +180,7 @@ class Plan:
             smaller=tuple(
                 SmallerBatch(
                     schedule=_schedule(each["schedule"], sizes),
-                    **{name: each[name] for name in _OF_SIZE},  # type: ignore[literal-required]
+                    **{name: each[name] for name in _SMALLER_BATCH_FIELDS},  # type: ignore[literal-required]
                 )
                 for each in fields.get("smaller", ())
             ),
@@ -195,8 +195,12 @@ class Plan:
         return data
 
 
-def _of_size(smaller: SmallerBatch) -> dict[str, Any]:
-    return {**{name: getattr(smaller, name) for name in _OF_SIZE}, "schedule": _without_rows(smaller.schedule, {}, {})}
+def _smaller_batch_json(smaller: SmallerBatch) -> dict[str, Any]:
+    """The entry of one smaller batch in plan.json: its numbers, and its schedule without the actions."""
+    return {
+        **{name: getattr(smaller, name) for name in _SMALLER_BATCH_FIELDS},
+        "schedule": _without_rows(smaller.schedule, {}, {}),
+    }
 
 
 def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[str, float]) -> dict[str, Any]:
@@ -216,7 +220,7 @@ def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[s
 def _rows(schedule: Schedule) -> dict[str, Any]:
     """Each rank's actions, the pairs among them, and how many stages have no backward."""
     rows: dict[str, Any] = {"actions": [" ".join(map(str, row)) for row in schedule.actions]}
-    if schedule.pairs:  # most have none, and earlier plans have no such key
+    if schedule.pairs:  # most plans have no pairs, and earlier plans have no such key
         rows["pairs"] = [str(pair) for pair in sorted(schedule.pairs)]
     if schedule.frozen_stages:
         rows["frozen_stages"] = schedule.frozen_stages
@@ -299,6 +303,7 @@ def _digest_of(executed: Mapping[str, Any]) -> str:
 
 
 def _schedule(data: _Rows, sizes: ParallelSizes) -> Schedule:
+    """The schedule of one entry in plan.json. Raises ValueError if it does not fit `sizes`."""
     if len(data["actions"]) != sizes.pp:
         raise ValueError(f"it has actions of {len(data['actions'])} pp_ranks, and {sizes.pp} pp_ranks")
     return Schedule(
@@ -333,4 +338,4 @@ class RankPlan:
     actions: tuple[Action, ...]
     """The rank's list in the lowered training schedule."""
     in_first_pipeline: bool
-    """Whether its pipeline is that of rank 0, which speaks for the others."""
+    """Whether the rank is in rank 0's pipeline, which reports for all pipelines."""

@@ -53,7 +53,7 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """The cost of every stage from the layers that it holds, in model order.
 
-    `measured` costs take the place of the preset's, kind of layer by kind of layer.
+    `measured` costs replace the costs from the preset, kind of layer by kind of layer.
     """
     price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(own) for own in layers]
@@ -63,7 +63,8 @@ def stage_costs(
 def pricer(
     config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None = None
 ) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
-    """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
+    """Return a function (stage, its layers, whether it is the last stage) -> the stage's cost. Equal layers are priced
+    once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
@@ -77,6 +78,8 @@ def pricer(
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
     def of_stage(stage: int, held: tuple[Layer, ...], last: bool) -> StageCost:
+        """The seconds of a microbatch's passes, the message that it sends, and its bytes, of a stage with the layers
+        `held`."""
         modules = recomputed_modules(train, stage)
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
@@ -128,7 +131,7 @@ def _scales(
 
 
 def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
-    """Summing fp32 gradients: to every rank, or to those that keep a share and then send the new weights back."""
+    """Seconds of summing fp32 gradients: on every rank, or in shards, whose ranks then send the new weights."""
     precision = precision_of(config)
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
@@ -139,7 +142,8 @@ def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
     """Stage costs as a schedule's simulation takes them.
 
-    Gradients are summed behind the other chunks' work; only what a rank finishes last, its first chunk, is waited for.
+    A chunk's gradients are summed while other chunks compute; only what a rank finishes last, its first chunk, is
+    waited for.
     """
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):
@@ -204,7 +208,7 @@ def step_timing(
 
 
 def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Who moves matrices with Muon where ranks share state, in words; nothing where each moves all of its own."""
+    """Who moves matrices with Muon if ranks shard state, in words; nothing if each moves all of its own."""
     if config.optim.name != "muon" or sharding_of(config, sizes) == "none":
         return ()
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]

@@ -39,7 +39,7 @@ class Profile(NamedTuple):
     path: str
     stages: tuple[tuple[tuple[Layer, ...], LayerSeconds], ...]
     message: float | None
-    """Median seconds of a message; none where the run sent none."""
+    """Median seconds of a message; none if the run sent none."""
 
 
 def read_profile(values: ConfigValues, violations: Violations) -> Profile | None:
@@ -127,7 +127,7 @@ def fitted(
 ) -> dict[Kind, LayerSeconds]:
     """The cost of every kind that makes up the measured stages.
 
-    Where stages do not tell kinds apart, they keep the proportions of `prior`: every pass moves each stage's kinds by
+    If stages do not tell kinds apart, they keep the proportions of `prior`: every pass moves each stage's kinds by
     its residue, in proportion to what they were (Kaczmarz), which ends at the nearest costs that explain the stages.
     """
     columns = []
@@ -142,6 +142,8 @@ def fitted(
 def _settled(
     rows: Sequence[tuple[Counter[Kind], float]], start: Mapping[Kind, float], scale: float
 ) -> dict[Kind, float]:
+    """Seconds of each kind that explain the measured stages, by Kaczmarz' method: each row in turn is met exactly, with
+    changes in proportion to `start` x `scale`."""
     weights = {kind: seconds * scale for kind, seconds in start.items()}
     fit = dict(weights)
     for _ in range(ROUNDS):

@@ -27,7 +27,7 @@ GrowingBatch = tuple[Segment, int, BatchSplit]
 
 
 def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
-    """The ramp-up sizes, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
+    """The ramp-up sizes, as a run from its first step meets them; none if one does not fit (`check_sizes`)."""
     if values[RAMPUP] is None:
         return ()
     ramp = []
@@ -97,7 +97,7 @@ def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]
 
 
 def in_words(config: RunConfig) -> tuple[Derived, ...]:
-    """How the batch grows, and how long the run is, where either was given."""
+    """How the batch grows, and how long the run is, if either was given."""
     train, sizes = config.train, BatchSizes.of(config.train)
     lines: list[Derived] = []
     reached = last_steps(sizes.segments, train.steps)

@@ -36,7 +36,7 @@ class RankKind(NamedTuple):
     """pp_ranks whose stages hold the same kinds of layers in the same order."""
 
     pp_ranks: tuple[int, ...]
-    """The first of them is rehearsed: it has the most microbatches in flight."""
+    """The pp_ranks of the kind; the first is rehearsed, because it has the most microbatches in flight."""
     ranks: tuple[int, ...]
     """All global ranks of these pp_ranks, the rehearsed one first."""
 
@@ -144,7 +144,7 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
     """The index of every forward, backward and sum in a list, and the most bytes of activations while it runs.
 
     Each stage holds what was measured of it; the list starts from 0 bytes. The memory of received messages is used
-    again, and never given back: it counts as much as there ever was at once.
+    again, and never given back: it counts with the most bytes that it ever held at once.
     """
     held = waiting = pool = 0
     trained = stages_with_backwards(actions)
@@ -204,7 +204,7 @@ def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> li
         }
 
     def replay(of: Plan, pp_rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The steps before the first sum, and those behind it."""
+        """The steps of a list before the first sum of gradients, and the steps after it."""
         row = of.schedule.actions[pp_rank]
         steps = [*replayed(row, stages_of(pp_rank))]
         end = steady(row).stop
@@ -240,7 +240,7 @@ class Rehearsal:
     config: RunConfig
     plan: Plan
     short: Plan
-    """The plan that was rehearsed: that of the run, with fewer microbatches."""
+    """The plan that was rehearsed: the run's plan with fewer microbatches."""
     measured: tuple[tuple[RankKind, Rehearsed], ...]
 
     @property
@@ -314,6 +314,7 @@ class Rehearsal:
         }
 
     def _rank(self, kind: RankKind, measured: Rehearsed) -> dict[str, Any]:
+        """The report of one rehearsed rank, planned beside measured. Sizes are in bytes."""
         cost, peak = self.cost_of(measured.rank), self.peak_of(measured.rank)
         kept = {memory.stage: memory.kept for memory in measured.stages}
         own = {name: getattr(cost, name) for name in (*_STATE, "peak_bytes")}

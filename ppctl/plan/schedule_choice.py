@@ -1,7 +1,7 @@
-"""Which schedule runs, how far its forwards run ahead, the proof that it can run, and what it would take.
+"""Which schedule runs, how far its forwards run ahead of its backwards, and the proof that it ends in no deadlock.
 
-Knows how a schedule is chosen, proved and priced, and the memory that a longer warm-up takes. Must not know how
-schedules work (`ppctl.schedule`) or layouts.
+Knows how a schedule is chosen, proved and priced, and the memory that a longer warm-up takes. Must not know how a
+schedule is made or executed (`ppctl.schedule`), nor layouts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FROM_FILE = "csv"
 
 
 class Choice(NamedTuple):
-    """A policy's name, and the equation where ppctl chose it; or a schedule from a file or a search."""
+    """A policy's name, with the equation if ppctl chose the policy; or a schedule from a file or a search."""
 
     name: str
     derived: tuple[Derived, ...] = ()
@@ -117,7 +117,7 @@ def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: V
 
 
 def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
-    """Refuse to hide the exchange of experts where there is none, or where no schedule's pairs can hide it."""
+    """Refuse to hide the exchange of experts if there is none, or if no schedule's pairs can hide it."""
     asked = [key for key in (OVERLAP, DELAY) if values[key]]
     if not asked:
         return
@@ -142,7 +142,8 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
 
 
 def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
-    """So few microbatches that ranks hold as much as with all of them: 1F1B, plain or interleaved, repeats itself."""
+    """The least number of microbatches with which ranks hold as much as with all: 1F1B, plain or interleaved, repeats
+    itself."""
     if choice.policy is None or not choice.policy.settles or values["pipeline.extra_warmup"] == "auto":
         return num_microbatches
     pp: int = values["pp"]
@@ -210,7 +211,7 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp.
+    """The chosen policy's schedule, or the file's. A group size counts only if the user set it: else it is pp.
 
     A policy's pairs hide the exchange of experts. Without one they would only wait for two messages in place of one.
     """
@@ -243,7 +244,7 @@ class ProvedSchedule(NamedTuple):
 
 def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> ProvedSchedule:
     """The lowered schedule, without what frozen stages do not need, and all that is wrong with it, or with its
-    forward-only twin where a capacity is set.
+    forward-only twin if a capacity is set.
 
     `plain` has all backwards; only a file may be without those of the frozen stages.
     """
@@ -274,8 +275,11 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> ProvedSchedule:
-    """`proved` for an order that was made to be sound: it is judged only where a capacity is set, which may hold it up,
-    where it is a user's, and where it hangs by itself."""
+    """`proved` for a schedule that a policy or a search made, which is sound by construction.
+
+    The full check runs only if a capacity is set, which may block a send, if the order is from a user's file, or if
+    `lower` finds a deadlock; otherwise the lowered schedule is taken without a check.
+    """
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)
     try:
@@ -288,7 +292,7 @@ def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Prove
 EXTRA = "pipeline.extra_warmup"
 
 CLOSE = 1.005
-"""A step is as good as the best one where it takes at most this much longer: activations are not spent on less."""
+"""A step is as good as the best one if it takes at most this much longer: activations are not spent on less."""
 
 
 def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -> None:
@@ -320,7 +324,7 @@ def decide_warmup(
     make: Callable[[int], Schedule],
     price: Callable[[Schedule], Sequence[RankCost]],
 ) -> tuple[int, tuple[Derived, ...]]:
-    """The extra warm-up, and its equation where it was chosen.
+    """The extra warm-up in forwards, and the equation if ppctl chose it.
 
     `auto` simulates the step at `costs()`, messages included, for 0, the powers of two below pp and pp - 1, and takes
     the smallest that is close to the best among those that fit into launch.device_memory. `make` returns the

@@ -66,7 +66,7 @@ def schedule_in(path: str) -> Schedule:
 
 
 def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int, str] | None:
-    """How many chunks per rank the schedule asks for, where it does; and why."""
+    """How many chunks per rank the schedule asks for, if it does; and why."""
     if schedule is not None:
         stages, pp = schedule.placement.num_stages, schedule.placement.pp
         return max(1, stages // pp), f"{values[CSV]} has {stages} stages on {pp} rows"
@@ -79,7 +79,7 @@ def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int,
 def choose_file(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None, violations: Violations
 ) -> Choice | None:
-    """The schedule of the file, if its rows, stages and microbatches are those of the run."""
+    """The schedule of the file, if its rows, stages and microbatches fit the run."""
     wrong = list(_disagreements(values, schedule, cut, batch))
     violations += wrong
     if wrong:
@@ -101,6 +101,8 @@ def choose_file(
 def _disagreements(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None
 ) -> Iterator[Violation]:
+    """What the config and a schedule from a file say differently: pp, stages or microbatches. A wrong pp hides the
+    rest."""
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:
         message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"

@@ -40,7 +40,7 @@ LESS_THAN_ANY = "PP-E321"
 
 _AGAIN = 3
 """How many searches there are at most, each with less memory and a smaller part of the allowance than the one before,
-where what was found does not fit: its receives and its sums of gradients are known only then."""
+if what was found does not fit: its receives and its sums of gradients are known only then."""
 
 _MARGIN = 0.02
 """Share of a rank's limit that such a search leaves free: memory that it does not count differs between orders."""
@@ -98,7 +98,7 @@ def search_schedule(
 ) -> Searched:
     """Search all ways, with a part of the allowance each; `share` is how many such calls there are.
 
-    Where a device has no room for one microbatch after another, that is the choice.
+    If a device has no room for one microbatch after another, that is the choice.
     """
     device = device_limit(values.config, sizes)
     best: Searched | None = None
@@ -116,9 +116,9 @@ def search_schedule(
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
-    """The schedule of a run's earlier plan, where that is for the same pipeline: a run keeps what was found for it.
+    """The schedule of a run's earlier plan, if that is for the same pipeline: a run keeps what was found for it.
 
-    None where stages are frozen, whose backwards that plan is without: the same search finds the same order.
+    None if stages are frozen, whose backwards that plan is without: the same search finds the same order.
     """
     if plan is None or plan.layout != layout or plan.num_microbatches != num_microbatches:
         return None
@@ -146,7 +146,7 @@ def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice
 
 
 def _alone(way: Way, num_microbatches: int) -> Sequence[RankCost]:
-    """Bytes of the ranks while one microbatch goes through after another: behind the second one nothing is new."""
+    """Bytes of the ranks while one microbatch goes through after another: after the second one nothing is new."""
     return way.rank_costs(lower(one_by_one(way.placement, min(num_microbatches, 2))))
 
 
@@ -187,7 +187,7 @@ class _PlacementSearch:
         self.judged: dict[int, _Timed | None] = {}
 
     def run(self, allowance: int, before: Searched | None) -> Searched | None:
-        """The fastest that fits; None where that is not faster than what another placement gave `before`."""
+        """The fastest that fits; None if that is not faster than what another placement gave `before`."""
         enough = _NEVER if before is None else before[1]
         bound = Lanes.of(self.task).bound()
         if bound >= enough:
@@ -211,7 +211,7 @@ class _PlacementSearch:
         return choice, best.seconds
 
     def _results(self, allowance: int) -> list[FoundSchedule]:
-        """Results within the memory that is left for activations, and within less where the plan does not fit."""
+        """Results within the memory that is left for activations, and within less if the plan does not fit."""
         limits, results = self._limits(), list[FoundSchedule]()
         for search in range(1, 1 + _AGAIN):
             within = [max(pair) for pair in zip(limits, self.task.limits, strict=True)]
@@ -258,7 +258,7 @@ class _PlacementSearch:
         return best
 
     def _timed(self, number: int, plain: Schedule) -> _Timed | None:
-        """A candidate's seconds; None where it does not fit, or hangs at the capacity that is set."""
+        """A candidate's seconds; None if it does not fit, or hangs at the capacity that is set."""
         if min(self._room(plain)) < 0:
             return None  # even without its messages
         proof = self._proof(plain)
@@ -293,6 +293,7 @@ def _within(values: ConfigValues, on_device: bool) -> str:
 
 
 def _equation(best: _Timed, rival: _Timed | None, results: Sequence[FoundSchedule], bound: float, within: str) -> str:
+    """The line on a search in the plan. Seconds are of one schedule call."""
     beside = "no named schedule fits" if rival is None else f"best named {rival.schedule.name} {rival.seconds:.4g} s"
     kind = "V" if best.schedule.placement.kind == "v" else "loop"
     what = "found" if best.schedule.name == AUTO else "as good as any that was found"

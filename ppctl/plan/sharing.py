@@ -23,12 +23,12 @@ from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 
 def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
-    """The kind of data-parallel sharding; `none` where there is no other rank to share with."""
+    """The kind of data-parallel sharding; `none` if there is no other rank to share with."""
     return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 
 
 def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: ParallelSizes) -> Orthogonalised:
-    """The matrices of a pp_rank with stages of these layers that Muon moves; nothing where AdamW moves all."""
+    """The matrices of a pp_rank with stages of these layers that Muon moves; nothing if AdamW moves all."""
     if config.optim.name != "muon":
         return ADAMW_ALONE
     shared = sharding_of(config, sizes) != "none"
@@ -38,7 +38,7 @@ def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: P
 def updating_bytes(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State
 ) -> int:
-    """The most while the optimizer steps, of `state` that is there then; 0 where allocators know nothing of it.
+    """The most while the optimizer steps, of `state` that is there then; 0 if allocators know nothing of it.
 
     Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes.
     """
@@ -58,7 +58,7 @@ def updating_bytes(
 def summed_copies(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> dict[int, int]:
-    """By stage, the bytes of a copy that whole gradients are summed in over replicas; empty where none is made, or
+    """By stage, the bytes of a copy that whole gradients are summed in over replicas; empty if none is made, or
     allocators know nothing of it."""
     if not setting.allocator.backward or sizes.dp * sizes.cp * sizes.edp == 1 or sharding_of(config, sizes) != "none":
         return {}
@@ -69,7 +69,7 @@ def summed_copies(
 def while_summed(
     actions: Sequence[Action], kept: Sequence[int], copies: Mapping[int, int], ends: Ends | None = None
 ) -> int:
-    """The most bytes of activations and such a copy at once: behind the last backward of each stage."""
+    """The most bytes of activations and such a copy at once: after the last backward of each stage."""
     frees = dict.fromkeys(LIFE_ENDS, kept) if ends is None else ends.frees
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     trained = stages_with_backwards(actions)

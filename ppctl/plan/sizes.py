@@ -21,7 +21,7 @@ AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
 
 CALL = "pipeline.pp_batch_size"
-"""Samples of one schedule call on a dp rank. It counts where the user set it: else a step is one call."""
+"""Samples of one schedule call on a dp rank. It counts if the user set it: else a step is one call."""
 
 CONTEXT = "PP-E223"
 """The code of ways to exchange a sequence that do not fit the sizes."""
@@ -59,7 +59,7 @@ def beyond(values: ConfigValues) -> Violations:
 def derive_world(
     values: ConfigValues, violations: Violations
 ) -> tuple[ParallelSizes, tuple[Derived, ...]] | tuple[None, tuple[()]]:
-    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, where it
+    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if it
     cannot be divided so.
 
     One replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio.
@@ -103,6 +103,7 @@ def derive_world(
 
 
 def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:
+    """The violation of a job with more than MOST_RANKS ranks; `equation` shows how many it has."""
     replica = prod(values[axis] for axis in AXES)
     unset: Overrides = {"nodes": None, "gpus_per_node": None}
     one = {axis: 1 for axis in ("tp", "cp", "ep") if values[axis] > 1}
@@ -118,7 +119,7 @@ def _too_many_ranks(values: ConfigValues, equation: str) -> Violation:
 
 
 def check_stages(values: ConfigValues, violations: Violations) -> None:
-    """Refuse more stages than a plan can bear, before anything is made of them."""
+    """Refuse more stages than a plan can bear, before anything is built from them."""
     pp, vpp = values["pp"], values["vpp"] or 1
     if pp * vpp > MOST_STAGES:
         message = f"pp {pp} x vpp {vpp} = {pp * vpp} stages; a plan holds at most {MOST_STAGES}"
@@ -127,6 +128,8 @@ def check_stages(values: ConfigValues, violations: Violations) -> None:
 
 
 def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Violation:
+    """The violation of a world that the axes do not divide (PP-E204), or do not multiply to with a given dp
+    (PP-E203)."""
     replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     code = "PP-E203" if dp else "PP-E204"
     right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"
@@ -180,6 +183,8 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
+    """Overrides with which ep and etp divide the world: other values of ep, no division of experts, or a larger
+    world."""
     for size in nearest_divisors(dense, ep):
         yield {"ep": size}
     yield {"ep": 1, "etp": 1}
@@ -304,7 +309,7 @@ def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pair
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> BatchSplit | None:
     """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
 
-    Where pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
+    If pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
     gradient_accumulation_steps, are a factor more.
     """
     key = "pipeline.pp_microbatch_size"

@@ -1,7 +1,7 @@
 """Megatron's and NeMo's options for splitting the layers, each compiled to a layout.
 
 Knows what each option means in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), and
-is stricter where they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
+is stricter if they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def used_options(values: ConfigValues) -> list[str]:
 
 
 def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, Derived] | None:
-    """The layout that the split options ask for, and its equation; None where there are none or, with a violation, they
+    """The layout that the split options ask for, and its equation; None if there are none or, with a violation, they
     do not fit."""
     used = used_options(values)
     if not used:
@@ -76,6 +76,8 @@ def compile_split(values: ConfigValues, violations: Violations) -> tuple[str, De
 
 
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
+    """The layout string that the split options in `used` make, and its reason. Raises Unfit if they exclude each
+    other."""
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
         raise Unfit(f"a layout already determines what {names} set; use only one of them", {"layout": None})
@@ -127,7 +129,7 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _accounted(values: ConfigValues) -> tuple[list[int], str]:
-    """An even split in which the embedding and the loss count as a layer where that is asked for."""
+    """An even split in which the embedding and the loss count as a layer if that is asked for."""
     layers, pp = values["model.num_layers"], values["pp"]
     extra = [name for key, name in ((EMBEDDING, "the embedding"), (LOSS, "the loss")) if values[key]]
     total = layers + len(extra)
@@ -156,7 +158,7 @@ def _accounted(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
-    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, then split evenly."""
+    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded if asked, then split evenly."""
     layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
         raise Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
@@ -184,7 +186,8 @@ def _by_names(values: ConfigValues) -> str:
 
 
 def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: Anatomy | None) -> tuple[str, ...]:
-    """The letters of each stage (`Ett`) from the names of its modules: those of ppctl's decoder, or of `anatomy`.
+    """The letters of each stage (`Ett`) from the names of its modules: names in ppctl's decoder, or in the model that
+    `anatomy` describes.
 
     The final norm goes with the head. Raises Unfit for unknown names, and for layers that are not all there in order.
     """
@@ -206,6 +209,8 @@ def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: An
 
 
 def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | int]:
+    """The modules of one part: decoder layers as numbers, others by name. Raises Unfit for a name that the model does
+    not have."""
     for name in part:
         if anatomy is not None:
             yield from _foreign_module(number, str(name), anatomy)

@@ -42,11 +42,11 @@ class StageSpec:
     params: int
     """Parameters built here, replicas included."""
     replicated_params: int
-    """How many of these are copies of a parameter with an earlier use (tied output, MTP's embedding)."""
+    """How many parameters are copies of one with an earlier use (tied output, MTP's embedding)."""
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
     flops_backward: int | None = None
-    """Operations of a backward where some weights are frozen; None: those of two forwards."""
+    """Operations of a backward if some weights are frozen; None: those of two forwards."""
 
     @property
     def flops(self) -> int:
@@ -110,7 +110,7 @@ class DeviceLimit(NamedTuple):
 
     @property
     def available_bytes(self) -> int:
-        """For a plan's peak; below 0 where the reserve is larger than the device."""
+        """For a plan's peak; below 0 if the reserve is larger than the device."""
         return self.limit_bytes - self.reserve_bytes
 
     def is_tight(self, peak_bytes: int) -> bool:
@@ -129,13 +129,13 @@ class StageCost(NamedTuple):
     """Time of the activation that it sends; 0 for the last stage."""
     message_bytes: int
     activation_bytes: int
-    """Kept from its forward to its backward."""
+    """Bytes of one microbatch that the stage keeps from its forward to its backward."""
     reduce_s: float = 0.0
-    """Summing its gradients over data-parallel ranks, once a step."""
+    """Seconds of summing the stage's gradients over data-parallel ranks, once a step."""
     offloaded_bytes: int = 0
-    """Moved to the host in its forward, and back in its backward."""
+    """Bytes that move to the host in the stage's forward, and back in its backward."""
     copy_s: float = 0.0
-    """Moving them one way: no forward and no backward is shorter."""
+    """Seconds of moving `offloaded_bytes` one way: no forward and no backward is shorter."""
 
     @property
     def backward_s(self) -> float:
@@ -150,14 +150,14 @@ class Timing:
     priced_by: str = ""
     """The device preset's name, or the profile's file."""
     pipeline_s: float = 0.0
-    """One schedule call: from the first action's start to the last one's end."""
+    """Seconds of one schedule call, from the first action's start to the last action's end."""
     optimizer_s: float = 0.0
     tokens_per_s: float = 0.0
     tokens_per_s_per_device: float = 0.0
     tflops_per_device: float = 0.0
     """Model FLOPs, as metrics.jsonl counts them."""
     mfu: float | None = None
-    """Against the preset's dense bf16 peak; none where that is not known."""
+    """Against the preset's dense bf16 peak; none if that is not known."""
     bubbles: tuple[float, ...] = ()
     """pp_rank -> the share of the pipeline's time in which it does not compute."""
     critical: tuple[tuple[str, float], ...] = ()
@@ -179,11 +179,11 @@ class SmallerBatch(NamedTuple):
     """Steps of a batch that still grows, all of one size."""
 
     step: int
-    """Completed steps before the first of them, in a run from its first step."""
+    """Completed steps before the first step of this size, in a run from its first step."""
     steps: int
     """How many there are, had the run no end."""
     sample: int
-    """Samples consumed before the first."""
+    """Samples consumed before the first step of this size."""
     size: int
     """Samples of each step."""
     num_microbatches: int

@@ -1,4 +1,4 @@
-"""A config with the source of each value, and its broken rules before they become problems: what might mend each.
+"""A config with the source of each value, and its broken rules before they become problems, with remedies to try.
 
 `ConfigValues` says what the config would be with more overrides on the command line, and `as_problems` keeps only
 advice that works: everything is derived again with each candidate. Knows dotted keys, aliases and provenance texts.

@@ -1,4 +1,4 @@
-"""The mean of the weights of several checkpoints of one model, whatever cut wrote each.
+"""The mean of the weights of several checkpoints of one model, which may be written by different cuts.
 
 Knows names, shapes and dtypes, not what they mean. One tensor of each is in memory at a time. Source: Izmailov et al.
 2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
@@ -24,7 +24,7 @@ def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
     """Write the mean of the sources' weights as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
 
     Sums are made in float64, in the order of the sources, and rounded once. Optimizer states are left out. Raises
-    ConfigError (PP-E525 where `out` is taken) and CheckpointError: PP-E531, naming every tensor that is not in all
+    ConfigError (PP-E525 if `out` is taken) and CheckpointError: PP-E531, naming every tensor that is not in all
     sources with one shape and dtype, or whose values are no floats and not equal; and as reading does.
     """
     manifests = [read_manifest(path) for path in sources]
@@ -67,6 +67,8 @@ def _differences(first: Manifest, other: Manifest) -> Iterator[str]:
 
 
 def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
+    """The mean of a tensor, computed in float64 and rounded once. Raises CheckpointError (PP-E531) if integers
+    differ."""
     first = readers[0].tensor(name)
     floating = first.is_floating_point()
     total = first.to(torch.float64, copy=True) if floating else first

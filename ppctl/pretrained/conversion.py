@@ -1,4 +1,4 @@
-"""A conversion in either direction: a checkpoint of weights alone, the weights of a checkpoint, and what was done.
+"""What imports and exports have in common: a checkpoint of weights alone, a checkpoint's weights, and the report.
 
 Knows which part of a checkpoint is weights, and how a directory is written whole or not at all. Must not know the
 other program's format.
@@ -39,14 +39,14 @@ class Done:
 
     path: Path
     family: str
-    """The model_type of the family; empty where it did not matter."""
+    """The model_type of the family; empty if it did not matter."""
     parameters: int
     tensors: int
     bytes: int
     tokenizer: str = ""
-    """A line about the tokenizer's files, where such are written."""
+    """A line about the tokenizer's files, if such are written."""
     settings: str = ""
-    """A line about what was kept of the directory that the weights came from, where they came from one."""
+    """A line about what was kept of the directory that the weights came from, if they came from one."""
     left: str = ""
     """A line about tensors that are no weights and were left out."""
     quantised: str = ""
@@ -72,7 +72,7 @@ def write_weights(
     """Write weights as the checkpoint `out`/checkpoints/step-0, with which a run begins at step 0.
 
     `specs` are on the meta device, by canonical name; `read` is called for each once; `lines` are those of `Done`.
-    Raises ConfigError (PP-E525 where `out` is taken) and what `read` raises.
+    Raises ConfigError (PP-E525 if `out` is taken) and what `read` raises.
     """
     counter = count(1)
 
@@ -90,9 +90,9 @@ def write_weights(
 
 
 class SavedWeights:
-    """The weights in a checkpoint, by canonical name; in `dtype` where it is not None, but those that balance experts.
+    """The weights in a checkpoint, by canonical name; in `dtype` if it is not None, but those that balance experts.
 
-    Without `mtp` they are those of the model without multi-token prediction.
+    Without `mtp` the weights of multi-token prediction are left out.
     """
 
     def __init__(self, path: Path, *, dtype: torch.dtype | None, mtp: bool) -> None:
@@ -114,7 +114,7 @@ class SavedWeights:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype that is wanted of each tensor. Raises CheckpointError where the checkpoint lacks one (PP-E502)."""
+        """The dtype that is wanted of each tensor. Raises CheckpointError if the checkpoint lacks one (PP-E502)."""
         records = {name: self.manifest.tensors.get(f"model.{name}") for name in self.shapes}
         wrong = [name for name, shape in self.shapes.items() if getattr(records[name], "shape", None) != shape]
         if wrong:
@@ -132,7 +132,7 @@ class SavedWeights:
 def new_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that becomes `out` if all goes well, and is removed if not.
 
-    Raises ConfigError (PP-E525) where `out` is taken.
+    Raises ConfigError (PP-E525) if `out` is taken.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         message = f"{out} exists already, and is not overwritten"

@@ -1,10 +1,10 @@
-"""From a distributed checkpoint of torchtitan's or Megatron-core's to one of ours, one tensor at a time, bit for bit.
+"""Converts a distributed checkpoint (DCP) of torchtitan or Megatron-core to ppctl's, tensor by tensor, bit for bit.
 
-Knows torch's files (`.metadata`, which says which bytes of which file are which part of a tensor, and data, each part
-by itself as `torch.save` writes it), the classes that DCP and Megatron-core put into `.metadata`, and how tensors are
-found by our names. Must not know the command line, ranks or modules. Sizes are the config's: such a checkpoint does not
-tell them in a form that can be read without its program. `.metadata` is a pickle, which is read without running what it
-says; parts are read by torch with `weights_only`.
+Knows torch's files: `.metadata` maps each part of a tensor to a file and its bytes there, and data files hold each part
+as `torch.save` writes it. Knows the classes that DCP and Megatron-core put into `.metadata`, and how tensors are found
+by ppctl's names. Must not know the command line, ranks or modules. The model's sizes come from the config, because such
+a checkpoint does not record them in a form that other programs can read. `.metadata` is a pickle: it is read without
+running any code in it, and torch reads the parts with `weights_only`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes nothing but `_CLASSES`. Raises UnpicklingError naming any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class, or one that does nothing in place of Megatron-core's."""
+        """Return the class, or in place of a class of Megatron-core's one that does nothing."""
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing."):
@@ -87,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read the index of a checkpoint. Raises OSError, and ValueError where it is damaged or names other classes."""
+    """Read the index of a checkpoint. Raises OSError, and ValueError if it is damaged or names other classes."""
     try:
         with open_regular(directory / METADATA) as stream:
             index = _Unpickler(stream).load()
@@ -104,7 +104,7 @@ class DcpReader:
     """Reads boxes of the tensors of one checkpoint. Holds the parts that it read last, one of each tensor's."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError (PP-E532) where `.metadata` is missing, damaged or names other classes."""
+        """Raises CheckpointError (PP-E532) if `.metadata` is missing, damaged or names other classes."""
         self.path = path
         try:
             metadata = read_metadata(path)
@@ -125,7 +125,7 @@ class DcpReader:
         return tuple(record.size), record.properties.dtype
 
     def read(self, key: str, box: Box) -> Tensor:
-        """The values of a box of a tensor. Raises CheckpointError (PP-E532) where they cannot be read."""
+        """The values of a box of a tensor. Raises CheckpointError (PP-E532) if they cannot be read."""
         record = self.tensors[key]
         out = torch.empty(box.shape, dtype=record.properties.dtype)
         filled = 0
@@ -185,14 +185,14 @@ class _Stored(NamedTuple):
     """All of the matrix in which it is."""
     rows: RowBlock | None
     dim: int
-    """The dim of the matrix' rows: behind the indexes of layer and expert."""
+    """The dim of the matrix' rows: after the indexes of layer and expert."""
 
 
 def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, *, megatron: bool) -> Done:
     """Write the weights of a distributed checkpoint as `out`/checkpoints/step-0, in their own dtypes.
 
-    Optimizer states and what is no tensor are left out. Raises ConfigError (PP-E525 where `out` is taken) and
-    CheckpointError: PP-E532 where the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown
+    Optimizer states and what is no tensor are left out. Raises ConfigError (PP-E525 if `out` is taken) and
+    CheckpointError: PP-E532 if the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown
     or of another shape than the model's.
     """
     reader = DcpReader(source)
@@ -260,7 +260,7 @@ def _candidates(place: MegatronPlace) -> Iterator[tuple[str, tuple[int, ...], Ro
 
 
 def _stacked(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A key with its layer and expert in it, or as indexes in front."""
+    """A tensor's key with layer and expert in its text, or with both as indexes in front."""
     experts = STACKED_EXPERT.fullmatch(key)
     for each, behind in [(key, ()), *([(f"{experts[1]}.{experts[3]}", (int(experts[2]),))] if experts else [])]:
         yield each, behind

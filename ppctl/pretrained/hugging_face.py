@@ -55,8 +55,8 @@ def import_directory(
 ) -> Done:
     """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
 
-    `described` is the model where its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
-    where `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
+    `described` is the model if its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
+    if `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
     """
     opened = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
     model, model_type, specs, read = opened
@@ -169,7 +169,7 @@ def _export_adapters(
 def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> None:
     """Read back what was written: config.json, and every name, shape, dtype and number of bytes.
 
-    Raises CheckpointError (PP-E523) where it is not what was to be written.
+    Raises CheckpointError (PP-E523) if it is not what was to be written.
     """
     stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
     written = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
@@ -185,10 +185,10 @@ def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> Non
 
 def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> tuple[Mapping[str, Any], str]:
     """Copy the source's generation_config.json into `out`; returns the keys of its config.json that are not ours, and a
-    line for people, which is empty where the weights came from no directory.
+    line for people, which is empty if the weights came from no directory.
 
     Without a `family` the model's code is transformers', and all keys of its config are written already.
-    Numbers of tokens (`eos_token_id`) are left out where training took another tokenizer than the source's.
+    Numbers of tokens (`eos_token_id`) are left out if training took another tokenizer than the source's.
     """
     source = _source(state)
     if source is None:
@@ -212,7 +212,7 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
 
 
 def _source(state: Mapping[str, Any]) -> Path | None:
-    """The directory with which training began, also where that was by way of other checkpoints."""
+    """The directory with which training began, even if that was by way of other checkpoints."""
     *_, last = (None, *lineage(state))
     return None if last is None or (last / STATE).is_file() else last
 

@@ -58,7 +58,7 @@ class DirectoryReader:
     def check_copies(self) -> None:
         """Compare the stored copies of tables with their originals: training keeps one of them.
 
-        Raises CheckpointError (PP-E524) naming those that differ.
+        Raises CheckpointError (PP-E524) naming the copies that differ.
         """
         directory = self.directory
         unequal = [name for name, of in directory.copies.items() if not torch.equal(self.stored(name), self.tensor(of))]
@@ -95,7 +95,7 @@ reads weights where they lie, and products of the same numbers round by their pl
 def write_shards(directory: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor], shard: int = SHARD) -> int:
     """Write whole `tensors`, which come in the order of `parts`, and after them the index; returns the bytes of all.
 
-    Raises ValueError where a tensor is not what its part says.
+    Raises ValueError if a tensor is not what its part says.
     """
     files = list(_cut(parts, shard))
     values = iter(tensors)

@@ -62,7 +62,7 @@ def export_dcp(
 ) -> Done:
     """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps that of the checkpoint.
 
-    Raises ConfigError (PP-E525 where `out` is taken) and CheckpointError (PP-E502, PP-E503).
+    Raises ConfigError (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503).
     """
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     model, dtypes, counter = weights.model, weights.dtypes, count(1)
@@ -114,7 +114,7 @@ def _megatron_parts(
 
 
 def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """A key without its layer and expert, their numbers, and which ones they are."""
+    """A tensor's key without layer and expert; how many of each there are; and the tensor's own numbers."""
     extents, front = list[int](), list[int]()
     if expert := STACKED_EXPERT.fullmatch(key):
         key = f"{expert[1]}.{expert[3]}"

@@ -1,4 +1,4 @@
-"""The live state of a rank: what it turns to, how long each phase of its start took, and whether its time is over.
+"""The live state of a rank: what it does now, how long each phase of its start took, and whether its time is over.
 
 Knows clocks, the process's age, SLURM's end of a job, and who follows a rank's states. Must not know what a phase does,
 nor what a stop does. A run's time ends with its job's limit, or with `train.exit_after`.
@@ -65,9 +65,9 @@ class TimeLeft:
     """When the scheduler ends the job, in seconds since the epoch."""
     clock: Callable[[], float] = time.time
     slowest_save: float | None = None
-    """Seconds; None before the first one."""
+    """Seconds of the slowest save so far; None before the first save."""
     saved_bytes: int = 0
-    """The size of a save: by it the first one is timed in advance."""
+    """Bytes of a save, from which the time of the first save is estimated."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     """Seconds of the last steps."""
     _doing: tuple[str, float] | None = None

@@ -44,7 +44,7 @@ class StopRequest:
         self.asked = self.asked or number
 
     def __call__(self) -> int:
-        """The number of the first such signal; 0 before one comes."""
+        """The number of the first signal that came; 0 before a signal comes."""
         return self.asked
 
 

@@ -94,13 +94,13 @@ def meet(own: OwnRank, patience: timedelta = START_UP) -> Store:
 
 def sealed(store: Store, run: RunDir, *, reported: bool = False) -> SealedStore:
     """The store with the secret of the run's newest start. `reported` and the errors are those of `secret_of`."""
-    # A number alone would be that of another job's start, whose secret is still in its run directory, as well.
+    # A number alone may also be the number of another job's start, whose secret is still in its run directory.
     start = [os.environ.get(name, "") for name in (_TORCHRUN, "MASTER_PORT", _START)]
     return SealedStore(store, secret_of(run, reported=reported), " ".join(start))
 
 
 def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
-    """The store that torch's groups connect through: a file in the node's `directory` where that is every rank's.
+    """The store that torch's groups connect through: a file in the node's `directory` if that is every rank's.
 
     Other users of the machine reach no file of that directory, and any port. A collective over ranks that have all
     come, on `hosts`.
@@ -117,7 +117,7 @@ def _start(store: Store, own: OwnRank, patience: timedelta) -> int:
 
     The entries of an earlier start are addresses at which no process listens any more, and a run that may be another
     one. Rank 0 counts. Every other rank takes the newest number, or waits for the next one: if it has had that number
-    before, and where that start's rank 0 has not found all of its ranks and never will, because a later one counts on.
+    before, and if that start's rank 0 has not found all of its ranks and never will, because a later one counts on.
     (torchrun's own count does not serve: each of several agents has one of its own.)
     """
     if own.rank == 0:

@@ -128,7 +128,7 @@ def gather_costs(session: Session, spans: list[Span]) -> dict[str, Any] | None:
     """The content of profile.json, on rank 0: seconds of one microbatch's forward and backward by stage over the last
     steps, and of the last step's messages by channel (`message_times`). A collective over the world.
 
-    `spans` are those of this rank in the last step; empty on all replicas but the first.
+    `spans` are this rank's spans in the last step; empty on all replicas but the first.
     """
     totals, plan = session.pipeline.totals, session.plan
     forward, backward = _medians([step.forward for step in totals]), _medians([step.backward for step in totals])
@@ -201,6 +201,8 @@ def _was_replaced(run: RunDir) -> bool:
 
 
 def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) -> RankFailure:
+    """The record of an error for errors/: of an EngineError its cause, with stage and action; of several problems the
+    first, and the others as text."""
     action = error.action if isinstance(error, EngineError) else None
     cause = error.__cause__ or error if isinstance(error, EngineError) else error
     problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]

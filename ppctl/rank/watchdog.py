@@ -1,4 +1,4 @@
-"""No rank waits for ever: each has an alarm, on every node one rank watches the job, and a hang leaves its traces.
+"""Ends a job that hangs: each rank has an alarm, on every node one rank watches the job, and a hang leaves traces.
 
 Knows what to do when nothing has moved for too long: name the rank that all wait for, let every rank write the stacks
 of its threads and torch's flight records, end them. Must not know how that is judged (`ppctl.hang`). ppctl's own
@@ -105,6 +105,8 @@ class NodeWatch:
         return None
 
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
+        """Judge the job from what all hosts published: if nothing has moved for too long, write the verdict and leave.
+        The record that carries the verdict is published before this node's ranks are ended."""
         hosts = (self.run.heartbeats() if self._hosts else {}) | {host: dict(record)}
         now = time.time()
         states = published_states(hosts, now, math.inf)

@@ -1,7 +1,7 @@
 """The program of one rank, in the order in which it happens.
 
     python -m ppctl.rank.worker --run DIR        started by ppctl's launcher: config and plan are in the run directory
-    python -m ppctl.rank.worker --submitted DIR  the same in a job of SLURM's, where no launcher of ppctl's watches
+    python -m ppctl.rank.worker --submitted DIR  the same in a job of SLURM's, if no launcher of ppctl's watches
     python -m ppctl.rank.worker --publish DIR    rank 0 of another launcher's ranks: gives config and plan to the others
     python -m ppctl.rank.worker --join           every other such rank
         --json                                   rank 0 prints one object on stdout, and all else on stderr
@@ -233,7 +233,7 @@ class _RankProcess:
         return lambda: WriterAddress(str(store.get(name)), key)
 
     def _watch(self, limits: Limits) -> NodeWatch:
-        """The watch over the job on a node, where no launcher of ppctl's watches it."""
+        """The watch over the job on a node, if no launcher of ppctl's watches it."""
         run, plan = self.shared.run, self.shared.plan
         tried = checkpoint_folder.candidates(self.shared.config.checkpoint.resume, run.checkpoints)
         return NodeWatch(run, plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))

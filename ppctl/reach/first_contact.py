@@ -46,7 +46,7 @@ class Contact(NamedTuple):
     """A message or a collective of several ranks."""
 
     name: str
-    """Its name for a person: `channel 0->1 F`, `group dp`."""
+    """The contact's name for a person: `channel 0->1 F`, `group dp`."""
     ranks: tuple[int, ...]
     """Global ranks; of an edge the sender first."""
     run: Callable[[], None]
@@ -108,7 +108,7 @@ def group_contacts(
 
 
 def _gloo(group: ProcessGroup) -> Transport | None:
-    """The group's gloo backend; None where CPUs have none, or another one."""
+    """The group's gloo backend; None if CPUs have none, or another one."""
     try:
         backend = group._get_backend(_CPU)
     except RuntimeError:
@@ -169,7 +169,7 @@ class FirstContact:
     rank: int
     world: int
     host: str
-    """This rank's."""
+    """The host of this rank."""
     patience: float
     """Seconds to wait for all ranks to arrive: they build their stages at different speeds."""
     _entries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class FirstContact:
         raise DeadEdge(Problem("PP-E707", message, _REMEDY))
 
     def _dead_contact(self, at: list[Any]) -> tuple[list[int], str]:
-        """Its ranks, and a message.
+        """The ranks of the contact that is dead, and a message.
 
         From contact to contact: the one in which all its ranks wait, or of which one rank has written nothing.
         """
@@ -249,6 +249,8 @@ class FirstContact:
 def _make_all(
     contacts: Sequence[Contact], results: SimpleQueue[list[float] | Exception], enter: Callable[[], None]
 ) -> None:
+    """Run each contact `_ROUNDS` times and put its seconds into `results`; an exception is put there instead, and ends
+    the work. Runs in a thread."""
     enter()
     for contact in contacts:
         times = []

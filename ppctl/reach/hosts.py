@@ -96,7 +96,7 @@ async def _why_unreached(host: str, port: int, limit: float) -> str | None:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """The kind of an address: IPv6 where it has colons."""
+    """The kind of an address: IPv6 if it has colons."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -1,4 +1,4 @@
-"""How fast messages between neighbours are: `python -m ppctl.reach.probe`, started once per rank.
+"""`python -m ppctl.reach.probe`, started once per rank: measures messages between neighbouring ranks.
 
 Knows the rank variables, gloo and NCCL. Must not know runs, plans or configs. Rank 0 prints JSON objects, one a line.
 The first: versions, and a row for every edge of the ring, measured one edge at a time: seconds of a message of 4 bytes,
@@ -36,7 +36,7 @@ _ROUNDS = 5
 
 
 def main() -> int:
-    """Measure; 0 where every edge answered, else 1."""
+    """Measure; 0 if every edge answered, else 1."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = device_of(rank, world, os.environ, torch.cuda.device_count())
     if device.type == "cuda":

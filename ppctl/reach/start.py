@@ -41,8 +41,9 @@ Exchanges = Mapping[str, Collection[str]]
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
     """Make the default process group on `backends` (`ppctl.host.devices`): gloo for messages between CPUs among them.
 
-    A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long its
-    backends wait for other ranks, and those of every group that is made later. Raises DeadEdge (PP-E707).
+    A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long
+    backends wait for other ranks, in the world's group and in every group that is made later. Raises DeadEdge
+    (PP-E707).
 
     By itself gloo connects every rank of a group with every other one: 2,047 sockets a rank in a world of 2,048, more
     than the usual limit of 1,024 files, and addresses that all go through rank 0's store (16 KiB a rank, which every
@@ -93,6 +94,7 @@ def _contacts(
     ties: ProcessGroup | None,
     exchanges: Exchanges,
 ) -> list[Contact]:
+    """The messages to try between this rank and others, in the one order that all ranks follow."""
     contacts, channels = list[Contact](), list[Contact]()
     if communicator is not None:
         channels = channel_contacts(communicator.ends, communicator.pp_group, communicator.device)
@@ -141,7 +143,7 @@ _KINDS: Mapping[str, type[PpctlError]] = {"PP-E707": DeadEdge, "PP-E709": Traini
 
 
 class _Absent(Exception):
-    """Raised where ranks have not written their entries in time; the text names them."""
+    """Raised if ranks have not written their entries in time; the text names them."""
 
 
 def call_roll(
@@ -150,8 +152,8 @@ def call_roll(
     """The hosts, in the order of their first ranks, once every rank has come and nothing is wrong.
 
     `digest` stands for the run that this rank has. All times are in seconds: ranks have `patience` to come, hosts
-    `edge_limit` to reach each other. Every rank raises the same: TrainingError (PP-E709) where some did not come,
-    ConfigError (PP-E742) where they have different runs, DeadEdge (PP-E707) where one host does not reach another.
+    `edge_limit` to reach each other. Every rank raises the same: TrainingError (PP-E709) if some did not come,
+    ConfigError (PP-E742) if they have different runs, DeadEdge (PP-E707) if one host does not reach another.
     """
     server, address = listen()
     with server:
@@ -174,7 +176,8 @@ def call_roll(
 
 
 def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) -> dict[int, Any]:
-    """The entries of these ranks under `what`. Raises _Absent naming those that have not in `patience` seconds."""
+    """The entries of these ranks under `what`. Raises _Absent naming the ranks that have not written in `patience`
+    seconds."""
     keys = {rank: f"{_KEY}/{what}/{rank}" for rank in ranks}
     try:
         store.plain.wait([*keys.values()], timedelta(seconds=patience))

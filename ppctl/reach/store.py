@@ -1,9 +1,9 @@
-"""The store through which ranks find each other, and values of ours in it that have proofs.
+"""The store through which ranks find each other, and ppctl's authenticated values in it.
 
-Knows the rank variables, and who serves a store: a file where the ranks are on one machine, else a port of rank 0's.
+Knows the rank variables, and who serves a store: a file if the ranks are on one machine, else a port of rank 0's.
 torch's own rendezvous listens on all addresses of a machine; here rank 0 binds one address and hands the socket over.
 
-Whoever reaches the port of torch's store reads and writes in it. So every value of ours is JSON, and stands behind an
+Whoever reaches the port of torch's store reads and writes in it. So every value of ours is JSON, and stands after an
 HMAC over the start, the key and the value; its secret is known to the ranks alone (`ppctl.runs.run_starts`). Counts
 (`add`) carry no proof: whoever changes one can delay or end a start, and nothing else. What torch itself keeps in the
 store is not sealed (SECURITY.md).
@@ -39,8 +39,8 @@ _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 def connect(rank: int, world: int, patience: timedelta) -> Store:
     """The store of the ranks: in the directory of ppctl's launcher, else at MASTER_ADDR, MASTER_PORT.
 
-    Raises TrainingError within `patience`: PP-E708 where the store is not reached, PP-E709 where other ranks do not
-    come; ConfigError (PP-E605) where rank 0 cannot have the port.
+    Raises TrainingError within `patience`: PP-E708 if the store is not reached, PP-E709 if other ranks do not
+    come; ConfigError (PP-E605) if rank 0 cannot have the port.
     """
     if NODE_DIRECTORY in os.environ:
         return file_store(Path(os.environ[NODE_DIRECTORY]), world)
@@ -74,7 +74,7 @@ def _at_port(host: str, port: int, rank: int, world: int, patience: timedelta) -
 def _listen_as(host: str, port: int) -> socket.socket:
     """A listening socket on this machine's address that `host` names, never on all addresses.
 
-    Where the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
+    If the name stands for the loopback here (Debian's 127.0.1.1), or for a machine in front of this one, it is the
     address of gloo, which other hosts must reach as well. Raises OSError.
     """
     rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ def _listen_as(host: str, port: int) -> socket.socket:
 
 
 def _why_no_store(text: str, rank: int, waited: float) -> Problem | None:
-    """The problem in an error of the rendezvous; None where it is of another kind (a port in use)."""
+    """The problem in an error of the rendezvous; None if it is of another kind (a port in use)."""
     joined = re.search(r"(\d+)/(\d+) clients joined", text)
     if joined is not None:
         message = f"only {joined[1]} of {joined[2]} ranks reached the store on {host_name()} within {waited:g} s"
@@ -130,7 +130,7 @@ class SealedStore:
         self.plain.set(key, self._proof(key, text) + text)
 
     def get(self, key: str) -> Any:
-        """The value, once it is there. Raises TrainingError (PP-E776) where no rank of this start wrote it."""
+        """The value, once it is there. Raises TrainingError (PP-E776) if no rank of this start wrote it."""
         proof, text = halves(self.plain.get(key))
         if not hmac.compare_digest(proof.encode(), self._proof(key, text).encode()):
             raise TrainingError(unproved(key))

@@ -85,7 +85,7 @@ def finite(value: Any) -> Any:
 
 
 def read(kind: type[T], value: Any) -> T:
-    """`value`, which is what `json` makes of a text, as `kind`. Raises ValueError with its place and its rule."""
+    """`value`, which is what `json` reads from a text, as `kind`. Raises ValueError with its place and its rule."""
     parsed: T = _reader(cast(Any, kind))(value)
     return parsed
 
@@ -180,7 +180,7 @@ def _mapping(key: _Read, inner: _Read) -> _Read:
 
 def _object(kind: Any) -> _Read:
     """For a class with annotated fields. One that has a default, or may be left out of a TypedDict, may be missing;
-    null is missing, too, where it is no value."""
+    null is missing, too, if it is no value."""
     keeps, known = is_typeddict(kind), get_type_hints(kind, include_extras=True)
     if keeps:
         optional = kind.__optional_keys__ | {name for name, each in known.items() if get_origin(each) is NotRequired}

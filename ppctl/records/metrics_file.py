@@ -1,4 +1,4 @@
-"""metrics.jsonl as it grows: every record once, also of a file of gigabytes or of lines that are none.
+"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record.
 
 Must not know the run, nor what the figures mean.
 """
@@ -21,11 +21,11 @@ _TAIL = 2**18
 """Bytes that are read at the end of a file at least."""
 _MOST_OF_A_RECORD = 2**11
 _MOST_DAMAGED = 1000
-"""Lines that are none, after which the rest is not read: a file of 200 MB may have as many."""
+"""Lines without a record after which the rest is not read: a file of 200 MB may have as many."""
 
 
 class MetricsFile:
-    """Reads what was added since it read last; at first all, or at least the `last` so many records."""
+    """Reads what was added since it read last; at first all records, or at least the last `last` ones."""
 
     def __init__(self, path: Path, damaged: Callable[[object], None], *, last: int | None = None, at: int = 0) -> None:
         """`damaged` takes the reason why the file, or the first such line, was left out."""
@@ -46,7 +46,7 @@ class MetricsFile:
 
     def drop_from(self, step: int) -> None:
         """Cut the file before its first record of `step` or later, and before a last line without an end. It is read
-        from the end on. Raises OSError where it is no file."""
+        from the end on. Raises OSError if it is no file."""
         with open_regular(self._path, follow=False) as file:
             size, self._tail = os.fstat(file.fileno()).st_size, _TAIL
             while True:
@@ -58,7 +58,7 @@ class MetricsFile:
         os.truncate(self._path, next((begin for begin, record in records if record["step"] >= step), self._at))
 
     def _added(self, file: BufferedReader) -> list[tuple[int, dict[str, Any]]]:
-        """Each record that was added, behind the byte where it begins."""
+        """Each record that was added, after the byte where it begins."""
         records: list[tuple[int, dict[str, Any]]] = []
         faults: list[str] = []
         size = os.fstat(file.fileno()).st_size

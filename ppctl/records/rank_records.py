@@ -52,7 +52,7 @@ class RankState:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
-        """Read a row of the file of `host`. Raises ValueError where it is none of any version."""
+        """Read a row of the file of `host`. Raises ValueError if it is none of any version."""
         return read(cls, {**row, "host": host})
 
 
@@ -87,5 +87,5 @@ class RankFailure:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankFailure:
-        """Read a record; all but the rank may be missing. Raises ValueError where it is none of any version."""
+        """Read a record; all but the rank may be missing. Raises ValueError if it is none of any version."""
         return read(cls, {"time": 0.0, **record})

@@ -44,7 +44,7 @@ class Operations:
     during: str
     count: int
     launches: int
-    """Operations that launch a kernel: those that make or change values on the device."""
+    """Operations that launch a kernel, which are all that make or change values on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class LayerKernels:
     kernels: int
     """Operations of torch's that launch one; exchanges between ranks are none."""
     others: int
-    """Those that are neither products nor attention."""
+    """The operations that are neither products nor attention."""
     other_bytes: int
-    """What the others read and write, each operand and result once."""
+    """Bytes that the other operations read and write, each operand and result once."""
     host_waits: int
 
     COUNTED: ClassVar = ("kernels", "others", "other_bytes", "host_waits")
-    """The fields behind `passes`, in their order."""
+    """The fields after `passes`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ class Rehearsed:
     peak_bytes: int
     """Peak of what the rank's own code allocates; workspaces of libraries are not seen."""
     peak_action: str
-    """The action at the peak; `update` behind the schedule."""
+    """The action at the peak; `update` after the schedule."""
     stages: tuple[StageMemory, ...]
     moments: tuple[Moment, ...]
     in_update: int
-    """The most bytes behind the schedule: sums, norm, clipping and the optimizer."""
+    """The most bytes after the schedule: sums, norm, clipping and the optimizer."""
     host_waits: tuple[HostWait, ...]
     operations: tuple[Operations, ...]
     traffic: tuple[MeasuredTraffic, ...]

@@ -24,7 +24,7 @@ def _is_a_time(seconds: float) -> None:
 Time = Annotated[float, _is_a_time]
 Step = Count | None
 Figure = float | None
-"""A number that is null where it was not finite."""
+"""A number that is null if it was not finite."""
 
 
 class Status(TypedDict, total=False):

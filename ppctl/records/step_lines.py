@@ -54,7 +54,7 @@ RECENT = 20
 
 
 def mean_step_time(records: Sequence[Record]) -> float | None:
-    """Seconds of one of the last RECENT steps; None without one."""
+    """The mean seconds of the last RECENT steps; None before the first step."""
     recent = [record["step_time_s"] for record in records[-RECENT:] if record.get("step_time_s")]
     return sum(recent) / len(recent) if recent else None
 

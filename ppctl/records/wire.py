@@ -1,4 +1,4 @@
-"""Values between processes as bytes and back, checked against a type annotation: JSON, and raw bytes behind it.
+"""Converts values to bytes for another process, and back, checked against a type annotation: JSON, then raw bytes.
 
 Knows the types of the standard library, named tuples, dataclasses and enums. Must not know who sends what, nor how.
 Nothing that arrives chooses a class or runs: the receiver's annotation says what is made, and all else is refused.
@@ -131,7 +131,7 @@ def _spelt(kind: Any, to: Callable[[Any], str], back: Callable[[str], Any]) -> t
 
 
 def _either(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
-    """None, and the first of the other kinds that takes a value."""
+    """Converters of a union: None stays, else the first of the other kinds that takes the value."""
     ways = [_converts(kind) for kind in kinds if kind is not NoneType]
 
     def first_of(converts: Sequence[Convert]) -> Convert:
@@ -151,7 +151,7 @@ def _either(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
 
 
 def _row(make: Callable[[list[Any]], Any], kinds: Sequence[Any]) -> tuple[Convert, Convert]:
-    """Values of these kinds, one of each."""
+    """Converters of a tuple with one value of each of these kinds."""
     ways = [_converts(kind) for kind in kinds]
     to, back = [way[0] for way in ways], [way[1] for way in ways]
 
@@ -168,6 +168,7 @@ def _listed(plain: Any, length: int | None = None) -> list[Any]:
 
 
 def _many(make: Callable[[list[Any]], Any], kind: Any) -> tuple[Convert, Convert]:
+    """Converters of a list or tuple; a plain kind is checked only by the set of its values' types, which is fast."""
     to, back = _converts(kind)
     if to is back and kind is not Any:  # nothing is converted: of 10^5 numbers or names the types alone are looked at
         plain_kind = kind or NoneType

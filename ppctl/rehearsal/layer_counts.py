@@ -88,7 +88,7 @@ class LayerMarks:
     """Says to which kind of layer the operation belongs that is dispatched now.
 
     In a forward that is the layer whose module is called; in a backward it is the layer whose forward made the node of
-    the graph that runs, also where this computes the forward a second time.
+    the graph that runs, even if this computes the forward a second time.
     """
 
     def __init__(self) -> None:

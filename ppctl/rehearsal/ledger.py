@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # collectives of tensors without values
+import torch.distributed._tools.fake_collectives  # collectives of meta tensors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,7 +63,7 @@ class DeviceLedger(TorchDispatchMode):
         self.peak = 0
         """The most so far; `restart_peak` starts anew."""
         self.axes: dict[str, str] = {}
-        """Process group's name -> its axis; the others are those of shared parameters."""
+        """Process group's name -> its axis; the groups of tied parameters are not in it."""
         self._waits: Counter[tuple[str, int, str]] = Counter()
         self._operations: Counter[str] = Counter()
         self._launches: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class DeviceLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count an operation and let it happen, or answer it where it reads values."""
+        """Count an operation and let it happen, or answer it if it reads values."""
         kwargs = kwargs or {}
         self._operations[self.during] += 1
         if func.namespace == "c10d":
@@ -218,6 +218,7 @@ class DeviceLedger(TorchDispatchMode):
             self.message(kind, self.axes.get(group.group_name, "ties"), size, self.during)
 
     def _wait(self) -> None:
+        """Note a place where the host would wait for the device: the innermost frame of ppctl outside the rehearsal."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
             name = frame.f_code.co_filename

@@ -71,7 +71,7 @@ class MemoryRecorder(Recorder):
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
     """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
-    # Messages ask a group for the backend of their device: torch has its stand-in for tensors without values nowhere.
+    # Messages ask a group for the backend of their device: torch has a fake backend for meta tensors nowhere.
     dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:
         return _rehearse(config, plan, rank)
@@ -80,6 +80,7 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
+    """Build one rank's session on meta tensors and count one step of it."""
     if config.model.kernels:
         message = f"kernels from outside are not made for tensors without values: model.kernels={config.model.kernels}"
         raise ConfigError(Problem("PP-E128", message, "model.kernels=null"))
@@ -117,7 +118,7 @@ def _layers(session: Session) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _refuse_experts_one_by_one(session: Session) -> None:
-    """Raise ConfigError where the host would need to know how many rows each expert gets: that is a value."""
+    """Raise ConfigError if the host would need to know how many rows each expert gets: that is a value."""
     model = session.config.model
     if model.num_moe_experts is not None and not session.model.kernels.groups_experts:
         message = "experts that do not run as one grouped product have sizes that a rehearsal does not know"
@@ -127,6 +128,7 @@ def _refuse_experts_one_by_one(session: Session) -> None:
 def _figures(
     session: Session, ledger: DeviceLedger, recorder: MemoryRecorder, in_update: int, seconds: float
 ) -> Rehearsed:
+    """The counted step as a record; `in_update` is the most bytes after the schedule."""
     weights, state = session.replica.weights, session.replica.optimizer.state
     moments = [tensor for entry in state.values() for tensor in entry.values() if tensor.is_meta]
     own = {id(parameter) for parameter in weights.model.values()}

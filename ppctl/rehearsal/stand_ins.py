@@ -1,7 +1,7 @@
 """Stand-ins while one rank is rehearsed: for the other ranks, the data, the initial weights and a GPU's fused kernels.
 
-Knows which parts `build_session` takes, and torch's functions of which a GPU has one kernel where torch, for tensors
-without values, would go step by step. Must not know what is measured.
+Knows which parts `build_session` takes, and which functions of torch are one fused kernel on a GPU but several
+operations on meta tensors. Must not know what is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The kernel in place of the function, where there is one."""
+        """The kernel in place of the function, if there is one."""
         kernel: Callable[..., Any] | None = _KERNELS.get(func)
         return func(*args, **(kwargs or {})) if kernel is None else kernel(func, *args, **(kwargs or {}))
 
@@ -63,7 +63,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """cuDNN's or flash attention: kept are queries, keys, values, the result and a float32 a row and head."""
+    """cuDNN's or flash attention, which saves for the backward queries, keys, values, the result and a float32 for each
+    row and head. Other calls (with a mask, not on meta, or with both kernels switched off) run `func` itself."""
     fuses = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()  # sdpa_kernel's switches
     if not (query.is_meta and fuses) or attn_mask is not None:
         out: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -91,7 +92,8 @@ def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = No
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm over the last dimension; kept are the input and a float32 a row. Torch itself would go step by step.
+    """A norm over the last dimension; the input and a float32 for each row are saved for the backward. Torch itself
+    would go step by step.
 
     Called is LayerNorm, which is one kernel everywhere: it reads and writes what RMSNorm's does, but for a mean a row.
     """
@@ -180,7 +182,7 @@ class Samples:
         self.dp = plan.sizes.dp
 
     def step(self, step: int) -> StepBatch:
-        """The batch of any step; where documents are kept apart, each row is one."""
+        """The batch of any step; if documents are kept apart, each row is one."""
         data, b = self.config.data, self.config.train.micro_batch_size
         shape = (self.count, b, data.seq_length)
         whole = ((data.seq_length,),) * b

@@ -45,7 +45,7 @@ class FoundCheckpoint:
 
     path: Path
     warning: str = ""
-    """The fault of `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
+    """The fault of `latest`, and which checkpoint is used instead; empty if `latest` names this one."""
 
 
 # Names
@@ -78,9 +78,9 @@ def is_step(checkpoint: Path) -> bool:
 def find(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
-    The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. If
-    none is complete, the newest one: loading it fails, so that no run starts again at step 0 beside its checkpoints.
-    Raises CheckpointError (PP-E505) where the directory cannot be read.
+    The checkpoint that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning.
+    If no checkpoint is complete, the newest incomplete one: loading it fails, so that no run starts again at step 0
+    beside its checkpoints. Raises CheckpointError (PP-E505) if the directory cannot be read.
     """
     with _os_errors_as_problems(directory):
         named, fault = _named_by_latest(directory)
@@ -100,7 +100,7 @@ def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
     """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other; none for a new run.
 
     One, unless `resume` is AUTO: then the one that `find` finds, and after it all earlier complete ones, newest first.
-    Raises CheckpointError (PP-E505) where the directory cannot be read.
+    Raises CheckpointError (PP-E505) if the directory cannot be read.
     """
     if resume is None:
         return []
@@ -120,16 +120,16 @@ def at(path: Path) -> Path | None:
     After a crash while a new step-N took the place of an old one, this is `step-N.old`, also for the path `step-N`;
     once the next save has given it its name back, it is `step-N`, also for the path `step-N.old`. Any other directory
     with a manifest is a checkpoint, too (a copy under a name of its own), but never a `.tmp`.
-    Raises CheckpointError (PP-E505) where the file system does not answer.
+    Raises CheckpointError (PP-E505) if the file system does not answer.
     """
     with _os_errors_as_problems(path):
         return _at(path)
 
 
 def complete(directory: Path) -> list[Path]:
-    """All complete checkpoints, by step; `step-N.old` only where there is no complete step-N.
+    """All complete checkpoints, by step; `step-N.old` only if there is no complete step-N.
 
-    Empty where there is no such directory. Raises OSError where it cannot be read.
+    Empty if there is no such directory. Raises OSError if it cannot be read.
     """
     by_step = {step_of(path): path for path in sorted(kept(directory), reverse=True) if is_complete(path)}
     return [by_step[step] for step in sorted(by_step)]
@@ -138,7 +138,7 @@ def complete(directory: Path) -> list[Path]:
 def kept(directory: Path) -> list[Path]:
     """Every step-N and step-N.old, complete or not.
 
-    Empty where there is no such directory. Raises OSError where it cannot be read.
+    Empty if there is no such directory. Raises OSError if it cannot be read.
     """
     try:
         entries = list(directory.iterdir())
@@ -152,7 +152,7 @@ def kept(directory: Path) -> list[Path]:
 def is_complete(path: Path) -> bool:
     """Whether the checkpoint at `path` has been written completely, and its deletion has not begun.
 
-    Raises OSError where the file system does not answer: then the checkpoint may be there.
+    Raises OSError if the file system does not answer: then the checkpoint may be there.
     """
     try:
         return stat.S_ISREG((path / MANIFEST).stat().st_mode)
@@ -167,7 +167,7 @@ def _at(path: Path) -> Path | None:
     for place in places:
         if is_complete(place) and place.suffix != _TEMPORARY:
             return place
-    # Without a manifest it is damaged. Loading it reports that: no other one is used in its place here.
+    # Without a manifest it is damaged. Loading it reports that: no other checkpoint takes its place here.
     return next((place for place in places if _KEPT.fullmatch(place.name) and place.is_dir()), None)
 
 
@@ -250,7 +250,7 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def point_at(directory: Path, step: int) -> Path:
-    """The rest of a `publish` that stopped behind its first renames: the checkpoint has its name already."""
+    """The rest of a `publish` that stopped after its first renames: the checkpoint has its name already."""
     path = step_path(directory, step)
     _draft_latest(directory, path)
     return _finish(directory, path)

@@ -25,7 +25,7 @@ def list_runs(root: Path) -> list[RunDir]:
 def find_run(reference: str | None, root: Path) -> RunDir:
     """The run that `reference` means: a directory, an id or a unique prefix, a SLURM job number; None is the newest.
 
-    Raises ConfigError, listing the candidates, where there is none (PP-E611) or more than one (PP-E612).
+    Raises ConfigError, listing the candidates, if there is none (PP-E611) or more than one (PP-E612).
     """
     if reference is not None and (Path(reference) / "config.yaml").is_file():
         return RunDir(Path(reference).absolute())
@@ -47,6 +47,8 @@ def find_run(reference: str | None, root: Path) -> RunDir:
 
 
 def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
+    """The runs that fit `reference` by the first rule that any run fits: the id, the job's number, or the id's
+    beginning."""
     rules: tuple[Callable[[RunDir], bool], ...] = (
         lambda run: run.id == reference,
         lambda run: run.id.startswith(f"{reference}.") and reference.isdigit(),
@@ -62,9 +64,10 @@ def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def last_checkpoint(run: RunDir) -> Path | None:
-    """The checkpoint that a start of `run` continues from; a warning on stderr if it is not the one of `latest`.
+    """The checkpoint that a start of `run` continues from; a warning on stderr if it is not the checkpoint that
+    `latest` names.
 
-    Raises CheckpointError (PP-E505) where the directory of checkpoints cannot be read.
+    Raises CheckpointError (PP-E505) if the directory of checkpoints cannot be read.
     """
     checkpoint = checkpoint_folder.find(run.checkpoints)
     if checkpoint is None:
@@ -75,9 +78,9 @@ def last_checkpoint(run: RunDir) -> Path | None:
 
 
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
-    """The checkpoint that `text` means: its directory, that of its run, or a run under `root`.
+    """The checkpoint that `text` means: the checkpoint's directory, its run's directory, or a run under `root`.
 
-    Raises CheckpointError (PP-E615) where there is none; `name` is the key or argument that the error is about.
+    Raises CheckpointError (PP-E615) if there is none; `name` is the key or argument that the error is about.
     """
     path = Path(text).absolute()
     named = checkpoint_folder.at(path)
@@ -100,7 +103,7 @@ def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> P
 
 
 def checkpoint_if_any(text: str, root: Path) -> Path | None:
-    """The checkpoint that `checkpoint.load` means; None where there is none yet.
+    """The checkpoint that `checkpoint.load` means; None if there is none yet.
 
     That is what `find_checkpoint` finds, else the newest of a directory of runs. Raises CheckpointError (PP-E615) for a
     checkpoint of Megatron's, which would be passed over.

@@ -92,7 +92,7 @@ def create(directory: Path, rank: int) -> None:
 
 
 def read(directory: Path, rank: int) -> RankState | None:
-    """The state of `rank`, since a time of the monotonic clock; None where there is no file."""
+    """The state of `rank`, since a time of the monotonic clock; None if there is no file."""
     try:
         data = private_files.read(_path(directory, rank), _RECORD.size)
         mark, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)
@@ -106,7 +106,7 @@ def read(directory: Path, rank: int) -> RankState | None:
 
 
 def read_all(directory: Path, ranks: Iterable[int]) -> list[RankState]:
-    """The states of those of `ranks` that have a file."""
+    """The states of all `ranks` that have a file."""
     return [state for state in (read(directory, rank) for rank in ranks) if state is not None]
 
 

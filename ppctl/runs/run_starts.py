@@ -1,4 +1,4 @@
-"""The starts of one run: at most one process holds it at a time, and a later start keeps what an earlier one has left.
+"""The starts of one run: at most one process holds it at a time, and a later start keeps the files of an earlier start.
 
 Knows which files belong to one start. Must not know what is in them, nor how ranks are started. A run is started by
 `ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
@@ -37,7 +37,7 @@ def hold(run: RunDir, *, strictly: bool = False) -> Iterator[None]:
 
     It stays held after an exec, and at most as long as the process exists. Raises ConfigError (PP-E613) if another
     process holds it; `strictly`, also if processes on another host have written within `QUIET` seconds: locks of
-    directories do not reach over NFS. Not so where the ranks before are known to be gone (torchrun's and SLURM's
+    directories do not reach over NFS. Not so if the ranks before are known to be gone (torchrun's and SLURM's
     restarts). On a file system without locks nothing is held.
     """
     descriptor = _taken(run, strictly=strictly)
@@ -112,9 +112,9 @@ def write_secret(run: RunDir) -> None:
 
 
 def secret_of(run: RunDir, *, reported: bool = False) -> bytes | None:
-    """The secret of the newest start; None where PPCTL_SECRET=none says that there shall be none.
+    """The secret of the newest start; None if PPCTL_SECRET=none says that there shall be none.
 
-    Where a stranger may have `reported` the directory, it counts only if no other user reads it or has given
+    If a stranger may have `reported` the directory, it counts only if no other user reads it or has given
     it its name. Raises ConfigError (PP-E777).
     """
     text, place = os.environ.get(SECRET), "environment"
@@ -157,7 +157,7 @@ def start_name(run: RunDir) -> str:
 
 def set_aside(run: RunDir) -> None:
     """Keep plan, config, environment, errors and result of the last start, as plan-1.json and so on. Raises OSError,
-    and ConfigError (PP-E559) where one is no file."""
+    and ConfigError (PP-E559) if one is no file."""
     run.check_files()
     number = _free_number(run)
     for name in ("plan.json", "config.yaml", "env.json", "result.json"):

@@ -1,7 +1,8 @@
 """A run directory: its files, and how each is written and read.
 
-The only module that knows these names. Must not know what the values mean: a config, a plan and a record are written
-and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in `run_starts`.
+The only module that knows the files' names. Must not know what the values mean: a config, a plan and a record are
+written and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in
+`run_starts`.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                          edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
@@ -95,7 +96,7 @@ class RunDir:
         self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> RunConfig:
-        """Read config.yaml. Raises ConfigError (PP-E611) where it is missing or not a config."""
+        """Read config.yaml. Raises ConfigError (PP-E611) if it is missing or not a config."""
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml, shown
 
@@ -109,7 +110,7 @@ class RunDir:
         self._write_json("plan.json", plan.to_json())
 
     def read_plan(self, name: str = "plan.json") -> Plan:
-        """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) where it is missing or no plan."""
+        """Read plan.json, or the plan of an earlier start. Raises ConfigError (PP-E611) if it is missing or no plan."""
         from ppctl.plan import Plan
 
         return self._parsed(name, lambda data: Plan.from_json(parse(data)), _MOST_OF_A_PLAN)
@@ -229,7 +230,7 @@ class RunDir:
         return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:
-        """All such files."""
+        """The paths of all flight records."""
         return sorted((self.path / "errors").glob("flight_recorder_*_rank_*"))
 
     def write_result(self, record: Mapping[str, Any]) -> None:
@@ -261,7 +262,7 @@ class RunDir:
         return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
     def plan_of(self, digest: str) -> Plan:
-        """The plan with this digest: plan.json, or that of an earlier start, in another cut. Raises LookupError, and
+        """The plan with this digest: plan.json, or the plan of an earlier start in another cut. Raises LookupError, and
         as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):
@@ -329,7 +330,7 @@ class RunDir:
             raise ConfigError(Problem("PP-E611", message, "ppctl runs")) from error
 
     def read_object(self, name: str, kind: Any) -> dict[str, Any]:
-        """The object in a JSON file; empty where it is missing or, with a warning, damaged."""
+        """The object in a JSON file; empty if it is missing or, with a warning, damaged."""
         try:
             return dict(read_json(self.path / name, kind))
         except FileNotFoundError:
@@ -342,7 +343,7 @@ class RunDir:
         warn(odd(self.path / name, f"{reason}; it is left out"))
 
     def check_files(self) -> None:
-        """Raise ConfigError (PP-E559) where what the next start copies or adds to is no file: it may have no end."""
+        """Raise ConfigError (PP-E559) if what the next start copies or adds to is no file: it may have no end."""
         names = ("config.yaml", "plan.json", "env.json", "result.json", "metrics.jsonl", "command.txt")
         for file in filter(os.path.lexists, (*(self.path / name for name in names), *(self.path / "logs").glob("*"))):
             try:

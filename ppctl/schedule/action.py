@@ -51,7 +51,7 @@ SENDS = frozenset({SEND_F, SEND_B})
 RECEIVES = frozenset({RECV_F, RECV_B})
 MESSAGES = SENDS | RECEIVES
 TIMED = frozenset(Op) - MESSAGES
-"""What takes a rank's time; messages take a channel's."""
+"""Operations that take a rank's time; messages take a channel's time."""
 
 BOTH = "FB"
 """The direction of a queue that carries activations and gradients."""
@@ -108,7 +108,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Parse what `str` prints, and blanks in it. Raises ScheduleError on all else."""
+        """Parse the text of `str(pair)`, which may have more blanks. Raises ScheduleError for any other text."""
         words = _groups(_OVERLAP, text.strip(), "a pair of actions, as in (2F1;1B0)OVERLAP_F_B")
         return cls(*map(Action.parse, words))
 
@@ -120,7 +120,7 @@ _new_action = partial(tuple.__new__, Action)
 def lane(op: Op, stage: int, num_microbatches: int) -> tuple[Action, ...]:
     """One operation of one stage for every microbatch in order.
 
-    Built at C speed, and kept: schedules hold many actions, and whoever makes, lowers or judges one asks for the same.
+    Built at C speed, and cached: schedules hold many actions, and many passes over a schedule call it.
     """
     return tuple(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
 
@@ -153,7 +153,7 @@ class Edge(NamedTuple):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """The operations that make the results, and of the receiver those that use them."""
+        """The operations that make the results, and the receiver's operations that use them."""
         return _FORWARD if self.send is SEND_F else INPUT_GRADIENTS
 
 
@@ -295,7 +295,7 @@ class Schedule:
 
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
-    """A rank's list with a pair in place of its two actions, where these stand one directly behind the other."""
+    """A rank's list with a pair in place of its two actions, if these stand one directly after the other."""
     units: list[Action | Pair] = []
     for action in row:
         before = units[-1] if units and pairs else None
@@ -358,7 +358,7 @@ def send_slots(capacity: int) -> int:
 def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The actions that must have ended before `action` may start: the one dependency rule.
 
-    Messages stand between stages on different ranks once the schedule is lowered; before that, and where an edge stays
+    Messages stand between stages on different ranks once the schedule is lowered; before that, and if an edge stays
     on one rank, the neighbouring stage's compute is the dependency itself.
     """
     op, stage, mb = action
@@ -386,15 +386,15 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
-    """The stages of a list whose microbatches live on behind their forwards."""
+    """The stages of a list whose microbatches live on after their forwards."""
     return frozenset(action.stage for action in actions if action.op in LIFE_ENDS)
 
 
 def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that makes the gradient of a stage's input: B, or I where the backward is split."""
+    """The action that makes the gradient of a stage's input: B, or I if the backward is split."""
     return Action(I if (stage, mb) in schedule.split else B, stage, mb)
 
 
 def weight_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that makes the gradients of a stage's weights: B, or W where the backward is split."""
+    """The action that makes the gradients of a stage's weights: B, or W if the backward is split."""
     return Action(W if (stage, mb) in schedule.split else B, stage, mb)

@@ -1,6 +1,6 @@
 """The pass behind batched messages: neighbouring messages of a rank start together and are waited for together.
 
-Knows where in both ends' lists a message goes. Must not know policies, transports or why somebody wants batches.
+Knows where in both ends' lists a message goes. Must not know policies, transports or why messages are batched.
 Standard library only.
 """
 
@@ -40,8 +40,8 @@ def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
 def _placed(schedule: Schedule, spans: tuple[Span, ...], deferred: Callable[[Action, Action], bool]) -> Schedule:
     """The batched schedule of one choice.
 
-    A message moves at once, or where `deferred(what makes it, what comes then)` holds and nothing stands idle between
-    the two, behind what comes then, if it is not needed before.
+    A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
+    the two, after what comes then, if it is not needed before.
     """
     place = schedule.placement
     edges = {(op, edge.sender): edge for edge in schedule.edges for op in edge.ops}

@@ -1,4 +1,4 @@
-"""The policies side by side: what each makes of the same microbatches and costs.
+"""The policies side by side: what each does with the same microbatches and costs.
 
 Knows policies, what they hold and what they send. Must not know what is printed, models or devices. Standard library
 only.
@@ -40,8 +40,8 @@ def compare(
 ) -> tuple[list[PolicyFigures], dict[str, str]]:
     """The policies that fit, and by name why others do not.
 
-    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of so many stages, with so
-    many chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
+    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of a number of stages, with a
+    number of chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
     """
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
     figures, left_out = [], {}

@@ -34,7 +34,8 @@ class Execution:
 class _ChannelState:
     """The running state of one channel.
 
-    A message starts when it is sent, its receive is posted and the one before it is through; then it takes `seconds`.
+    A message starts when it is sent, its receive is posted and the message before it is through; then it takes
+    `seconds`.
     """
 
     __slots__ = ("awake", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
@@ -86,7 +87,7 @@ class _ChannelState:
 
 
 class _Work(NamedTuple):
-    """One operation of one stage: its input, the line that brings that, its cost and its result."""
+    """One operation of one stage: its input, the line that brings the input, its cost and its result."""
 
     needs: _Ready
     comes_by: _ChannelState
@@ -189,6 +190,8 @@ def _tables(
     message_seconds: Callable[[Channel], float],
     awake: list[int],
 ) -> _Lookup:
+    """The work of every operation by stage. A list of ready times is one object for the action that fills it and the
+    action that waits for it."""
     stages = range(schedule.placement.num_stages)
     ahead, back, silent = _lines(schedule, message_seconds, awake)
     at_once: _Ready = [0.0] * schedule.num_microbatches
@@ -226,8 +229,8 @@ def _lines(
 ) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
     """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
 
-    Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line, in a
-    batched schedule those of both directions.
+    Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line; in a
+    batched schedule both directions share it.
     """
     place = schedule.placement
     ranks = [place.rank_of(stage) for stage in range(place.num_stages)]

@@ -1,9 +1,9 @@
-"""The task of a search for a schedule, and the orders that it tries: rows of lane numbers, and when each rank ends.
+"""A schedule search's task, and the orders that it tries: rows of lane numbers, and when each rank ends.
 
 A lane is one operation of one stage for all microbatches, which run in order: what is left to choose is in which order
 a rank's lanes take turns. Knows prices and activation sizes. Must not know how orders are found (`search`). Its clock
-is the executor's for schedules without messages (a test compares); it is kept apart because it runs thousands of times
-per search, on less: no whole backwards, no capacities, no batches. Standard library only.
+gives the executor's times for schedules without messages (a test compares them). It is separate code because it runs
+thousands of times per search, and does less: no unsplit backwards, no capacities, no batches. Standard library only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Task:
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
     deferred: Sequence[float] | None = None
-    """What it holds from its I to its W. None: as much as before, activations count whole until their W."""
+    """Memory that one microbatch holds on each stage from its I to its W. None: as much as before, activations count
+    whole until their W."""
 
 
 def placements(pp: int, vpp: int) -> list[Placement]:
@@ -61,7 +62,7 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
 def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
     """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
 
-    Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
+    If that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
     """
     later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
@@ -98,7 +99,7 @@ def one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def check_limits(task: Task) -> None:
-    """Raise ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank."""
+    """Raise ScheduleError (PP-E321) if a limit has no room for one microbatch on all stages of its rank."""
     least = least_limits(task.placement, task.sizes, task.deferred)
     short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
     if short:
@@ -120,7 +121,7 @@ class Lanes:
     goes_to: list[int]
     """For each lane, the lane that takes its result as input; -1 if no lane does."""
     line: list[int]
-    """The channel that the result goes over, as an index of `line_seconds`; -1 where it stays on the rank."""
+    """The channel that the result goes over, as an index of `line_seconds`; -1 if it stays on the rank."""
     line_seconds: list[float]
     rank_of: list[int]
     """The pp_rank of every stage."""
@@ -133,7 +134,7 @@ class Lanes:
     limits: Sequence[float]
     """Memory limit of each pp_rank in the unit of `sizes`, raised by 1e-9 because sums are rounded."""
     sums: list[float]
-    """Seconds that every pp_rank takes to sum gradients, behind its last entry."""
+    """Seconds that every pp_rank takes to sum gradients, after its last entry."""
 
     @classmethod
     def of(cls, task: Task) -> Lanes:
@@ -255,7 +256,8 @@ def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:
 
 
 def rows_of(schedule: Schedule) -> Rows | None:
-    """A compute-only schedule's rows, whole backwards as I and W; None where a lane's microbatches are not in order."""
+    """A compute-only schedule's rows, an unsplit backward as I and W; None if a lane's microbatches are out of
+    order."""
     count = [0] * (KINDS * schedule.placement.num_stages)
     rows: Rows = []
     for actions in schedule.actions:
@@ -285,16 +287,16 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 
 class Clock:
-    """One run of rows: when each rank ends (`ends`, None where they hang) and, if `traced`, what each entry waited for.
+    """One run of rows: when each rank ends (`ends`, None if they hang) and, if `traced`, what each entry waited for.
 
-    Every message is sent at once and received at once; those of a channel go one after another.
+    Every message is sent at once and received at once; the messages of a channel go one after another.
     """
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:
         self.lanes, self.rows = lanes, rows
         size = len(lanes.seconds)
         self.waits: list[list[int]] = [[] for _ in rows]
-        """Per entry the microbatch whose arrival it waited for, -1 where the rank was not idle before it."""
+        """Per entry the microbatch whose arrival it waited for, -1 if the rank was not idle before it."""
         self.traced = traced
         self._ready: list[list[float]] = [[] for _ in range(size)]
         self._ready[0] = [0.0] * lanes.num_microbatches

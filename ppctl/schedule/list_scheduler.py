@@ -1,7 +1,7 @@
 """Orders made by running the step: whenever a rank is free, a rule picks what it works on next.
 
 The rule is greedy and knows only what has been sent by then; `search` tries many rules, and altered costs, to find one
-whose order is good. Memory comes first: a forward starts only where every later stage of its rank will still find room
+whose order is good. Memory comes first: a forward starts only if every later stage of its rank will still find room
 for one microbatch, so that no rule ever hangs. Must not know where rules come from. Standard library only.
 """
 
@@ -16,32 +16,34 @@ from heapq import heappop, heappush
 from ppctl.schedule.lane_orders import KINDS, Lanes, Rows
 
 _NEVER = float("inf")
+_F, _I, _W = range(KINDS)
+"""The kind of a lane: lane 3s + kind is that operation of stage s."""
 
 
 class First(StrEnum):
     """Which of several forwards, or of several backwards, goes first."""
 
     OLDEST = "oldest"
-    """The one of the oldest microbatch."""
+    """The action of the oldest microbatch."""
     DEEPEST = "deepest"
-    """The one of the last stage: a microbatch is finished before another one starts."""
+    """The action of the last stage: a microbatch is finished before another one starts."""
     FLOW = "flow"
-    """The one that would be first if every stage took equally long, and microbatches came one by one."""
+    """The action that would be first if every stage took equally long, and microbatches came one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The choice of a free rank. Gradients go before forwards, both before weight gradients, but for what follows."""
+    """How a free rank chooses. An I goes before an F, and both before a W, except as the fields say."""
 
     first: First = First.OLDEST
     alternate: bool = True
-    """Behind an I, a forward goes before the next I."""
+    """After an I, a forward goes before the next I."""
     make_room: bool = True
     """If memory delays a forward, weight gradients go before an I."""
     late_forward: float = 0.5
-    """A forward starts although an I arrives before its end where it is late by at most this part of the forward."""
+    """A forward starts although an I arrives before its end if it is late by at most this part of the forward."""
     late_weights: float = 0.5
-    """The same for a W, and what arrives before its end."""
+    """A W starts although an F or I arrives before its end, if that is late by at most this part of the W."""
 
 
 class _StepInProgress:
@@ -70,7 +72,7 @@ class _StepInProgress:
         raise NotImplementedError
 
     def made(self) -> Rows | None:
-        """The rows; None where something is left undone."""
+        """The rows; None if something is left undone."""
         queue, wakes, latest = self._queue, self._wakes, self.latest
         while queue:
             now, pp_rank = heappop(queue)
@@ -101,7 +103,7 @@ class _StepInProgress:
         self.latest[pp_rank] += lanes.seconds[lane]
         self._busy_until[pp_rank] = end
         self._wake(pp_rank, end)
-        if lane % KINDS == 1:
+        if lane % KINDS == _I:
             self.ready[lane + 1].append(end)
         if (target := lanes.goes_to[lane]) >= 0:
             self._hand_on(lane, target, end)
@@ -122,9 +124,9 @@ class _StepInProgress:
 
 
 class OrderByRule(_StepInProgress):
-    """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
+    """The rows that `rule` makes if pp_rank r holds at most `limits[r]` (no more than the lanes' own limit).
 
-    None is `made` where a limit has no room for one microbatch on all stages of its rank.
+    `made` returns None if a limit has no room for one microbatch on all stages of its rank.
     """
 
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
@@ -132,15 +134,15 @@ class OrderByRule(_StepInProgress):
         self.rule = rule
         self.stride, self.offset = _ranking(lanes, rule.first)
         self.room = _rooms(lanes, limits)
-        """Stage -> what its rank may hold before a forward of it starts."""
+        """Stage -> the memory that the stage's rank may hold before a forward of the stage starts."""
         self.limits = limits
         self.after_gradient = [False] * lanes.placement.pp
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """Return the lane that the rule picks; or -1, and when to ask again."""
-        forward, next_forward, held_up = self._first(0, pp_rank, now)
-        gradient, next_gradient, _ = self._first(1, pp_rank, now)
-        weights, _, _ = self._first(2, pp_rank, now)
+        """Return (the lane that the rule picks, `now`), or (-1, the time at which to call again)."""
+        forward, next_forward, held_up = self._first(_F, pp_rank, now)
+        gradient, next_gradient, _ = self._first(_I, pp_rank, now)
+        weights, _, _ = self._first(_W, pp_rank, now)
         rule, seconds = self.rule, self.lanes.seconds
         lane = -1
         full = gradient >= 0 and self.held[pp_rank] + self.lanes.grows[gradient] > self.limits[pp_rank]
@@ -157,13 +159,13 @@ class OrderByRule(_StepInProgress):
                 lane = weights
         if lane < 0:
             return -1, min(next_forward, next_gradient)
-        if lane % KINDS != 2:
+        if lane % KINDS != _W:
             self.after_gradient[pp_rank] = lane == gradient
         return lane, now
 
     def _first(self, kind: int, pp_rank: int, now: float) -> tuple[int, float, bool]:
-        """The lane of F (kind 0), I (1) or W (2) that goes first, -1 for none; when another one can start; and whether
-        memory holds up a forward that could."""
+        """Of a rank's lanes of one kind (`_F`, `_I` or `_W`): the lane that goes first, or -1; when the next one can
+        start; and whether a forward could start but for memory."""
         count, ready, held = self.count, self.ready, self.held[pp_rank]
         best, best_key, later, held_up = -1, 0.0, _NEVER, False
         for stage in self.lanes.stages_of[pp_rank]:
@@ -172,7 +174,7 @@ class OrderByRule(_StepInProgress):
             if mb >= len(ready[lane]):
                 continue
             at = ready[lane][mb]
-            if kind == 0 and held > self.room[stage]:
+            if kind == _F and held > self.room[stage]:
                 held_up = held_up or at <= now
             elif at > now:
                 later = min(later, at)
@@ -195,7 +197,8 @@ def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
 
 
 def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
-    """For each stage its rank's limit, minus one microbatch of it and of every later stage, minus what an I adds."""
+    """For each stage the limit of its rank, minus one microbatch of the stage and of every later one, minus what an I
+    adds."""
     room = [0.0] * lanes.placement.num_stages
     for pp_rank, (stages, limit) in enumerate(zip(lanes.stages_of, limits, strict=True)):
         limit -= lanes.reserve(pp_rank)
@@ -208,20 +211,20 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
 class WeightsPlaced(_StepInProgress):
     """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
 
-    `late_weights` as in `Rule`. None are `made` where memory would hold an F up for ever, or the step end behind
+    `late_weights` as in `Rule`. `made` returns None if memory would hold an F up for ever, or the step would end after
     `latest`.
     """
 
     def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> None:
         super().__init__(lanes, latest)
-        self.order = [[lane for lane in row if lane % KINDS != 2] for row in rows]
+        self.order = [[lane for lane in row if lane % KINDS != _W] for row in rows]
         self.at = [0] * len(rows)
         self.owed: list[deque[int]] = [deque() for _ in rows]
         self.late_weights = late_weights
         self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order where it can start; else a W that memory or a pause asks for.
+        """The next lane of the order if it can start; else a W that memory or a pause asks for.
 
         A forward leaves room for what an I adds for its W.
         """
@@ -232,11 +235,11 @@ class WeightsPlaced(_StepInProgress):
             lane = order[at]
             if (mb := self.count[lane]) < len(self.ready[lane]):
                 arrival = self.ready[lane][mb]
-            needed = lanes.grows[lane] + (self.reserve[pp_rank] if lane % KINDS == 0 else 0.0)
+            needed = lanes.grows[lane] + (self.reserve[pp_rank] if lane % KINDS == _F else 0.0)
             full = needed > 0 and self.held[pp_rank] + needed > lanes.limits[pp_rank]
             if arrival <= now and not full:
                 self.at[pp_rank] = at + 1
-                if lane % KINDS == 1:
+                if lane % KINDS == _I:
                     owed.append(lane + 1)
                 return lane, now
         if owed and (full or now + (1.0 - self.late_weights) * lanes.seconds[owed[0]] <= arrival):

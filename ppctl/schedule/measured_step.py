@@ -21,11 +21,11 @@ class RankStamps(NamedTuple):
 
     begin: float
     pipeline_end: float
-    """Its last schedule call is over."""
+    """The time at which the rank's last schedule call was over."""
     agreed: float
-    """The reports of all ranks have come."""
+    """The time at which the reports of all ranks had come."""
     end: float
-    """The optimizer has run."""
+    """The time at which the optimizer had run."""
     actions: Sequence[tuple[int, float, float]]
     """(index in the rank's row, start, end) of what takes the rank's time, in order; of the last schedule call."""
 
@@ -53,12 +53,12 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
-        """The inverse of `to_json`. Raises ValueError where it is none of its results."""
+        """The inverse of `to_json`. Raises ValueError for data that `to_json` cannot have returned."""
         fields = read(_File, data)
         return cls(fields["step"], tuple(_rank_of(*rank) for rank in fields["ranks"]))
 
     def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
-        """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError where the step
+        """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError if the step
         was not run by this schedule."""
         spans = [
             Span(pp_rank, schedule.actions[pp_rank][index], start, end)
@@ -86,7 +86,7 @@ def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, stamps: Seque
 @dataclass(slots=True)
 class TimeLedger:
     """Where one rank's step went, in seconds: its rows add up to the time of the step, from the first rank's begin to
-    the last one's end."""
+    the last rank's end."""
 
     compute: float = 0.0
     """In F, B, I and W."""
@@ -99,7 +99,7 @@ class TimeLedger:
     host: float = 0.0
     """Between actions whose input was there: the interpreter, sends, and the begin of the step."""
     drain: float = 0.0
-    """Behind its last action, until the last one of its pipeline was over."""
+    """Seconds after the rank's last action, until the last action of its pipeline was over."""
     agreement: float = 0.0
     """From there until the reports of all ranks had come: sums, the norm, and other pipelines."""
     optimizer: float = 0.0

@@ -36,7 +36,7 @@ def pair_up(schedule: Schedule) -> Schedule:
 
 
 def deferred_weights(schedule: Schedule) -> Schedule:
-    """The backward of every pair in two halves: I beside the forward, and W behind the pair."""
+    """The backward of every pair in two halves: I beside the forward, and W after the pair."""
     split = {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B}
     rows = tuple(
         tuple(chain.from_iterable(_halves(action) if action in split else (action,) for action in row))
@@ -89,14 +89,14 @@ def _of_both_kinds(pair: Pair) -> bool:
 
 
 def some(things: Iterable[object]) -> str:
-    """Return the texts of the first things, and the number of the others."""
+    """Return the texts of the first few things, and the number of the rest."""
     named = [str(thing) for thing in things]
     more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
     return ", ".join(named[:SHOWN]) + more
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
-    """Actions that wait for each other in a circle, if the two of a pair start at once; empty where there is none."""
+    """Actions that wait for each other in a circle, if the two of a pair start at once; empty if there is none."""
     waits = _never_there(plain, groups)
     pp_rank, met = next(iter(waits), 0), list[int]()
     while waits and pp_rank not in met:

@@ -84,8 +84,8 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
     """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs.
 
-    It runs behind the I that would be one too many, and behind that I's pair: while an I runs, `most` others wait. All
-    else keeps its order, and each stage's Ws keep that of its Is.
+    It runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All
+    else keeps its order, and each stage's Ws keep the order of its Is.
     """
     return replace(
         schedule, actions=tuple(_weights_sooner(grouped(row, schedule.pairs), most) for row in schedule.actions)
@@ -111,7 +111,7 @@ def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ..
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
-    """REDUCE_GRAD of every stage right behind its last backward, and behind the messages that follow it."""
+    """REDUCE_GRAD of every stage right after its last backward, and after the messages that follow it."""
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
         last = {action.stage: index for index, action in enumerate(row) if action.op in BACKWARDS}
@@ -125,7 +125,7 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
 
 
 def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Schedule:
-    """Put SEND right behind the action that makes the message, and RECV where it can first be of use.
+    """Put SEND right after the action that makes the message, and RECV where it can first be of use.
 
     A channel keeps at most `receive_slots(capacity)` receives posted: that many at first, then another one whenever a
     message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
@@ -169,7 +169,7 @@ class _ReceivingEnd:
     due: deque[Action]
 
     def post(self, ready: Mapping[Action, int], index: int) -> Iterator[Action]:
-        """The receives that are posted behind the action with this index in the rank's list (-1: in front of all)."""
+        """The receives that are posted after the action with this index in the rank's list (-1: in front of all)."""
         while self.free and self.due and ready[self.due[0]] <= index:
             self.free -= 1
             yield self.due.popleft()
@@ -180,8 +180,8 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
 
     The message follows from all that its sender has used by then, also for other microbatches: in 1F1B the first
     gradient comes only after the sender's warm-up, which needs as many activations of this rank. And it follows from
-    what it was made of on its way: an activation from that of the rank's stage before, a gradient from that of the
-    rank's stage behind it.
+    what it was computed from on its way: an activation from that of the rank's stage before, a gradient from that of
+    the rank's stage after it.
     """
     place = schedule.placement
     timed = ((index, *action) for row in schedule.actions for index, action in enumerate(row))

@@ -37,6 +37,7 @@ def _names(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
+    """Complete events ("X") of Chrome's trace format for all ranks' spans; times are in microseconds."""
     notes = {note.stage: note for note in picture.stages}
     pairs = {action: str(pair) for pair in picture.trace.pairs for action in pair}
     for span in picture.trace.spans:

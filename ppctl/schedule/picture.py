@@ -41,13 +41,13 @@ class RankMemory:
 
     fixed: int
     per_microbatch: dict[int, int]
-    """From its forward to its backward."""
+    """Bytes of one microbatch from its forward to its backward."""
     in_forward: dict[int, int] = field(default_factory=dict)
-    """At most while its forward runs, beside what was there before."""
+    """The most bytes while the forward runs, beside what was there before."""
     in_backward: dict[int, int] = field(default_factory=dict)
-    """At most while its backward runs, beside what was there before."""
+    """The most bytes while the backward runs, beside what was there before."""
     behind: int = 0
-    """At most behind the last action, all bytes counted."""
+    """The most bytes after the last action, all bytes counted."""
     halves: Mapping[Op, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
     """Split backwards: (operation, stage) -> what it frees, and its extra memory while it runs. Else W frees all."""
 
@@ -67,7 +67,7 @@ class Picture:
     memory: tuple[RankMemory, ...] = ()
     """As planned."""
     measured: tuple[RankMemory | None, ...] = ()
-    """The same as a rehearsal found it; None of a pp_rank that it left out."""
+    """The planned memory's counterpart from a rehearsal; None for a pp_rank that was not rehearsed."""
     limit: int | None = None
     """Bytes of one device."""
     planned: Trace | None = None

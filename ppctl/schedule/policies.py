@@ -29,7 +29,7 @@ from ppctl.schedule.zero_bubble import (
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
-    """How many more forwards than the textbook's a rank runs ahead: at most one per rank behind it."""
+    """How many more forwards than the textbook's a rank runs ahead: at most one per rank after it."""
     return min(extra_warmup, pp - pp_rank - 1)
 
 
@@ -67,7 +67,7 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warm
 def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B: a group of microbatches runs through a chunk, then through the next chunk.
 
-    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. Where the
+    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. If the
     last group is shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the
     microbatches that do not exist left out: sound because the full one is, and no rank holds more. `extra_warmup` as in
     1F1B.
@@ -79,6 +79,7 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra
     filled = num_microbatches + (pp - rest if vpp > 1 and 0 < rest < pp else 0)
 
     def warmup(pp_rank: int) -> int:
+        """Megatron's number of forwards, over all chunks, before the rank's first backward, plus the extra warm-up."""
         if pp == 1:  # Megatron does not pipeline here; the chunks still have to run one after the other
             return min((vpp - 1) * group, vpp * num_microbatches)
         counts = warmup_counts(
@@ -104,7 +105,7 @@ class Policy:
 
     name: str
     make: Callable[..., Schedule]
-    """`make(pp, vpp, num_microbatches, group)`, and a fifth argument where the policy takes an extra warm-up."""
+    """`make(pp, vpp, num_microbatches, group)`, and a fifth argument if the policy takes an extra warm-up."""
     chunks: int = 1
     """Chunks per rank that it is made for."""
     fixed: bool = False
@@ -125,7 +126,7 @@ class Policy:
     """What other systems call it, as far as that differs in more than upper and lower case: torch's classes without
     their prefix `Schedule`, and NeMo Automodel's documentation."""
     for_more_chunks: str = ""
-    """The policy to take where a rank has more chunks."""
+    """The policy to take if a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
     """pp -> the fewest microbatches that it makes lists for; for fewer it drops the missing ones from such a list."""
     needs_microbatches: Callable[[int], int] = lambda pp: 1
@@ -233,7 +234,7 @@ _ROWS = (
 )
 
 POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
-"""The policies by name, those that are wanted most first."""
+"""The policies by name; first those that users want most."""
 
 
 AUTO = "auto"
@@ -272,7 +273,7 @@ def make_schedule(
 
     `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before
     the next; only the table of several chunks depends on it. `extra_warmup` (0 to pp - 1) is how many forwards more
-    than the textbook's are in flight, on each rank at most one for every rank behind it. Raises ScheduleError with
+    than the textbook's are in flight, on each rank at most one for every rank after it. Raises ScheduleError with
     every size that makes no sense.
     """
     group = pp if microbatch_group_size is None else microbatch_group_size

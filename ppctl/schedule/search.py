@@ -89,7 +89,7 @@ class FoundSchedule:
 
     schedule: Schedule
     seconds: float
-    """Seconds of its simulated step."""
+    """Seconds of the schedule's simulated step."""
     bound: float
     """Seconds that no order of this placement undercuts."""
     named: tuple[Named, ...]
@@ -111,7 +111,7 @@ class _Value(NamedTuple):
     step: float
     span: float
     ends: float
-    """The sum of the ranks' ends: where that falls, the step may be next."""
+    """The sum of the ranks' ends: if that falls, the step may be next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +126,21 @@ class _Point:
     memory: float = 1.0
     """Part of the limit that is used, beyond what any order needs."""
     noise: float = 0.0
-    """Most that a lane's time is off, as a part of it."""
+    """The largest error of a lane's time, as a part of that time."""
     seed: int = 0
 
 
 def find_schedule(task: Task, allowance: int = ALLOWANCE) -> FoundSchedule:
     """Search. `allowance` is in units of work (`ALLOWANCE`).
 
-    Raises ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank.
+    Raises ScheduleError (PP-E321) if a limit has no room for one microbatch on all stages of its rank.
     """
     check_limits(task)
     return _OrderSearch(task, allowance).run()
 
 
 def first_order(task: Task) -> Schedule | None:
-    """The order that the first rule makes; None where a limit has no room for it."""
+    """The order that the first rule makes; None if a limit has no room for it."""
     lanes = Lanes.of(task)
     rows = OrderByRule(lanes, Rule(), lanes.limits).made()
     return None if rows is None else schedule_of(rows, lanes, AUTO)
@@ -149,7 +149,7 @@ def first_order(task: Task) -> Schedule | None:
 def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedule:
     """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
 
-    Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) where all are.
+    Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if all are.
     """
     results: list[FoundSchedule] = []
     refused: list[Problem] = []
@@ -196,7 +196,7 @@ class _OrderSearch:
         return self.value.step <= 1.0
 
     def judge(self, rows: Rows) -> _Value | None:
-        """The value of an order; None where it hangs."""
+        """The value of an order; None if it hangs."""
         self.left -= self.length
         self.tried += 1
         ends = Clock(self.lanes, rows).ends
@@ -227,7 +227,7 @@ class _OrderSearch:
             self.consider(placed)
 
     def _start_with_names(self) -> list[Named]:
-        """Consider all named schedules; returns those that fit."""
+        """Consider all named schedules; returns the schedules that fit."""
         fitting = []
         for schedule in named_schedules(self.task):
             rows = rows_of(schedule)
@@ -241,7 +241,7 @@ class _OrderSearch:
         return fitting
 
     def _start_with_rules(self) -> None:
-        """Every first rule at four kinds of costs; then all rules next to the best of these."""
+        """Every first rule at four kinds of costs; then all rules that are next to the best of the first ones."""
         for message, even in ((0.0, 0.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)):
             for first in First:
                 self._try_point(_Point(Rule(first), message, even))
@@ -250,7 +250,7 @@ class _OrderSearch:
                 self._try_point(replace(point, rule=rule))
 
     def _change_points(self, until: int) -> None:
-        """One change at a time to one of the best points, until so much of the allowance is left."""
+        """One change at a time to one of the best points, until only `until` of the allowance is left."""
         while self.left > until and len(self.points) < _MOST_POINTS and not self.at_bound:
             rank = min(int(self.random.expovariate(1.0)), len(self.best) - 1)
             self._try_point(self._changed(self.best[rank][2]))
@@ -298,7 +298,7 @@ class _OrderSearch:
         return replace(point, noise=chance.choice((0.02, 0.05, 0.1, 0.2, 0.4)), seed=chance.randrange(1 << 30))
 
     def _change_order(self) -> None:
-        """Move single entries, at first also where that costs a little; again and again from the best order so far."""
+        """Move single entries, at first even if that costs a little; again and again from the best order so far."""
         for _ in range(_ROUNDS):
             moves = min(_MOVES, self.left // self.length)
             if self.rows is None or self.at_bound or moves <= 0:
@@ -306,7 +306,7 @@ class _OrderSearch:
             self._anneal(self.rows, self.value, moves)
 
     def _anneal(self, rows: Rows, value: _Value, moves: int) -> None:
-        """Simulated annealing from these rows: keep a moved entry where that is faster, else by chance."""
+        """Simulated annealing from these rows: keep a moved entry if that is faster, else by chance."""
         blocks = critical_blocks(self.lanes, rows)
         for number in range(moves):
             warmth = self.warmth * (1.0 - number / moves) ** 2 + ROUNDING
@@ -340,7 +340,7 @@ class _OrderSearch:
         return None
 
     def _moved(self, rows: Rows, pp_rank: int, take: int, put: int) -> Rows | None:
-        """The rows with one entry elsewhere in its row; None where that changes nothing, or the row is not sound."""
+        """The rows with one entry elsewhere in its row; None if that changes nothing, or the row is not sound."""
         row = list(rows[pp_rank])
         row.insert(put, row.pop(take))
         if row == rows[pp_rank] or not self.lanes.sound(pp_rank, row):
@@ -348,7 +348,7 @@ class _OrderSearch:
         return [*rows[:pp_rank], row, *rows[pp_rank + 1 :]]
 
     def _found(self, named: list[Named]) -> FoundSchedule:
-        """The best order as a schedule; a named one where that is as fast."""
+        """The best order as a schedule; a named one if that is as fast."""
         # Rounded, so that of equal ones the first is taken: whole backwards before split ones.
         ranked = tuple(sorted(named, key=lambda each: (self._relative(each.seconds), self._relative(each.span))))
         assert self.rows is not None  # a rule always makes one

@@ -81,7 +81,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once.
 
-    One is alive from the start of its F to the end of its B, or where the backward is split of its W (`until`
+    One is alive from the start of its F to the end of its B, or of its W if the backward is split (`until`
     INPUT_GRADIENTS: of its I, from when on only what W needs is kept); without a backward it lives only during F.
     """
     return tuple(_most_alive(row, until) for row in schedule.actions)
@@ -114,7 +114,7 @@ def critical_path(trace: Trace) -> list[Span]:
     reason = max(trace.spans, key=lambda span: span.end, default=None)
     while reason is not None and reason.action not in path:  # of a file that lies an action may wait for itself
         path[reason.action] = reason
-        # Its rank's previous one, or what made its input, whichever is later.
+        # The previous span of its rank, or the span that made its input, whichever is later.
         waited_for = [span for span in (before[reason.action], made.get(reason.action)) if span is not None]
         reason = max(waited_for, key=lambda span: span.end, default=None)
     return list(path.values())[::-1]

@@ -27,7 +27,7 @@ class SyncKind(StrEnum):
 
 
 class Sync(NamedTuple):
-    """One event. `stage` is -1 where it concerns the whole rank."""
+    """One event. `stage` is -1 if it concerns the whole rank."""
 
     kind: SyncKind
     stage: int = -1
@@ -62,7 +62,7 @@ def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
 def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
     """One chunk: held until the last backward, which starts the communication itself (`_released`).
 
-    Where gradients are reduced by a function (`reduces`), that is called when all is done, except on the first stage:
+    If gradients are reduced by a function (`reduces`), that is called when all is done, except on the first stage:
     it ends last, has no bubble left to hide a call in, and lets its last backward do it.
     """
     backwards = _of(row, WEIGHT_GRADIENTS)
@@ -90,7 +90,7 @@ def sync_of_chunks(
 ) -> SyncPlan:
     """Interleaved: released for the last backward of every chunk.
 
-    Where functions reduce and gather, they are called `pp_rank` backwards late and `pp_rank` forwards early, so that
+    If functions reduce and gather, they are called `pp_rank` backwards late and `pp_rank` forwards early, so that
     the ranks, each of which is one action behind the one before, call at about the same time. What a rank has no action
     left for is called at the end, in chunk order. `stages` are the rank's, in chunk order.
     """
@@ -139,7 +139,7 @@ def _gather_events(forwards: list[Action], pp_rank: int, stages: Sequence[int]) 
 
 
 def checkpoint_flags(row: Sequence[Action], partial: int | None, window: int) -> dict[Action, bool]:
-    """For every forward of a rank's list whether all its layers are recomputed; empty where `partial` is None.
+    """For every forward of a rank's list whether all its layers are recomputed; empty if `partial` is None.
 
     The rule is Megatron's `num_microbatches_with_partial_activation_checkpoints`: of every `window` forwards, which is
     how many are in flight at most, the first `partial` keep more activations.

@@ -35,7 +35,7 @@ def spans_of(pp_rank: int, actions: Iterable[Action], starts: Iterable[float], e
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The actions of every pp_rank in one step, with their times. A rank's spans are in their order."""
+    """The actions of every pp_rank in one step, with their times. Each rank's spans are in the order of their start."""
 
     pp: int
     spans: tuple[Span, ...]
@@ -69,7 +69,7 @@ def step_time(trace: Trace) -> float:
 
 
 def longest_span(trace: Trace) -> float:
-    """Seconds from the first action's start to the last one's end on the pp_rank where that is longest."""
+    """Seconds from the first action's start to the last action's end on the pp_rank where that time is longest."""
     return max((row[-1].end - row[0].start for row in trace.rows() if row), default=0.0)
 
 
@@ -108,7 +108,7 @@ def message_times(steps: Iterable[Iterable[Span]]) -> dict[Channel, float]:
 
     Counted are messages that a rank stood idle for, between two of its actions: sending, waiting and waking up, as a
     schedule feels them. Other messages give only a bound; a channel that has no message that counts is left out. Spans
-    are on a common clock, those of a rank in the order in which it ran them.
+    are on a common clock; each rank's spans are in the order in which it ran them.
     """
     waits: dict[Channel, list[float]] = {}
     for spans in map(list, steps):

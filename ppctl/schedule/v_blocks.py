@@ -29,7 +29,7 @@ class _Block(NamedTuple):
 def v_half(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and at most half of its bubble.
 
-    The bubble is that where F, I and W take equal times. For any number of microbatches it stays what it is for a few,
+    The bubble is that if F, I and W take equal times. For any number of microbatches it stays what it is for a few,
     as long as 2 F <= W + 2 I and 2 I <= W + 2 F.
     """
     gap = 3 if pp % 2 == 0 else 0
@@ -40,8 +40,8 @@ def v_half(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """V-Min: at most 2 ((pp + 4) // 3) chunks in flight, about a third of 1F1B's, and two thirds of its bubble.
 
-    The bubble is that where F, I and W take equal times: 2 (pp - 1) of one of them, and (pp - 4) / 6 more where pp is 1
-    more than a multiple of 3. Where they differ, it grows with the number of microbatches.
+    The bubble is that if F, I and W take equal times: 2 (pp - 1) of one of them, and (pp - 4) / 6 more if pp is 1
+    more than a multiple of 3. If they differ, it grows with the number of microbatches.
     """
     gap = 2 if pp % 3 == 0 else 0
     blocks = [_Block(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
@@ -51,7 +51,7 @@ def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 def _repeated(name: str, blocks: list[_Block], most: int, num_microbatches: int) -> Schedule:
     """The block repeated, and squeezed: slot by slot every rank runs what is due first of all that it can run.
 
-    A weight gradient runs where nothing else can. A rank holds at most `most` (stage, microbatch) activations, of which
+    A weight gradient runs if nothing else can. A rank holds at most `most` (stage, microbatch) activations, of which
     its first stage leaves as many to its second as the block has between that one's F and I. So nothing can hang: all
     that the oldest unfinished microbatch needs next is there, and it has room on either stage.
     """
@@ -77,7 +77,7 @@ _Done = dict[Op, list[int]]
 
 @dataclass(slots=True)
 class _OpenRow:
-    """One rank's list on its way: what it may run in the next slot, and which of that is due first."""
+    """One rank's list while it is made: which actions may run in the next slot, and which of them is due first."""
 
     stages: tuple[int, ...]
     block: _Block
@@ -89,7 +89,7 @@ class _OpenRow:
     """The stages of which a weight gradient is deferred, the oldest first."""
 
     def next(self) -> tuple[Op, int] | None:
-        """The operation and the stage to run next; None where all that is left waits for other ranks."""
+        """The operation and the stage to run next; None if all that is left waits for other ranks."""
         down, up = self.stages
         forward, gradient, weights = self.done.values()
         held_down, held_up = forward[down] - weights[down], forward[up] - weights[up]

@@ -63,7 +63,7 @@ def verify(schedule: Schedule) -> list[Problem]:
 
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
-    """The stages that add up gradients in another order than that of the microbatches, each with two actions that do.
+    """The stages that add up gradients in another order than the microbatches', each with two actions that show it.
 
     Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules.
     """
@@ -121,6 +121,7 @@ def _incomplete(schedule: Schedule, wanted: Sequence[set[Action]]) -> Iterator[P
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
+    """The reason why `action` does not belong in this rank's list; call it only for such an action."""
     op, stage, mb = action
     place = schedule.placement
     if not 0 <= stage < place.num_stages:
@@ -156,7 +157,7 @@ def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem
         {((s, mb) in split, (s + 1, mb) in split): mb for mb in range(schedule.num_microbatches)}.values()
         for s in stages
     ]
-    """By stage a microbatch of every kind: those that are split alike need the same."""
+    """By stage one microbatch of every kind: microbatches that are split alike need the same actions."""
     for pp_rank, own in enumerate(lanes):
         early: list[tuple[int, Action, Action]] = []
         for (op, stage), at in own.items():
@@ -214,7 +215,7 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
         posted = sorted(chain.from_iterable(own[edge.receive, edge.receiver] for edge in edges))
         users = (own.get((op, edge.receiver), ()) for edge in edges for op in edge.ops)
         used = sorted(at for at in chain.from_iterable(users) if at >= 0)
-        # A receive has a slot where the use of the one so many before it stands ahead of it.
+        # A receive has a slot if the use of the one so many before it stands ahead of it.
         if any(map(lt, posted[slots:], used)):
             beyond = next(at for at, free in zip(posted[slots:], used, strict=False) if at < free)
             needs = schedule.actions[channel.target][beyond]
@@ -255,13 +256,13 @@ def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:
 
 
 def _marked(row: Sequence[Action], pp_rank: int, index: int, note: str) -> str:
-    """One rank's row around an action, with `<-- here` and a note behind it; an index past the end marks the end."""
+    """One rank's row around an action, with `<-- here` and a note after it; an index past the end marks the end."""
     before, after = _window(row, index)
     return f"rank {pp_rank}: {' '.join([*before, '<-- here,'])} {note}{'; ' if after else ''}{' '.join(after)}"
 
 
 def _rows_around(schedule: Schedule, pp_rank: int, index: int, note: str) -> str:
-    """The rows of all ranks (of the nearest, where there are many) around one action, which is marked."""
+    """The rows of all ranks (of the nearest, if there are many) around one action, which is marked."""
     count = len(schedule.actions)
     first = max(0, min(pp_rank - _RANKS_SHOWN // 2, count - _RANKS_SHOWN))
     lines = []
@@ -276,7 +277,7 @@ def _rows_around(schedule: Schedule, pp_rank: int, index: int, note: str) -> str
 
 
 def _window(row: Sequence[Action], index: int) -> tuple[list[str], list[str]]:
-    """The cells up to `index` and those behind it, cut where there are more."""
+    """The cells up to `index` and those after it, cut if there are more."""
     before = ["..."] * (index > _BEFORE) + [str(action) for action in row[max(index - _BEFORE, 0) : index + 1]]
     after = [str(action) for action in row[index + 1 : index + 1 + _AFTER]]
     return before, after + ["..."] * (index + 1 + _AFTER < len(row))

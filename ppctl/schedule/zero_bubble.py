@@ -22,9 +22,9 @@ def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds what the first one holds. One chunk.
+    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds as much as the first rank. One chunk.
 
-    Bubble time (pp - 1)(tf + tb - tw) where tw is at most tf and tb, with as much memory as 1F1B's first rank.
+    Bubble time (pp - 1)(tf + tb - tw) if tw is at most tf and tb, with as much memory as 1F1B's first rank.
     """
     return _on_a_loop("zb_h1", pp, 1, num_microbatches, group)
 
@@ -32,14 +32,14 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk.
 
-    No bubble but filling and draining (pp - 1 forwards in front, none behind the first rank) where F, I and W take
+    No bubble but filling and draining (pp - 1 forwards in front, none after the first rank) if F, I and W take
     equal times and num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank.
     """
     return _on_a_loop("zb_h2", pp, 1, num_microbatches, group, times=2)
 
 
 def _on_a_loop(name: str, pp: int, vpp: int, num_microbatches: int, group: int, times: int = 1) -> Schedule:
-    """Rank r warms up with `times` forwards for every rank behind it, and is `times` r backwards late with its Ws."""
+    """Rank r warms up with `times` forwards for every rank after it, and is `times` r backwards late with its Ws."""
     table = get_schedule_table(num_microbatches, vpp, group)
     rows = []
     for pp_rank in range(pp):
@@ -92,6 +92,7 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """
 
     def row(pp_rank: int, words: _Words) -> None:
+        """Write the list of one rank into `words`, phase by phase."""
         behind = pp - 1 - pp_rank
         words.add("F0", 2 * behind)
         words.add("F0 F1", pp_rank + 1)
@@ -99,7 +100,7 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
         words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's first: all others wait for it
         words.add("F0+B1 F1+B0", num_microbatches - fills_dualpipev(pp) + pp_rank + min(behind, 1))
         words.add("B1 F1+B0", behind)
-        whole = (pp_rank + 1) // 2  # of the last pairs; the others leave their weight gradients for the end
+        whole = (pp_rank + 1) // 2  # B's of the last pairs; the other backwards leave W for the end
         words.add("B1 B0", whole)
         words.add("B1 I0" if pp_rank % 2 == 0 else "I1 I0")
         words.add("I1 I0", pp_rank - whole)
@@ -110,8 +111,8 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 
 class _Words:
-    """A rank's list on its way: every word counts its own microbatches. A bare `W` is the oldest that is owed, and
-    `F0+B1` is a pair."""
+    """A rank's list while it is made: every word counts its own microbatches. A bare `W` is the oldest that is owed,
+    and `F0+B1` is a pair."""
 
     def __init__(self, stages: tuple[int, ...]) -> None:
         self.stages = stages
@@ -121,7 +122,7 @@ class _Words:
         self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
-        """Add the actions of the words in `phase`, so many times."""
+        """Add the actions of the words in `phase`, `times` times."""
         for word in phase.split() * times:
             if "+" in word:
                 self.pairs.append(Pair(*map(self._one, word.split("+"))))

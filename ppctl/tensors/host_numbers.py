@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class HostNumbers:
-    """The values of tensors, on their way to the host from now on; what is enqueued behind it is not waited for."""
+    """The values of tensors, on their way to the host from now on; what is enqueued after it is not waited for."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -31,7 +31,7 @@ def summed(rows: Tensor, copies: Any) -> Tensor:
 def sums(rows: Tensor, places: Tensor, starts: Tensor) -> Tensor:
     """Sums [n, h] of `rows[places]`: the i-th goes from `starts[i]` to the next start, one row after the other.
 
-    16-bit rows are added up in float32; a sum of none is zero. `places` and `starts` are int64.
+    16-bit rows are added up in float32; a sum of no rows is zero. `places` and `starts` are int64.
     """
     if not len(places):
         return rows.new_zeros(len(starts), rows.shape[1])
@@ -44,14 +44,14 @@ def set_places(mask: Tensor, count: int) -> Tensor:
 
 
 class RowCopies(NamedTuple):
-    """All copies at hand, those with the lowest number first; of one number in order of the rows."""
+    """All copies at hand, in order of their numbers; copies with one number in order of the rows."""
 
     order: Tensor
     """[n] the place of each copy, if all copies of one row stood together."""
     back: Tensor
-    """Its inverse."""
+    """The inverse permutation."""
     starts: Tensor | None
-    """Where the sum of each run of each row starts; None where sums of runs are the whole sums, or single copies."""
+    """Where the sum of each run of each row starts; None if sums of runs are the whole sums, or single copies."""
     times: int
     """Copies of each row."""
 

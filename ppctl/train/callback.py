@@ -37,21 +37,21 @@ class TrainingRun(NamedTuple):
     session: Session
     start: Start
     enter: Callable[[str, int], None]
-    """Tells all callbacks that the rank turns to a state, after so many completed steps."""
+    """`enter(state, steps)` tells all callbacks that the rank turns to a state after so many completed steps."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """A step, the same on every rank but for `phases`."""
+    """The results of one step, the same on every rank but for `phases`."""
 
     step: int
     """From 1."""
     record: dict[str, Any]
     """The figures of the step; callbacks may add some."""
     stop: str | None
-    """Why the run has to stop, where some rank was asked to."""
+    """Why the run has to stop, if some rank was asked to."""
     last: bool
-    """Whether it is the last step of `train.steps`."""
+    """Whether the step is the last of `train.steps`."""
     phases: tuple[float, float, float, float]
     """When it began, when the pipeline ended, when the ranks had agreed, and its end; on this rank's clock. On a GPU
     the update may be enqueued by the second, and be under way at the last."""
@@ -69,7 +69,7 @@ class TrainingEnd:
     """Loss of the last evaluation, if there was one."""
     checkpoint: Path | None = None
     why: str | None = None
-    """Why it stopped before the last step; None where it did not."""
+    """Why training stopped before the last step; None if it did not."""
 
     @property
     def stopped(self) -> bool:
@@ -101,7 +101,7 @@ class Callback:
         """The program that the engine calls for a stage in place of `program`, which it may watch.
 
         `first` is the step's microbatch that is number 0 of the schedule call. Asked before the first step, and again
-        where the batch grows.
+        if the batch grows.
         """
         return program
 
@@ -140,7 +140,7 @@ class Callbacks(Callback):
             setattr(self, name, partial(_call_all, [getattr(one, name) for one in each]))
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """Pass to each what the one before has returned."""
+        """Pass the program through all callbacks in order: each gets what the callback before it returned."""
         for one in self.each:
             program = one.stage_program(program, first)
         return program
@@ -150,7 +150,7 @@ class Callbacks(Callback):
         return next(filter(None, [one.stop_requested() for one in self.each]), 0)
 
     def close(self, error: BaseException | None) -> None:
-        """Call each, also where one raises."""
+        """Call `close` of all callbacks, even if one raises."""
         with ExitStack() as closing:
             for one in reversed(self.each):
                 closing.callback(one.close, error)

@@ -41,7 +41,7 @@ class Evaluator:
     def __call__(self) -> dict[str, Any]:
         """`eval_loss`, the mean over all tokens in nats, and `eval_samples`, the number of samples.
 
-        Sums are float64, by microbatch and then by rank. Raises TrainingError where ranks read different samples.
+        Sums are float64, by microbatch and then by rank. Raises TrainingError if ranks read different samples.
         """
         loss = tokens = 0.0
         for number in range(int(self.num_batches)):

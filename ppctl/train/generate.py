@@ -86,7 +86,7 @@ class Generator:
         if place.size == 1:
             return logits[self.position]
         positions = own_positions(Halves(place.rank, place.size, self.window.shape[1]), logits.device)
-        own = logits[(positions == self.position).int().argmax()]  # some row, where another rank has it
+        own = logits[(positions == self.position).int().argmax()]  # some row, if another rank has it
         own = own * (positions == self.position).any()
         dist.all_reduce(own, group=self.session.groups["cp"])
         return own
@@ -120,7 +120,7 @@ _NEWLINE = ord("\n")
 def write_sample(session: Session) -> dict[str, str] | None:
     """How the model continues a line from the middle of the corpus: `{prompt, text}`.
 
-    None where the tokens have no text. A collective of all ranks: every pipeline writes the same sample, since its
+    None if the tokens have no text. A collective of all ranks: every pipeline writes the same sample, since its
     ranks share experts and split weights with those of others.
     """
     with (
@@ -130,6 +130,8 @@ def write_sample(session: Session) -> dict[str, str] | None:
 
 
 def _sample(session: Session) -> dict[str, str] | None:
+    """Continue a prompt that rank 0 of each pipeline chooses; None if the tokens are of another tokenizer than the
+    config's. A collective."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
     if session.data.training is not None:
@@ -153,7 +155,7 @@ def _sample_length(session: Session) -> int:
 
 
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:
-    """Tokens from the middle of `tokens`, after a `newline` if one is near; fewer where there is less text.
+    """Tokens from the middle of `tokens`, after a `newline` if one is near; fewer if there is less text.
 
     The first characters of a corpus are a poor prompt: a licence, a heading, an import.
     """

@@ -60,11 +60,11 @@ class GradNorm:
 class GradientNorm:
     """Takes the norm over the parameters of all pp_ranks, in one `all_gather` of a flat vector.
 
-    `parameters` are those of the whole model, the same on every rank. `group` holds one rank per pp_rank, in order
-    (None: one rank has all the stages). Every rank of it must call, also one without parameters. A shared parameter
-    counts once, as its owner: all uses hold the summed gradient by then. `parts` are (names, group): each rank of the
-    group has a part of the gradients of the parameters with these names, and what several groups divide is in each.
-    `dtype` is that of gradients, which a rank without parameters cannot see.
+    `parameters` are the parameters of the whole model, the same on every rank. `group` holds one rank per pp_rank, in
+    order (None: one rank has all the stages). Every rank of it must call, also one without parameters. A shared
+    parameter counts once, as its owner: all uses hold the summed gradient by then. `parts` are (names, group): each
+    rank of the group has a part of the gradients of the parameters with these names, and what several groups divide is
+    in each. `dtype` is the dtype of gradients, which a rank without parameters cannot see.
     """
 
     def __init__(

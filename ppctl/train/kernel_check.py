@@ -26,7 +26,7 @@ Reference = Callable[..., Tensor]
 def check_kernel(kernel: Kernel, use: KernelUse, *, seed: int = 0) -> dict[str, float]:
     """`result` and the gradient of each tensor -> the largest difference, as a share of the reference's largest value.
 
-    Numbers are drawn with `seed` on the device of `use`, with its sizes. Raises TrainingError (PP-E773) where the
+    Numbers are drawn with `seed` on the device of `use`, with its sizes. Raises TrainingError (PP-E773) if the
     kernel does not fit the use, returns another shape or dtype, or differs by more than its tolerance. For a dispatch
     all ranks of the default process group call it.
     """
@@ -63,10 +63,12 @@ def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tens
 
 
 Case = tuple[Sequence[Sequence[int]], Reference]
-"""Shapes of the tensors, and what is computed of them."""
+"""Shapes of the tensors, and the function that is computed from them."""
 
 
 def _attention(use: KernelUse) -> Case:
+    """The shapes of queries, keys and values, and causal attention of them: by the kernel, or by the reference if
+    `function` is None."""
     scale = 0.9 * use.width**-0.5
 
     def compute(function: Reference | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

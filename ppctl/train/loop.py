@@ -23,7 +23,7 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     batches = session.data.batches(start.step, start.consumed_samples, start.sample_order)
     trainer = Trainer(session, batches, sizes, callback)
     if trainer.on_gpu and start.step < config.train.steps:
-        # Minutes, where layers are compiled: they say nothing of a step's length.
+        # Minutes, if layers are compiled: they say nothing of a step's length.
         callback.enter("loading kernels", start.step)
         trainer.dry_pass(start.step)
     evaluator = Evaluator(session, start.sample_order) if config.train.eval_interval else None
@@ -55,12 +55,12 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
 
 
 def _evaluate(evaluator: Evaluator | None, result: StepResult, callback: Callback) -> None:
-    """Add an evaluation to the step's figures where one is due; a run that stops does without."""
+    """Add an evaluation to the step's figures if one is due; a run that stops does without."""
     if evaluator is not None and (result.last or (evaluator.is_due(result.step) and not result.stop)):
         callback.enter("evaluating", result.step - 1)
         result.record |= evaluator()
 
 
 def _is_logged(result: StepResult, first: bool, interval: int) -> bool:
-    """Whether a step's figures are logged: at the interval, and where something else happens than a step."""
+    """Whether a step's figures are logged: at the interval, and if more than a step happens."""
     return first or result.last or bool(result.stop) or result.step % interval == 0 or "eval_loss" in result.record

@@ -23,8 +23,9 @@ GROWTH = 2.0
 class LossScale:
     """The factor on the loss, and the state of its adjustment (Megatron's rule).
 
-    A step whose gradients overflow is left out and uses up one of `hysteresis` chances; from the last one on the scale
-    is halved with each, down to `minimum`. `window` steps without overflow double it and give all chances back.
+    A step whose gradients overflow is skipped and uses up one of `hysteresis` chances. The overflow that uses up the
+    last chance, and each further one, halves the scale, down to `minimum`. `window` steps without overflow double the
+    scale and restore all chances.
     """
 
     scale: float
@@ -61,11 +62,11 @@ class LossScale:
             self.scale, self.good_steps, self.chances = self.scale * GROWTH, 0, self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """The entries that a checkpoint keeps."""
+        """The entries of this scale that a checkpoint saves, for `restore`."""
         return {"scale": self.scale, "good_steps": self.good_steps, "chances": self.chances}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from a checkpoint's; a fixed scale stays."""
+        """Take the scale and the counters from a checkpoint's `state`; a fixed scale keeps its own."""
         if not self.fixed:
             self.scale = float(state["scale"])
             self.good_steps, self.chances = int(state["good_steps"]), int(state["chances"])
@@ -74,7 +75,7 @@ class LossScale:
 def in_precision(
     program: StageProgram, autocast: str | None, device: torch.device, scale: LossScale | None
 ) -> StageProgram:
-    """The program, cast to `autocast` where that is a dtype, with its loss (if it has one) times the loss scale."""
+    """The program, cast to `autocast` if that is a dtype, with its loss (if it has one) times the loss scale."""
 
     def forward(mb: int, inputs: Message) -> Message:
         if autocast is None:

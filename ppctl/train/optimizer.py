@@ -72,7 +72,7 @@ class AdamW:
     def step(self, left_out: Tensor | None = None) -> None:
         """Move every parameter that has a gradient. The host does not wait for the device.
 
-        Where `left_out`, a scalar on the device, is 1, parameters and moments stay. Whoever reads that it was calls
+        If `left_out`, a scalar on the device, is 1, parameters and moments stay. Whoever reads that it was calls
         `take_back`: the host counts updates without waiting.
         """
         for names, weight_decay in self.groups:
@@ -236,7 +236,7 @@ def _factor(adjust: str, rows: int, columns: int) -> float:
 
 
 def _pieces(stack: _Stack, elements: int) -> Iterator[_Stack]:
-    """The stack in pieces of so many elements, or of one matrix that has more."""
+    """The stack in pieces of at most `elements` elements, or of one matrix if that has more."""
     most = max(1, elements // stack.master[0].numel())
     return (_Stack(*pieces) for pieces in zip(*(each.split(most) for each in stack), strict=True))
 

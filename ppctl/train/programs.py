@@ -1,4 +1,4 @@
-"""The programs of a rank's stages in a step: the module, given tokens where it reads them, closed by the objective.
+"""The programs of a rank's stages in a step: the module, given tokens if it reads them, closed by the objective.
 
 Knows the losses, and what routers add to them. Must not know the order of a step, nor what becomes of gradients.
 """
@@ -48,7 +48,7 @@ class StagePrograms:
         self.losses: dict[int, Tensor] = {}
         """For each microbatch of the step, its share of the step's loss; on the rank that owns the loss."""
         self.samples: Tensor | None = None
-        """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
+        """[m, b] int64: the keys of this rank's samples in the step, if the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
         """For each microbatch, the mean of its MTP modules' shares of the step's losses."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor
@@ -79,7 +79,7 @@ class StagePrograms:
         return [in_precision(self._program(spec, first), autocast, s.device, scale) for spec in s.own.stages]
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
-        """Forget the losses of the step before, and take the samples of this one; None is no step of training.
+        """Forget the losses of the step before, and take the samples of this step; None outside training.
 
         Weights that are gathered start to be, beside the wait for the first message.
         """
@@ -98,6 +98,7 @@ class StagePrograms:
         return self.batch
 
     def _program(self, spec: StageSpec, first: int) -> StageProgram:
+        """The program of one stage in a schedule call whose first microbatch is number `first` of the step."""
         module, recompute = self.session.model.stages[spec.stage], self.session.model.recompute[spec.stage]
         gathered = self.session.replica.gathered
         embeds, predicts, ends = (Layer(kind) in spec.layers for kind in ("embedding", "mtp", "loss"))
@@ -194,13 +195,13 @@ def auxiliary_weight(session: Session) -> float:
 
 
 def own_words_of(session: Session) -> Words | None:
-    """The words whose logits the rank has, where tensor-parallel ranks divide them."""
+    """The words whose logits the rank has, if tensor-parallel ranks divide them."""
     split = session.groups.split
     return None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
 
 
 def kinds_of_names(names: Iterable[str]) -> str:
-    """Names of parameters, those that differ in numbers alone as one: `layers.*.attention.wq`."""
+    """Names of parameters; names that differ only in numbers become one: `layers.*.attention.wq`."""
     kinds = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
     return ", ".join(sorted(kinds)) or "nothing"
 
@@ -258,9 +259,10 @@ class RouterBalance:
 
     @torch.no_grad()
     def move_biases(self, left_out: Tensor | None = None) -> None:
-        """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
+        """Raise the bias of experts with fewer tokens than the mean, and lower the bias of experts with more, by one
+        rate.
 
-        Tokens are counted over the step's microbatches of all ranks. A collective of these. Where `left_out` (a scalar
+        Tokens are counted over the step's microbatches of all ranks. A collective of all ranks. If `left_out` (a scalar
         on the device) is 1, biases stay.
         """
         if not (self.rate and self.routers):

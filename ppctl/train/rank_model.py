@@ -57,7 +57,7 @@ class RankModel:
     """The part of each parameter that the axes leave to this rank."""
     recompute: Mapping[int, Switch]
     offload: Offload | None
-    """Moves activations to the host, where any are moved."""
+    """Moves activations to the host, if any are moved."""
     rows: Mapping[str, Parameter] = field(init=False)
     """The row of the parameter table of each parameter and buffer of these stages, by canonical name."""
 
@@ -76,7 +76,7 @@ def build_model(
 ) -> RankModel:
     """Build a rank's stages (`specs`), of whose parameters it has the part `own`."""
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
-        # Only where it changes something: the call imports torch's compiler.
+        # Only if it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
     stages = _build_stages(config, own, specs, device, kernels, groups, parts)
@@ -97,7 +97,10 @@ def _build_stages(
     groups: AxisGroups,
     parts: ModelParts,
 ) -> dict[int, StageModel]:
-    """The stages with their weights, their exchanges and, where asked for, compiled."""
+    """Build the stages, then change each in place: its exchanges over `groups`, kernels from outside, compilation.
+
+    Compilation is last: it captures the forwards that the steps before have replaced.
+    """
     given: dict[str, Any] = dict(
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),
@@ -112,6 +115,7 @@ def _build_stages(
         build = partial(build_foreign_stage, foreign=foreign, **given)
     stages = {spec.stage: build(spec, config.model) for spec in specs}
     for stage in stages.values():
+        # Splits and exchanges set attributes of blocks, `use_norm` replaces forwards; compiling reads both.
         if groups.split is not None:
             stage.split_over(groups.split)
         if "cp" in groups:
@@ -130,8 +134,9 @@ def _build_stages(
 
 
 def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:
-    """How attention reaches other ranks' tokens, for every `cp_comm_type` of the model."""
-    assert kernels.blocks is not None  # chosen where ranks share sequences
+    """The attention over all cp ranks' tokens for every `cp_comm_type` that a layer of the model names, and for
+    `p2p`."""
+    assert kernels.blocks is not None  # chosen if ranks share sequences
     listed = config.model.cp_comm_type
     levels = (groups["cp-inner"], groups["cp-outer"]) if "cp-inner" in groups else None
     make = partial(

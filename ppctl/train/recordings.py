@@ -57,7 +57,7 @@ class StepTraces(Callback):
         self._width = session.plan.longest_row
 
     def post_update(self, result: StepResult) -> None:
-        """Gather and keep the step's stamps, if it is one of those."""
+        """Gather and save the step's stamps, if the step is traced."""
         if result.step not in self.steps:
             return
         s, recorder = self.session, self.session.pipeline.recorder
@@ -95,7 +95,7 @@ class KeptGradients(Callback):
         self._enter = run.enter
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """The program with an eye on what it hands on; itself where no step is kept."""
+        """The program with an eye on what it hands on; itself if no step is kept."""
         frozen = program.stage < self.session.plan.schedule.frozen_stages  # it trains without a graph
 
         def forward(mb: int, inputs: Message) -> Message:
@@ -125,12 +125,12 @@ class KeptGradients(Callback):
         self._on = False
         s, path = self.session, step_directory(self.directory, step)
         self._enter("recording", step - 1)  # takes as long as the disk does
-        gather_rows([], s.own.rank, s.groups.world)  # behind it rank 0 has forgotten what an earlier start has kept
+        gather_rows([], s.own.rank, s.groups.world)  # after it rank 0 has forgotten what an earlier start has kept
         path.mkdir(parents=True, exist_ok=True)
         shards = gradient_shards(s)
         file = path / disk.file_name(s.own.rank)
         disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
-        rows = gather_rows(self._row(), s.own.rank, s.groups.world)  # behind it all files are written
+        rows = gather_rows(self._row(), s.own.rank, s.groups.world)  # after it all files are written
         if s.own.rank == 0:
             write_messages(path, [each for rank, row in enumerate(rows.tolist()) for each in self._unpack(rank, row)])
         self._enter("updating", step - 1)
@@ -171,7 +171,7 @@ class KeptGradients(Callback):
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a tensor's squares in float64, and that of its bits: two scalars on its device.
+    """The sum of a tensor's squares in float64, and the sum of its bits: two scalars on its device.
 
     In pieces, which take 32 MiB beside the tensor at most: plans know nothing of what a step of `log.gradients` needs.
     """
@@ -184,7 +184,7 @@ def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
 class TorchProfile(Callback):
     """Runs torch's profiler in the steps of `log.torch_profile`; on a GPU with the history of its memory.
 
-    `directory` is the run's. Without the key nothing is imported.
+    `directory` is the run's directory. Without the key nothing is imported.
     """
 
     def __init__(self, session: Session, directory: Path, say: Callable[[str], None] = print) -> None:
@@ -199,7 +199,7 @@ class TorchProfile(Callback):
         self._enter = run.enter
 
     def pre_step(self, step: int) -> None:
-        """Begin to record, if the step is one of those."""
+        """Begin to record, if the step is profiled."""
         if step in self.steps:
             self._profiled.enter_context(self._recorded(step))
 
@@ -214,7 +214,7 @@ class TorchProfile(Callback):
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Record a step; the files are written behind it, when the device is through, and under another limit."""
+        """Record a step; the files are written after it, when the device is through, and under another limit."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.type == "cuda"

@@ -51,7 +51,7 @@ class Replica:
 
     @property
     def gathered(self) -> ShardedWeights | None:
-        """The weights, where a stage's first forward in a step gathers what others own of them."""
+        """The weights, if a stage's first forward in a step gathers the parts that other ranks own."""
         return self.weights if isinstance(self.weights, ShardedWeights) else None
 
     @property
@@ -127,7 +127,7 @@ def _copies(
     rows: Mapping[str, Parameter], groups: Mapping[str, ProcessGroup]
 ) -> tuple[ProcessGroup, ProcessGroup, set[str]]:
     """The ranks that have copies of a parameter; those that have copies of experts; and which parameters are experts',
-    where these are other ranks."""
+    if their copies are on other ranks."""
     dp_group = groups.get("cp-dp", groups["dp"])
     spread = {name for name, row in rows.items() if row.experts} if "edp" in groups else set()
     return dp_group, groups.get("edp", dp_group), spread
@@ -142,7 +142,7 @@ def weights_and_sums(
 ) -> tuple[Weights, GradientReducer | GradientScatter]:
     """This rank's parameters, and what sums their gradients, whole or in parts.
 
-    Sums go over dp and cp; of experts, where these are other ranks, over those that hold the same ones.
+    Sums go over dp and cp; of experts, if these are other ranks, over those that hold the same ones.
     """
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
@@ -170,7 +170,7 @@ def _owned(
     model: Mapping[str, nn.Parameter],
     group_of: Callable[[str], ProcessGroup],
 ) -> dict[str, Runs]:
-    """The matrices that belong whole to single ranks: those that Muon moves, shared out over all stages of a rank."""
+    """The matrices that Muon moves, which belong whole to single ranks: dealt to owners over all stages of a rank."""
     shapes: dict[ProcessGroup, dict[str, tuple[int, ...]]] = {}
     for name, parameter in model.items() if config.optim.name == "muon" else ():
         if rows[name].hidden_matrix:

@@ -2,7 +2,7 @@
 
 Knows a session's parameters, which part of each this rank has, and the ranks' groups. Must not know how a step is
 computed. A part that several ranks hold is the same on all of them by construction: along dp and cp, along tp and etp
-where the table does not split the parameter, and in all uses of a tied one. Where it is not, some sum is missing, or a
+if the table does not split the parameter, and in all uses of a tied one. If it is not, some sum is missing, or a
 device computed wrongly.
 """
 
@@ -31,7 +31,7 @@ PIECE = 2**22
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of this rank of which others may have copies: those with the same name and part."""
+    """A tensor of this rank; other ranks have copies of it if they have one with the same name and part."""
 
     name: str
     stage: int
@@ -50,14 +50,14 @@ class ReplicaCheck(Callback):
         """For each pp_rank the stage and name of its tensors; exchanged once."""
 
     def post_update(self, result: StepResult) -> None:
-        """Compare copies, if the step is one of those, and add to its figures how many there are."""
+        """Compare copies, if the step is one to check, and add the number of copies to its figures."""
         if self.every > 0 and result.step % self.every == 0:
             result.record["replicas_compared"] = self.compare(result.step)
 
     def compare(self, step: int) -> int:
         """How many parts of parameters have copies. A collective over the world.
 
-        Raises TrainingError (PP-E734), alike on all ranks, where copies differ: it names the first parameter in the
+        Raises TrainingError (PP-E734), alike on all ranks, if copies differ: it names the first parameter in the
         model's order, and its ranks.
         """
         held = self._gather()

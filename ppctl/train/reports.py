@@ -45,7 +45,7 @@ class RankReport:
     stop: float = 0.0
     """The signal that asked this rank to stop, or one of the two numbers below 0; 0 to go on."""
     loss: float = 0.0
-    """This rank's share of the loss (0 where it has no loss stage)."""
+    """This rank's share of the loss (0 if it has no loss stage)."""
     bad_microbatch: float = NOTHING
     """The first microbatch whose loss is not finite."""
     checksum: float = NOTHING
@@ -120,7 +120,7 @@ def most_updates(session: Session) -> int:
 
 
 def check_reports(reports: Reports, step: int, last_stage: int) -> None:
-    """Raise TrainingError, on all ranks, where ranks read different samples or a loss is not finite."""
+    """Raise TrainingError, on all ranks, if ranks read different samples or a loss is not finite."""
     check_same_samples(step, _without(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
@@ -135,13 +135,13 @@ def check_reports(reports: Reports, step: int, last_stage: int) -> None:
 
 
 def _without(column: Numbers, nothing: float) -> dict[int, int]:
-    """rank -> the whole number in a column, where it is not `nothing`."""
+    """rank -> the whole number in a column, if it is not `nothing`."""
     ranks = np.flatnonzero(column != nothing)
     return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
 
 
 def stop_reason(reports: Reports) -> str | None:
-    """Why the run has to stop, in words: which signal, on which ranks. None where it goes on."""
+    """Why the run has to stop, in words: which signal, on which ranks. None if it goes on."""
     asked = _without(reports.column("stop"), 0.0)
     if not asked:
         return None
@@ -169,7 +169,7 @@ class StepFigures:
         self.auxiliary_width = auxiliary_width(stages, session.config.model)
         self.peak_flops = _peak_flops(session)
         self.allocator = AllocatorFigures.of(session.device)
-        """At the last report."""
+        """The allocator's figures at the last report."""
 
     def start_reading(self, programs: StagePrograms, balance: RouterBalance, norm: Tensor) -> HostNumbers:
         """Start copying the step's numbers to the host: the norm, the losses of `report`, and each router's."""
@@ -186,9 +186,9 @@ class StepFigures:
         )
 
     def report(self, programs: StagePrograms, numbers: Sequence[Sequence[float]], stop: int) -> RankReport:
-        """This rank's numbers, of which `numbers` are those that `start_reading` has read, without the norm.
+        """This rank's numbers; `numbers` are what `start_reading` has read, without the norm.
 
-        Times are those of the step's last schedule call; all its calls are alike.
+        Times are of the step's last schedule call; all calls of a step are alike.
         """
         s, report = self.session, RankReport(stop=float(stop))
         tokens, losses, mtp_losses, added, *routers = numbers
@@ -226,10 +226,10 @@ class StepFigures:
         return losses
 
     def throughput(self, reports: Reports, seconds: float) -> dict[str, Any]:
-        """Throughput and balance of a step that took `seconds`; what belongs to one pipeline is that of rank 0's."""
+        """Throughput and balance of a step that took `seconds`; figures of one pipeline are of rank 0's pipeline."""
         s = self.session
         stage, rank = slowest_stage(reports, self.stages_of)
-        # All that went through the model, as FLOPs count them; samples are whole, so that none of these is padding.
+        # All tokens that went through the model, as FLOPs count them; samples are whole, so that no token is padding.
         tokens = s.config.train.global_batch_size * s.config.data.seq_length
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.
@@ -271,7 +271,8 @@ def retries_problem(reports: Reports, step: int) -> Problem | None:
 
 
 def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
-    """1 - busy time / (ranks x time from the first action's start to the last one's end), over one pipeline's ranks."""
+    """1 - busy time / (ranks x time from the first action's start to the last action's end), over one pipeline's
+    ranks."""
     start, end, busy = (reports.column(name)[list(pipeline)] for name in ("start", "end", "busy"))
     span = float(end.max() - start.min())
     return 1.0 - sum(busy.tolist()) / (len(pipeline) * span) if span > 0 else math.nan
@@ -280,7 +281,7 @@ def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
 def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
     """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
 
-    Raises ValueError where it is not: a rank's report is missing.
+    Raises ValueError if it is not: a rank's report is missing.
     """
     seconds = reports.stage_seconds
     if seconds.shape != stages.shape:

@@ -39,10 +39,10 @@ SETTLE = 5.0
 class Saves(Callback):
     """A run's checkpoints: `start` finds and loads one, then each due step is saved.
 
-    `writer` gives the address of the node's writer (without one, ranks write themselves); `say` takes lines for the
-    user on rank 0, `note` there the seconds of every save. Memory for the copies is made now, where `checkpoint.local`
-    is set by `start`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks where one
-    has none.
+    `writer` gives the address of the node's writer process (without one, ranks write themselves). On rank 0 `say` takes
+    lines for the user, and `note` the seconds of every save. The constructor makes the memory for the copies; if
+    `checkpoint.local` is set `start` makes it, because copies of an earlier start may lie there. Raises CheckpointError
+    (PP-E511) on all ranks if one rank has no memory for its copies.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Saves(Callback):
         self._figures: dict[str, Any] = {}
         config = session.config.checkpoint
         self.local: LocalCopies | None = None
-        """This run's copies in memory; None where `checkpoint.local` is not set."""
+        """This run's copies in memory; None if `checkpoint.local` is not set."""
         self._path: Path | None = None
         self._saver: Saver | None = None
         self._background: BackgroundSaver | None = None
@@ -100,7 +100,7 @@ class Saves(Callback):
     def start(self, candidates: Candidates) -> Start:
         """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`.
 
-        A collective over the world. Raises CheckpointError where all are damaged, or one does not fit the run.
+        A collective over the world. Raises CheckpointError if all are damaged, or one does not fit the run.
         """
         from_disk = partial(load_first, self.session, candidates, self._say)
         loaded = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
@@ -117,7 +117,7 @@ class Saves(Callback):
         candidates: Candidates,
         from_disk: Callable[[], Loaded | None],
     ) -> Loaded | None:
-        """Take the copies that an earlier start of this run has left in memory, where all ranks have those of one step
+        """Take the copies that an earlier start of this run has left in memory, if all ranks have those of one step
         and start, later than that of the checkpoint that the run would go on from; else what `from_disk` loads.
 
         Rank 0 says what was chosen, and why. A start from an earlier checkpoint than the newest of the directory means
@@ -158,7 +158,7 @@ class Saves(Callback):
         self._run = run
 
     def stop_requested(self) -> int:
-        """SAVE_FAILED where the save under way has failed on all ranks: `post_step` then raises."""
+        """SAVE_FAILED if the save under way has failed on all ranks: `post_step` then raises."""
         return SAVE_FAILED if self._background is not None and self._background.failed else 0
 
     def post_update(self, result: StepResult) -> None:
@@ -177,9 +177,9 @@ class Saves(Callback):
     def post_step(self, result: StepResult) -> None:
         """Save, if something is due after this step; returns when training may change it.
 
-        The step goes to the disk at `checkpoint.interval` and where the run ends with it, else into memory alone.
-        Raises TrainingError on all ranks where this save or the one before could not be written: the earlier
-        checkpoints are as they were.
+        The step goes to the disk at `checkpoint.interval` and if the run ends with it, else into memory alone.
+        Raises TrainingError on all ranks if this save or the save before could not be written: earlier checkpoints are
+        as they were.
         """
         config, step, ends = self.session.config.checkpoint, result.step, result.last or bool(result.stop)
         on_disk, in_memory = (every > 0 and step % every == 0 for every in (config.interval, config.local_every))
@@ -214,7 +214,10 @@ class Saves(Callback):
         end.checkpoint = self._path or end.checkpoint
 
     def close(self, error: BaseException | None) -> None:
-        """No save follows. Before a process fails, a save under way gets some seconds."""
+        """End saving. If the run fails with `error`, a save under way gets `SETTLE` seconds to become complete.
+
+        After a run without an error the copies in memory are deleted.
+        """
         if self._background is None:
             return
         if isinstance(error, Exception):
@@ -222,7 +225,7 @@ class Saves(Callback):
                 self._background.finish(SETTLE)
             self._look()
         elif error is None and self.local is not None:
-            self.local.remove()  # the last checkpoint on the disk is as new
+            self.local.remove()  # the last checkpoint on the disk is just as recent
         self._background.close()
 
     def _look(self) -> None:
@@ -261,7 +264,7 @@ class _Choice(NamedTuple):
 
 
 def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Choice:
-    """On rank 0. Raises CheckpointError (PP-E775) where all that the run has done is in copies of no use to it."""
+    """On rank 0. Raises CheckpointError (PP-E775) if all that the run has done is in copies of no use to it."""
     chosen, note = local.survey.chosen, local.survey.note
     if chosen is None and not note:
         return _Choice()

@@ -41,7 +41,7 @@ KEPT = 16
 
 
 def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
-    """The pipeline's messages, on a group of their own where they have a backend of their own."""
+    """The pipeline's messages, on a group of their own if they have a backend of their own."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(RankGrid(plan.sizes).groups("pp"), backend=backend)
     modes, transport = Modes.of(config.parallel), "plain" if is_plain(config) else "channels"
@@ -55,7 +55,7 @@ class SessionParts(ModelParts):
     """Makers of the parts of a session that config and plan do not give; a rehearsal brings its own."""
 
     connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
-    """Makes the pipeline's communicator; called where the pipeline has several ranks."""
+    """Makes the pipeline's communicator; called if the pipeline has several ranks."""
     load_data: Callable[[DataConfig], Data | None] = load_data
     """Opens what is trained on; called on ranks that read data. None: the caller brings the batches."""
     clock_offset: Callable[[], float] = clock_offset
@@ -72,14 +72,14 @@ class RankPipeline:
     """One rank's place in a pipeline: it carries the rank's messages, stamps its actions and publishes where it is."""
 
     communicator: Communicator | None
-    """None where the pipeline has one rank."""
+    """None if the pipeline has one rank."""
     recorder: Recorder
     heartbeat: HeartbeatFile | None
     deallocate_outputs: bool
     totals: deque[StepTotals] = field(default_factory=lambda: deque(maxlen=KEPT))
     """The last steps of this rank in figures."""
     _engine: Engine | None = None
-    """That of the last schedule call, unless the device has been waited for since."""
+    """The engine of the last schedule call, unless the device has been waited for since."""
 
     def train(
         self, schedule: Schedule, programs: Sequence[StageProgram], reduce_grad: Callable[[int], None] | None
@@ -108,7 +108,7 @@ class RankPipeline:
     def settle(self) -> float:
         """Wait until the device has finished the step's schedule calls; returns when it had, by `perf_counter`.
 
-        Raises EngineError where it has failed in one.
+        Raises EngineError if it has failed in one.
         """
         assert self._engine is not None  # a step has a schedule call
         engine, self._engine = self._engine, None
@@ -155,7 +155,7 @@ class Session:
 
 
 def reads_data(stage: StageSpec, data: DataConfig) -> bool:
-    """Whether a stage needs a step's tokens: E, m and L do, and layers where documents' ends mean something to them.
+    """Whether a stage needs a step's tokens: E, m and L do, and layers if documents' ends mean something to them.
 
     A batch is a pure function of (seed, step): every rank finds the ends for itself, and no message carries them.
     """

@@ -59,7 +59,7 @@ def session_shards(session: Session) -> list[Shard]:
 def gradient_shards(session: Session) -> list[Shard]:
     """This rank's part of every gradient, by the parameter's name; each use of a shared parameter has its own.
 
-    Zeros where nothing reached a parameter. All but those are views of what the optimizer reads.
+    Zeros if nothing reached a parameter. All but those are views of what the optimizer reads.
     """
     shards: list[Shard] = []
     for name, master in session.replica.weights.master.items():
@@ -81,7 +81,7 @@ class _Place(NamedTuple):
     local: tuple[int | slice, ...]
     """The position of the box in it."""
     start: int
-    """Its first element in the rank's master read flat."""
+    """The index of the box's first element in the rank's master, read flat."""
 
     def shard(self, prefix: str, suffix: str, own: Tensor) -> Shard:
         """The box of a master or moment of which the rank holds `own`."""
@@ -135,11 +135,12 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
 
 
 def start_from(session: Session, path: Path) -> None:
-    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
+    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of the weights from the
+    seed.
 
-    Values are cast to the masters' dtype; the optimizer's state stays. A directory of transformers without weights
-    leaves those of the seed. Raises CheckpointError as the sources do.
-    Whether they fit the model was looked at before the first rank started.
+    Values are cast to the masters' dtype; the optimizer's state stays. If a directory of transformers has no weights,
+    the weights from the seed stay. Raises CheckpointError as the sources do. Whether they fit the model was looked at
+    before the first rank started.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
@@ -189,17 +190,17 @@ class Loaded(NamedTuple):
     """The checkpoint that a run goes on from, and the state saved in it."""
 
     path: Path | None
-    """Its directory; if the run continues from copies in memory, that of the newest checkpoint on disk."""
+    """The checkpoint's directory; if the run continues from copies in memory, the newest checkpoint on disk."""
     state: dict[str, Any]
 
 
 def load_first(
     session: Session, candidates: Callable[[], list[FoundCheckpoint]], say: Callable[[str], None] = print
 ) -> Loaded | None:
-    """Load the first of the candidates, as rank 0 finds them, that is not damaged; None where there are none.
+    """Load the first of the candidates, as rank 0 finds them, that is not damaged; None if there are none.
 
     A collective over the world. `say` takes, on rank 0, a line for every one that is passed over: which one, and why.
-    Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
+    Raises CheckpointError if all candidates are damaged, or one does not fit the run.
     """
     ranks = AgreeingRanks(None)
     given = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates(), result=list[FoundCheckpoint])
@@ -225,7 +226,7 @@ _DAMAGE = ("PP-E501", "PP-E503")
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
-    The state's `sample_order` is 1 where the checkpoint is older than that entry. Raises CheckpointError where the
+    The state's `sample_order` is 1 if the checkpoint is older than that entry. Raises CheckpointError if the
     data, or the order of its samples, is not what the checkpoint was trained on: its position would mean nothing.
     """
     saved_by = run_state(path)
@@ -243,7 +244,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
 
 
 def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None:
-    """Raise CheckpointError where another optimizer's state was saved; without an entry it is AdamW's."""
+    """Raise CheckpointError if another optimizer's state was saved; without an entry it is AdamW's."""
     saved, own = state.get("optimizer", "adamw"), session.config.optim.name
     if saved != own:
         message = f"the checkpoint has the state of optim.name={saved}, and the run has optim.name={own}"

@@ -88,8 +88,8 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
-        Raises TrainingError, on all ranks alike, where numbers are not finite. The host waits for its device once: for
-        the numbers of the step, behind which a GPU may have the update to do, and leaves it out by itself where the
+        Raises TrainingError, on all ranks alike, if numbers are not finite. The host waits for its device once: for
+        the numbers of the step, after which a GPU may have the update to do, and leaves it out by itself if the
         norm is not finite. When this returns, the host knows whether it did: what is saved is a whole step.
         """
         self._take_size(step)
@@ -100,10 +100,10 @@ class Trainer:
         try:
             norm, numbers, left_out, lr, stop = self._enqueue_end(step)
         except RuntimeError:
-            s.pipeline.settle()  # an error of the device is raised as its action's
+            s.pipeline.settle()  # an error of the device is raised as the error of its action
             raise
         ahead, pipeline_end = s.pipeline.ahead, s.pipeline.settle()
-        if ahead:  # until here the rank's state was its device's action
+        if ahead:  # until here the rank's state named the action of its device
             self.callback.enter("updating", step)
         (grad_norm,), *read = numbers.read()
         reports = gather_reports(self.figures.report(self.stages, read, stop), s.own.rank, s.groups.world)
@@ -132,7 +132,7 @@ class Trainer:
     def _enqueue_end(self, step: int) -> tuple[GradNorm, HostNumbers, Tensor | None, float, int]:
         """Enqueue what follows the pipeline; waits for the device nowhere.
 
-        Returns the norm; the step's numbers on their way; where the update is enqueued, too, a scalar that is 1 if the
+        Returns the norm; the step's numbers on their way; if the update is enqueued, too, a scalar that is 1 if the
         device leaves it out; the learning rate, and the reason to stop.
         """
         s, replica = self.session, self.session.replica
@@ -163,7 +163,7 @@ class Trainer:
     def dry_pass(self, step: int) -> None:
         """Run all kernels of a step's list once, without a message (see `engine.dry_pass`).
 
-        A collective where stages have collectives (experts on several ranks, gathered weights, sums of gradients over
+        A collective if stages have collectives (experts on several ranks, gathered weights, sums of gradients over
         replicas). Nothing that a step reads is different afterwards: weights, gradients, ledgers and every draw of
         random numbers.
         """
@@ -230,6 +230,7 @@ class Trainer:
 
 
 def _bad_norm(step: int, norm: GradNorm) -> TrainingError:
+    """The error for a gradient norm that is not finite; names the first parameter whose own norm is not."""
     culprits = norm.culprits()
     where = "of all parameters together"
     if culprits:

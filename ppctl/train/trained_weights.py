@@ -5,7 +5,7 @@ and float64 both are the same objects and nothing is done twice; otherwise maste
 `.grad` is the accumulator (Megatron's main_grad). Replication, ties, norm, clipping, optimizers and checkpoints read
 masters only.
 
-Where data-parallel ranks share what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
+If data-parallel ranks shard what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
 dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and
 moments exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole,
 or (`GatheredWeights`) whole only while a stage computes; they are gathered for a stage's first forward of a step.
@@ -83,7 +83,7 @@ def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
 class ShardedWeights(Weights):
     """Weights of which `master[name]` is this rank's part of the parameter, flat, in float32 at least.
 
-    It has the elements that the rank owns where the name is in `owned`, else one of n equal parts. What `publish` has
+    It has the elements that the rank owns if the name is in `owned`, else one of n equal parts. What `publish` has
     published is in the model's weights of a stage from `hold(stage)` on. `begin` and `hold` are collectives of the
     groups that share the stage's parameters: all ranks call in one order.
     """
@@ -116,7 +116,7 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def begin(self, stage: int) -> None:
-        """Start gathering the stage's weights, and return; nothing where they are here or on their way."""
+        """Start gathering the stage's weights, and return; nothing if they are here or on their way."""
         if stage in self._held or stage in self._coming:
             return
         self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
@@ -160,7 +160,7 @@ class ShardedWeights(Weights):
         super().clear_gradients()
 
     def run(self, name: str) -> range:
-        """Which elements of the rank's parameter, read flat, its part is; the padding behind the last one not."""
+        """The range of the rank's part in the parameter, read flat, without the padding at the end."""
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
@@ -187,7 +187,7 @@ class ShardedWeights(Weights):
         return scatter_sums(gradients, [master.numel() for master in masters], group, device, dtype)
 
     def take_sum(self, name: str) -> Tensor:
-        """The gradient summed so far, zeros where there is none, which is forgotten here."""
+        """The gradient summed so far, zeros if there is none, which is forgotten here."""
         parameter = self.model[name]
         gradient, parameter.grad = parameter.grad, None
         gradient = self.sums.pop(name, gradient)
@@ -266,7 +266,7 @@ class GradientScatter:
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
         """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
 
-        Those of the stage before are waited for first, so that no more than one stage's are on their way.
+        The sums of the stage before are waited for first, so that no more than one stage's sums are on their way.
         """
         self.finish()
         weights = self.weights

@@ -26,7 +26,7 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients.delivery import AT_ONCE, LEAVE_WHOLE, TOGETHER, Make, Use, deliver, operands, version_of
 
 PLAIN: set[type[Tensor]] = {Tensor}
-"""The types of tensors whose products are deferred. Measurements on tensors without values add theirs."""
+"""The types of tensors whose products are deferred. Measurements on meta tensors add theirs."""
 
 
 class DeferredGradients:
@@ -84,7 +84,7 @@ class DeferredGradients:
     def place(self, weight: Tensor, *, cast: bool) -> Tensor:
         """`weight` as the node of the graph that a use's gradient goes to, which keeps its place among other uses.
 
-        Autograd adds in the order in which nodes were made, last ones first. Where there may be other uses beside whole
+        Autograd adds in the order in which nodes were made, last ones first. If there may be other uses beside whole
         products, a parameter's use is a node of its own, and all uses that autocast casts are one node.
         """
         if not self.intercepted or weight._base is not None:
@@ -108,9 +108,9 @@ class DeferredGradients:
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether something that is kept for W lies, or may lie, in the memory of one of these.
+        """Whether something that is kept for W lies, or may lie, in the memory of one of these tensors.
 
-        What a function has kept that was deferred, nobody sees: it may be any of them.
+        Nobody sees what a deferred function has kept: it may be any of these tensors.
         """
         if not tensors or self._functions:
             return bool(tensors)
@@ -120,7 +120,7 @@ class DeferredGradients:
     def separate_gradients(self) -> None:
         """Move gradients of parameters that are left whole out of the memory of what is kept.
 
-        Autograd stores a parameter's first gradient without a copy, also where it is a view of a tensor that W needs.
+        Autograd stores a parameter's first gradient without a copy, even if it is a view of a tensor that W needs.
         The next microbatch's is added to it in place.
         """
         kept = {tensor.untyped_storage()._cdata for tensor in self._kept()}
@@ -145,7 +145,7 @@ class DeferredGradients:
             function()
 
     def _move_to(self, groups: list[list[Use]]) -> int:
-        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; these bytes."""
+        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; returns their bytes."""
         groups.append([])
         size = 0
         while self._uses and size < TOGETHER:
@@ -184,7 +184,7 @@ def _base_of(weight: Tensor) -> Tensor:
 
 
 def _look_for(weight: Tensor, base: nn.Parameter) -> None:
-    """Raise TrainingError where this backward will also give the parameter of a view a gradient past W."""
+    """Raise TrainingError if this backward will also give the parameter of a view a gradient past W."""
     end = weight.grad_fn
     while end is not None and end.next_functions:
         end = end.next_functions[0][0]
@@ -238,7 +238,7 @@ def deferring(weight: Tensor) -> DeferredGradients | None:
 class _Store:
     """Lets a user's autograd function defer its weight gradients, as in DeepSeek's DualPipe.
 
-    In its backward call `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
+    In its backward call `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, if `f` adds to a weight's
     `.grad`. `f` is called in the W of the same stage and microbatch. If the weight has hooks, as those with a float32
     master have in training, `f` must add with `torch.autograd.backward([weight], [gradient])`, which runs them.
     """
@@ -249,7 +249,7 @@ class _Store:
         return _in_backward
 
     def put(self, function: Callable[[], object]) -> None:
-        """Call `function()` in the W that belongs to the I that runs. Raises RuntimeError where none runs."""
+        """Call `function()` in the W that belongs to the I that runs. Raises RuntimeError if none runs."""
         if _collecting is None or not _in_backward:
             raise RuntimeError("WeightGradStore.put outside an I: ask WeightGradStore.enabled first")
         _collecting.put_function(function)
@@ -292,7 +292,7 @@ def multiply(
 ) -> Tensor:
     """`rule`'s product of x and `weight`, whose gradient is deferred into `gradients`.
 
-    `factor` is the weight as it is multiplied, where that is in another dtype. `others` have no gradient.
+    `factor` is the weight as it is multiplied, if that is in another dtype. `others` have no gradient.
     """
     # Without any input that needs a gradient (token ids) the product would have no backward.
     anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)

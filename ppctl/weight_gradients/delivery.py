@@ -39,7 +39,7 @@ class Use(NamedTuple):
 
 
 def operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
-    """The tensors that are kept for one use: those that `make` reads, without the weight."""
+    """The tensors that are kept for one use of a weight: all that `make` reads but the weight."""
     if isinstance(make, partial):
         yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
 
@@ -54,7 +54,7 @@ def version_of(weight: Tensor, make: Make) -> int:
 
 
 def deliver(groups: list[list[Use]]) -> None:
-    """Hand parameters the sums of their uses' parts, through autograd: each group when the one before is stored."""
+    """Hand parameters the sums of their uses' parts, through autograd: each group when the group before is stored."""
     # Autograd runs what was made last first, and stores a gradient before it goes on.
     roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
     seeds = tuple(root.detach() for root in roots)

@@ -1,4 +1,4 @@
-"""Others' autograd functions and modules whose weight gradients are deferred: one registration, `split_backward`.
+"""Deferred weight gradients of autograd functions and modules that users bring: the registration `split_backward`.
 
 Knows how an autograd function runs, and the modules that compute weight gradients when `backward_dw()` is called. Must
 not know any function's formulas.
@@ -33,7 +33,7 @@ def split_backward(
     """Let an autograd function, or the modules of a model, take part in backwards that are split into I and W.
 
     `target` is a subclass of `torch.autograd.Function`, whose arguments at the positions (or of the names, in
-    `forward`) `weights` are parameters: where a backward is split their gradients are computed in W. `of_input(ctx,
+    `forward`) `weights` are parameters: if a backward is split their gradients are computed in W. `of_input(ctx,
     *gradients)` returns what the function's backward returns, in which the weights' places are ignored, and
     `of_weights(ctx, *gradients)` a tuple with the weights' gradients alone, in the order of `weights`; None is for a
     gradient that it has stored itself. `ctx` has what forward put there. Without the two the function's own backward
@@ -42,7 +42,7 @@ def split_backward(
 
     Or `target` is a module: in it and in its submodules whatever keeps the operands of weight gradients in a
     `wgrad_store` until `backward_dw()` is called (Transformer Engine's modules with `delay_wgrad_compute=True`) gets
-    that called in W; where a backward is whole, at its end.
+    that called in W; if a backward is whole, at its end.
 
     Another registration of a function replaces the first. Raises ConfigError (PP-E130) for anything else.
     """
@@ -78,7 +78,8 @@ class _Rule(NamedTuple):
 
 
 def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
-    """`Function.apply`, split while an F runs whose backward is, if all of its weights can wait."""
+    """`Function.apply`, but split into I and W in an F whose backward is split, if all of its weights can be
+    deferred."""
     gradients = collector()
     if gradients is None:
         return whole(*args)
@@ -171,6 +172,8 @@ class _Later:
         self._made: dict[int, Tensor | None] = {}
 
     def __call__(self, *tensors: Any, index: int) -> Tensor | None:
+        """The gradient of weight `index`; the first call computes the gradients of all weights, and later calls take
+        theirs."""
         if index not in self._made:
             rule, context = self._rule, self._context
             context.saved_tensors = tensors[: self._saved]
@@ -204,7 +207,10 @@ def delays(module: Any) -> bool:
 
 
 def _call_later(module: nn.Module, _: Any, outputs: Any) -> None:
-    """Have `backward_dw` called when the backward of this call of the module has run: in W, or at its end."""
+    """A forward hook of `module`: its pre-hook on the output's `grad_fn` only queues `module.backward_dw`.
+
+    `backward_dw` itself runs in W if the backward is split, else at the end of the backward.
+    """
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
     node = next((each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None), None)
     if node is not None:

@@ -40,6 +40,8 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Replace a product with a weight by one whose weight gradient is deferred; every other function runs as it
+        is."""
         kwargs = kwargs or {}
         if function in _LOOKS or getattr(function, "__name__", "") == "__get__":
             return function(*args, **kwargs)
@@ -153,6 +155,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
+    """`F.embedding` with a deferred gradient of its table; None if these arguments are not supported."""
     if sparse or max_norm is not None or type(numbers) not in PLAIN or not gradients.takes(weight):
         return None
     padding = -1 if padding_idx is None else padding_idx % len(weight)
@@ -185,4 +188,4 @@ _LOOKS = frozenset(
 _COPIES_PERHAPS = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")
 )
-"""What gives a view or the tensor itself where nothing is to be done, and a copy elsewhere."""
+"""What gives a view or the tensor itself if nothing is to be done, and a copy elsewhere."""

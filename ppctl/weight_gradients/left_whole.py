@@ -23,8 +23,8 @@ _told: WeakSet[nn.Module] = WeakSet()
 def telling_what_stays(stage: int, module: nn.Module) -> Callable[[Sequence[nn.Parameter]], None] | None:
     """An `on_deferred` of a stage's program, which logs before the first W which matrices' gradients are made in I.
 
-    None where that is told. The share is that of their elements among those of all trained matrices: of the FLOPs of
-    weight gradients, where every matrix meets the same tokens. What defers its own counts as deferred.
+    None if that is told. The share is their elements over the elements of all trained matrices, which is their share of
+    the FLOPs of weight gradients if every matrix meets the same tokens. What defers its own counts as deferred.
     """
     if module in _told:
         return None

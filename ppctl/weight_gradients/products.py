@@ -72,7 +72,7 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _by_columns(matrix: Tensor) -> bool:
-    """Whether a matrix lies in memory column by column: autograd's formulas for its gradient follow that."""
+    """Whether a matrix lies in memory column by column: autograd's formulas for its gradient follow that layout."""
     rows, stride = matrix.shape[0], matrix.stride()
     return stride[0] == 1 and stride[1] == rows
 
