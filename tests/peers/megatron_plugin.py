@@ -57,6 +57,18 @@ def _new_group(*arguments: Any, **named: Any) -> Any:
     return _group(*arguments, **named | {"timeout": WAIT})
 
 
+_named = dist.distributed_c10d._process_group_name
+
+
+def _named_by_ranks(ranks: Any, use_hashed_name: bool) -> Any:
+    """torch's name of a group, with its ranks.
+
+    A test makes groups whose ranks differ between pipelines by the same call. torch counts them alike, and gloo, which
+    meets at once and not at the first message as nccl does, would mix them up.
+    """
+    return f"{_named(ranks, use_hashed_name)}:{'-'.join(map(str, ranks))}"
+
+
 def _local_layers(**wanted: Any) -> Any:
     """The spec of a layer without Transformer Engine, with whichever of the wanted properties it knows."""
     import inspect
@@ -100,6 +112,7 @@ def _stand_in() -> None:
     """Everything that this file's docstring lists, for a process and its forks."""
     on_cpus()
     dist.init_process_group, dist.new_group = _initialise, _new_group
+    dist.distributed_c10d._process_group_name = _named_by_ranks
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     specs.get_gpt_layer_with_transformer_engine_spec = lambda *_, **wanted: _local_layers(**wanted)
