@@ -33,7 +33,7 @@ soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at m
 
 test-peers: .venv/ready-test ## Megatron's own unit tests from a checkout, with ppctl in place of its functions: make test-peers MEGATRON=DIR
 	@test -d "$(MEGATRON)/tests/unit_tests" || { echo "say where Megatron-LM is checked out: make test-peers MEGATRON=DIR"; exit 2; }
-	@$(PIP) --quiet pytest-mock
+	@$(PIP) --quiet pytest-mock einops
 	log=benchmarks/megatron-unit-tests-$$(date +%F).log; $(PY) tests/peers/run_megatron.py $(MEGATRON) >$$log; code=$$?; cat $$log; exit $$code
 
 # Without network: make test-gpu WHEELS=DIR PYTHON=python3, with packages from `tests/gpu/first_run.sh wheels DIR` and PYTHON's own torch.
