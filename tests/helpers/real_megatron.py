@@ -176,7 +176,6 @@ def config_of(case: Case) -> Any:
             "moe_aux_loss_coeff": 0.1,
             "moe_z_loss_coeff": 0.01,
             "moe_router_load_balancing_type": "aux_loss",
-            "moe_token_dispatcher_type": "alltoall" if case.says("variable") else "allgather",
             "moe_ffn_hidden_size": 32,
         }
     if case.says("mtp"):
@@ -208,6 +207,7 @@ def config_of(case: Case) -> Any:
         batch_p2p_comm=not overlap,
         calculate_per_token_loss=case.says("tokens"),
         variable_seq_lengths=case.says("variable"),
+        moe_token_dispatcher_type="alltoall" if case.says("variable") else "allgather",
         **more,
     )
 
