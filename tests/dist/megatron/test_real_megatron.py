@@ -53,6 +53,7 @@ def is_valid(row):
         and (ddp or other not in ("fusion", "bf16"))
         and (ddp or loss != "tokens")  # Megatron's finalize_model_grads divides by them
         and ((vpp is not None and pp > 2) or other != "batched")
+        and ("dist" not in parallel or other != "sgd")  # Megatron's distributed optimizer is Adam alone
         and (other == "sp") == (tp > 1)
         and ("gather align" not in parallel or vpp is not None)
         and (pp > 1 or model not in ("variable",))
