@@ -26,6 +26,7 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.shards import Shard
 from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
+from ppctl.comm.groups import nccl_version
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import OptimConfig, RunConfig
@@ -394,7 +395,7 @@ def test_a_connection_of_nccl_carries_messages_and_is_ended(monkeypatch, size: i
 
 def ranks_over_nccl() -> int:
     """How many ranks NCCL takes here: one for each device, or many where it may put several on one."""
-    return 8 if nccl_shares_gpus(torch.cuda.nccl.version(), os.environ) else torch.cuda.device_count()
+    return 8 if nccl_shares_gpus(nccl_version(), os.environ) else torch.cuda.device_count()
 
 
 def test_the_dist_tier_runs_over_nccl() -> None:
