@@ -221,8 +221,12 @@ def memory(model: str, device: str) -> dict[str, Any]:
         for index, level in held
         if actions[index].op in (Op.F, Op.B)
     ]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return {"actions": rows, "peak_bytes": peak, "planned_bytes": plan.pp_ranks[0].peak_bytes}
+    peak, outside = None, None
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        peak, outside = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()
+    planned = plan.pp_ranks[0].peak_bytes
+    return {"actions": rows, "peak_bytes": peak, "planned_bytes": planned, "outside_bytes": outside}
 
 
 def planned_levels(plan: Plan, of_rank: Any) -> list[int]:
