@@ -45,7 +45,7 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
     """
     row = parameter_of(name, model)
     if row.start in ("ones", "zeros"):
-        return torch.ones(row.shape) if row.start == "ones" else torch.zeros(row.shape)
+        return torch.ones(row.shape, device="cpu") if row.start == "ones" else torch.zeros(row.shape, device="cpu")
     std = model.init_method_std
     if row.start == "residual":
         std /= math.sqrt(2 * model.num_layers)
