@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = Fal
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
     split.exchange = torch.compiler.disable(split.exchange)  # here: torch's compiler takes 2 s to import
     for layer in (module for name, module in stage.decoder_layers().items() if name.kind == "decoder"):
-        attention = getattr(layer, "attention", None)
+        attention: Any = getattr(layer, "attention", None)
         if packed or getattr(attention, "shared", None) is not None:
             attention.mix = torch.compiler.disable(attention.mix)
         dense = getattr(layer, "moe", None) is None

@@ -95,7 +95,7 @@ def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
 
 def exchange(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """`function.apply(*inputs)`, of a function with exchanges; `compile_stage` leaves it out of compiled graphs."""
-    return function.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's own
+    return function.apply(*inputs)
 
 
 class _ColumnsCall(NamedTuple):
