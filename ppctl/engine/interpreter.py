@@ -219,8 +219,9 @@ class Engine:
         while first and self.actions[first - 1].op in MESSAGES:
             first -= 1
         ops = {action.op for action in self.actions[first : self._index + 1]}
-        apart = len(ops & SENDS) < 2 and len(ops - SENDS) < 2
-        return "-".join(name for op, name in _TIMERS.items() if op in ops) if apart else _ALL_COMBINED
+        if len(ops & SENDS) > 1 or len(ops - SENDS) > 1:
+            return _ALL_COMBINED
+        return "-".join(name for op, name in _TIMERS.items() if op in ops)
 
 
 def _make_stages(

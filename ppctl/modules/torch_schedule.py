@@ -7,7 +7,6 @@ Knows torch's stages, their metadata and its multi-stage schedules. Must not kno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from statistics import median
@@ -24,14 +23,13 @@ from torch.utils._pytree import tree_map_only
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.comm.buffers import TensorLike
 from ppctl.comm.communicator import Communicator, goes_by_group
-from ppctl.comm.connections import moves_on_device
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.engine.stage import AroundBackward, StageProgram
 from ppctl.errors import ConfigError, Problem
 from ppctl.modules.rank_agreement import CODE, agreed
 from ppctl.modules.torch_schedule_choice import LOOPED_BFS, Asked, found_schedule, misuse, schedule_of
-from ppctl.schedule.action import BACKWARDS, COMPUTE, Schedule
+from ppctl.schedule.action import BACKWARDS, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO, fitting_policy, forwards_alone
 from ppctl.schedule.schedule_request import requested
@@ -113,7 +111,6 @@ class TorchSchedule(PipelineScheduleMulti):
         self._prepared: dict[bool, _Prepared] = {}
         self._communicator: Communicator | None = None
         self._measures = self._request.policy == AUTO
-        self._ran: set[bool] = set()
 
     def close(self) -> None:
         """End the pipeline's connections. All ranks call it before they destroy the process group; NCCL needs it."""
@@ -138,7 +135,6 @@ class TorchSchedule(PipelineScheduleMulti):
         if trains not in self._prepared:
             self._prepare(batch, trains)
         schedule = self._prepared[trains].schedule
-        schedule = schedule if trains in self._ran else self._first(schedule)
         measures = trains and self._measures
         # Making one for a GPU waits for it.
         recorder = make_recorder(self.rank, schedule.actions[self.rank], self._device) if measures else None
@@ -149,7 +145,6 @@ class TorchSchedule(PipelineScheduleMulti):
             reduce_grad=self._reduce,
             recorder=recorder,
         )
-        self._ran.add(trains)
         if recorder is not None:
             self._search(recorder)
         if self._num_stages - 1 in self._by_index:
@@ -195,16 +190,6 @@ class TorchSchedule(PipelineScheduleMulti):
 
     def _reduce(self, index: int) -> None:
         self._by_index[index].perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
-
-    def _first(self, schedule: Schedule) -> Schedule:
-        """The schedule as it runs for the first time.
-
-        On a GPU kernels are loaded then, for which the device has to drain: nothing may be under way meanwhile.
-        """
-        if schedule.batched or self._communicator is None or not moves_on_device(self._communicator.pp_group):
-            return schedule
-        rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
-        return lower(replace(schedule, actions=rows, capacities={}), batched=True)
 
     # --- what is agreed on before the first step ---------------------------------------------------------------------
 
