@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
@@ -86,6 +87,8 @@ class HostMemory:
         if devices:
             # CUDA's own function: torch's pinned memory cannot be shared with a process that has no CUDA.
             _pin(memory)
+            # What is unmapped while it is pinned keeps its addresses pinned: the next memory there would be refused.
+            weakref.finalize(self, _unpin, memory).atexit = False
 
     @property
     def bytes(self) -> memoryview:
@@ -150,6 +153,10 @@ def _pin(memory: torch.Tensor) -> None:
     if result:
         why = f"CUDA cannot pin it, {runtime.cudaGetErrorString(runtime.cudaError(result))}"
         raise CheckpointError(_no_room(memory.numel(), why))
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _no_room(size: int, why: str) -> Problem:

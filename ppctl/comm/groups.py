@@ -5,6 +5,7 @@ Knows how torch makes a group. Must not know what an axis or a number means.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import statistics
@@ -84,6 +85,22 @@ def connecting_on_first_use() -> Iterator[None]:
     finally:
         if own is None:
             del os.environ[_ON_FIRST_USE]
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """The version of the NCCL that this process has loaded, as (2, 30, 7); None without CUDA.
+
+    `torch.cuda.nccl.version` names the one that torch was built with, also where a newer one is installed.
+    """
+    if not torch.cuda.is_available():
+        return None
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # a torch that has NCCL inside
+        return tuple(torch.cuda.nccl.version())
+    major, rest = divmod(number.value, 10_000)
+    return major, *divmod(rest, 100)
 
 
 def limit_of(group: ProcessGroup) -> timedelta:

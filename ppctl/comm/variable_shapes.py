@@ -35,7 +35,7 @@ def header(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
             raise MessageError(Problem("PP-E715", message, "flatten it before it is sent"))
         rows.append([tensor.dim(), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())])
     on_gpu = device.type == "cuda"
-    sizes = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).view(-1, 1 + MOST_DIMS)
+    sizes = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=on_gpu).view(-1, 1 + MOST_DIMS)
     return sizes.to(device, non_blocking=on_gpu)
 
 
@@ -105,7 +105,9 @@ class VariableEnd(DirectEnd):
             return shapes_of(sizes)
         with torch.cuda.stream(self._reading):
             wait_for(works, self.channel)
-            on_host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True).copy_(sizes, non_blocking=True)
+            on_host = torch.empty(sizes.shape, dtype=sizes.dtype, device="cpu", pin_memory=True).copy_(
+                sizes, non_blocking=True
+            )
         self._reading.synchronize()
         return shapes_of(on_host)
 

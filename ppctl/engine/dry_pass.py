@@ -88,7 +88,8 @@ def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Me
     """Values of unit variance, so that routers choose different experts. No generator of the run is touched."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
-        torch.randn(shape or (), generator=generator).to(device, dtype) for shape, dtype in MessageSpec.of(specs)
+        torch.randn(shape or (), generator=generator, device="cpu").to(device, dtype)
+        for shape, dtype in MessageSpec.of(specs)
     )
 
 

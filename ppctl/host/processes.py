@@ -29,6 +29,12 @@ def python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
+def own_cores() -> int:
+    """How many cores this rank may keep busy: those of its process, shared with the other ranks of the machine."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def identity() -> dict[str, Any]:
     """This process and no other one: machine, boot, number and start. The same after the process has called exec."""
     return {"machine": socket.gethostname(), "boot": boot(), "pid": os.getpid(), "started": started(os.getpid())}

@@ -68,7 +68,7 @@ class HostBuffers:
             free.extend(_Free(self._make(size), None) for _ in range(missing))
 
     def _make(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
 
 def rounded_size(size: int) -> int:

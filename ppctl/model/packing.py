@@ -69,7 +69,7 @@ class Packing(NamedTuple):
 def bounds_of(lengths: Sequence[Lengths], device: torch.device) -> Sequence[Tensor]:
     """`Documents.bounds` of every microbatch, by one copy to the device that the host does not wait for."""
     bounds = [[0, *accumulate(chain.from_iterable(rows))] for rows in lengths]
-    all_of_them = torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32)
+    all_of_them = torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         all_of_them = all_of_them.pin_memory().to(device, non_blocking=True)
     parts: tuple[Tensor, ...] = all_of_them.split([len(one) for one in bounds])

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.checkpoint.writer import WriterAddress, WriterProcess
+from ppctl.comm.groups import nccl_version
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError
@@ -255,7 +256,7 @@ class _RankProcess:
         hosts = call_roll(store, own.rank, own.world_size, digest, edge_limit=edge_limit, patience=patience)
         if watch is not None:
             watch.meet(hosts)
-        nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
+        nccl = nccl_version() if device.type == "cuda" else None
         backends = group_backends(device.type, nccl, os.environ, share=launch.share_gpu)
         refuse_backend(self.shared.config, backends, nccl)
         if len(hosts) == 1:

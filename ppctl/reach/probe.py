@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.groups import gather_values
+from ppctl.comm.groups import gather_values, nccl_version
 from ppctl.host.devices import device_type, group_backends
 from ppctl.reach.store import connect
 from ppctl.reach.transports import TRANSPORTS, try_transport
@@ -71,7 +71,7 @@ def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> t
 
 def versions() -> dict[str, Any]:
     """Versions of what is installed, and the devices of this machine."""
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    nccl = nccl_version()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),

@@ -22,7 +22,9 @@ class HostNumbers:
         self._arrived: torch.cuda.Event | None = None
         if flat.device.type == "cuda":
             self._arrived = torch.cuda.Event(blocking=True)
-            flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+            flat = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True).copy_(
+                flat, non_blocking=True
+            )
             self._arrived.record()
         self._flat = flat
 

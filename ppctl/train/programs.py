@@ -213,7 +213,9 @@ def sample_keys(session: Session, step: int) -> Tensor | None:
         return None
     size, own = train.global_batch_size, session.own
     mine = microbatches(np.arange(size), train.micro_batch_size, own.dp_rank, session.plan.sizes.dp)
-    keys = torch.tensor([[sample_key(train.seed, step, sample) for sample in row] for row in mine.tolist()])
+    keys = torch.tensor(
+        [[sample_key(train.seed, step, sample) for sample in row] for row in mine.tolist()], device="cpu"
+    )
     on_gpu = session.device.type == "cuda"
     return (keys.pin_memory() if on_gpu else keys).to(session.device, non_blocking=on_gpu)
 

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from device_probes import PROBES, Skipped
 
+from ppctl.comm.groups import nccl_version
 from ppctl.engine.stage import StageProgram
 from ppctl.host.accelerators import device_called
 from ppctl.host.devices import SEVERAL_RANKS, nccl_shares_gpus
@@ -99,7 +100,7 @@ def facts(name: str, device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, nccl_version() or ())) or None,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "devices": torch.cuda.device_count(),
         "total_bytes": total,
@@ -220,8 +221,12 @@ def memory(model: str, device: str) -> dict[str, Any]:
         for index, level in held
         if actions[index].op in (Op.F, Op.B)
     ]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return {"actions": rows, "peak_bytes": peak, "planned_bytes": plan.pp_ranks[0].peak_bytes}
+    peak, outside = None, None
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        peak, outside = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()
+    planned = plan.pp_ranks[0].peak_bytes
+    return {"actions": rows, "peak_bytes": peak, "planned_bytes": planned, "outside_bytes": outside}
 
 
 def planned_levels(plan: Plan, of_rank: Any) -> list[int]:
@@ -267,9 +272,9 @@ def nccl(case: str, device: str) -> dict[str, Any]:
     ranks = _plan_of([*SMALL, *CASES[case], "launch.device=cuda"]).sizes.world
     if torch.cuda.device_count() >= ranks:
         return same(case, device, "launch.share_gpu=false")
-    if nccl_shares_gpus(torch.cuda.nccl.version(), several):
+    if nccl_shares_gpus(nccl_version(), several):
         return same(case, device, "launch.share_gpu=true", **several)
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = ".".join(map(str, nccl_version() or ()))
     raise Skipped(f"{ranks} ranks need {ranks} devices: NCCL {version} takes one rank a GPU, 2.30.7 takes several")
 
 

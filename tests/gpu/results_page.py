@@ -146,6 +146,7 @@ def _actions(row: dict[str, Any]) -> list[str]:
     shown = row["actions"] if len(row["actions"]) <= 16 else [*row["actions"][:8], *row["actions"][-8:]]
     cells = [[each["action"], _mib(each["measured_bytes"]), _mib(each["planned_bytes"])] for each in shown]
     cells.append(["peak", _mib(row["peak_bytes"]), _mib(row["planned_bytes"])])
+    cells.append(["outside torch's allocator: context, kernels, libraries", _mib(row["outside_bytes"]), ""])
     return _table(["after", "allocated MiB", "planned MiB"], cells)
 
 

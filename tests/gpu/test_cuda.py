@@ -26,6 +26,7 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.shards import Shard
 from ppctl.comm.channels import check_connection, wait_for
 from ppctl.comm.connections import connections_of
+from ppctl.comm.groups import nccl_version
 from ppctl.config.gpu_environment import ALLOCATOR, EXPANDABLE
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import OptimConfig, RunConfig
@@ -52,10 +53,13 @@ pytestmark = [
 ]
 
 DIST = Path(__file__).parents[1] / "dist"
-BETWEEN_RANKS = [
-    str(DIST / name) for name in ("megatron/test_p2p.py", "engine/test_engine.py", "megatron/test_schedules_api.py")
-]
-"""The part of the dist tier that computes its references where the ranks compute."""
+BETWEEN_RANKS = {
+    "engine/test_engine.py": "bit_by_bit and 2 or v_placement or interleaving",
+    "megatron/test_p2p.py": "activations_go_down or combined_calls or keep_their_order",
+    "megatron/test_schedules_api.py": "defaults or lengths_may_differ",
+}
+"""By file, the tests of the dist tier that start a few ranks and compute their references where the ranks compute.
+Ranks on a GPU are started anew for each test, which takes about ten seconds."""
 
 
 HEADS = [(8, 8, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)]
@@ -220,7 +224,12 @@ def test_a_grouped_product_with_empty_groups_agrees_with_one_by_one(counts: tupl
     for at_once in (True, False):
         rows, weights = given.clone().requires_grad_(), stack.clone().requires_grad_()
         sizes = torch.tensor(counts, device=device)
-        out = for_each_group(lambda product, rows, w: product(rows, w), rows, sizes, weights, at_once=at_once)
+        out = for_each_group(
+            lambda product, rows, beside, w: beside * product(rows, w),
+            *(rows, sizes, weights),
+            beside=rows.new_ones(len(rows), 1),
+            at_once=at_once,
+        )
         results.append([out, *torch.autograd.grad(out, (rows, weights), torch.ones_like(out))])
     for at_once, one_by_one in zip(*results, strict=True):
         assert (at_once - one_by_one).abs().max() <= 2**-7 * one_by_one.abs().max()
@@ -285,11 +294,14 @@ def test_compiled_layers_that_are_recomputed_lose_as_eager_ones(text: Path, monk
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
-def dist_tier(**how: str) -> None:
-    """Run a part of the dist tier, unchanged, with its ranks on GPUs."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not whole", "-p", "no:cacheprovider", *BETWEEN_RANKS]
-    done = subprocess.run(command, env=os.environ | how, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:]
+def dist_tier(capfd: pytest.CaptureFixture[str], **how: str) -> None:
+    """Run a part of the dist tier, unchanged, with its ranks on GPUs. Its own output says how far it came."""
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "not whole", "-p", "no:cacheprovider"]
+    chosen = " or ".join(f"({Path(file).stem} and ({names}))" for file, names in BETWEEN_RANKS.items())
+    with capfd.disabled():
+        files = [str(DIST / file) for file in BETWEEN_RANKS]
+        done = subprocess.run([*command, "-k", chosen, *files], env=os.environ | how, check=False)
+    assert done.returncode == 0
 
 
 def close_to_the_cpus(function: Any, *inputs: torch.Tensor, share: float) -> None:
@@ -324,8 +336,8 @@ def test_the_routers_product_of_16_bit_numbers_is_that_of_float32():
     close_to_the_cpus(lambda x, weight: product_in_float32(x, weight).square(), x, weight, share=2.0**-7)
 
 
-def test_several_ranks_share_a_device_through_pinned_host_memory():
-    dist_tier(PPCTL_TEST_RANKS="shared")
+def test_several_ranks_share_a_device_through_pinned_host_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    dist_tier(capfd, PPCTL_TEST_RANKS="shared")
 
 
 def test_settings_of_the_allocator_that_come_after_the_import_of_torch_are_read() -> None:
@@ -394,14 +406,14 @@ def test_a_connection_of_nccl_carries_messages_and_is_ended(monkeypatch, size: i
 
 def ranks_over_nccl() -> int:
     """How many ranks NCCL takes here: one for each device, or many where it may put several on one."""
-    return 8 if nccl_shares_gpus(torch.cuda.nccl.version(), os.environ) else torch.cuda.device_count()
+    return 8 if nccl_shares_gpus(nccl_version(), os.environ) else torch.cuda.device_count()
 
 
-def test_the_dist_tier_runs_over_nccl() -> None:
+def test_the_dist_tier_runs_over_nccl(capfd: pytest.CaptureFixture[str]) -> None:
     count = ranks_over_nccl()
     if count < 2:
         pytest.skip("one device, and no NCCL from 2.30.7 on with NCCL_MULTI_RANK_GPU_ENABLE=1")
-    dist_tier(PPCTL_TEST_RANKS="nccl", PPCTL_TEST_GPUS=str(count))
+    dist_tier(capfd, PPCTL_TEST_RANKS="nccl", PPCTL_TEST_GPUS=str(count))
 
 
 @pytest.mark.parametrize("writer", [True, False], ids=["writer", "own thread"])
