@@ -4,3 +4,12 @@ Every function builds a schedule value and this rank's stages, and hands them to
 as `ppctl train` does, with `P2PCommunicator` for the messages; `adopt` puts both in Megatron's places. Must not know
 ppctl's own models.
 """
+
+from typing import Any
+
+import ppctl
+
+
+def __getattr__(name: str) -> Any:
+    """A public name of this package: `ppctl` has all of them."""
+    return getattr(ppctl, name)

@@ -61,7 +61,7 @@ class TorchSchedule(PipelineScheduleMulti):
     `stages` is this rank's `PipelineStage`, or the list of them. `schedule` is a policy of ppctl, torch's name for one,
     the path of a CSV file of forwards and backwards, or `auto`: the first step then measures the stages, and the steps
     after it run the order that a search finds for these times. `memory` bounds that search: how many microbatches may
-    be in flight, in multiples (1.0) of what 1F1B's first rank holds. None is `1f1b`, and `interleaved_1f1b` for several
+    be in flight, in multiples of what 1F1B's first rank holds. None is `1f1b`, and `interleaved_1f1b` for several
     stages per rank. All other arguments, `step` and `eval` are those of torch's classes, except that the losses and
     outputs that they return have no graph.
 
@@ -80,7 +80,7 @@ class TorchSchedule(PipelineScheduleMulti):
         scale_grads: bool = True,
         *,
         schedule: str | PathLike[str] | None = None,
-        memory: float | None = None,
+        memory: float = 1.0,
     ) -> None:
         stages = list(stages) if isinstance(stages, list | tuple) else [stages]
         if not stages or not all(hasattr(stage, "submod") and hasattr(stage, "stage_index") for stage in stages):
@@ -97,14 +97,14 @@ class TorchSchedule(PipelineScheduleMulti):
             scale_grads=scale_grads,
         )
         indices = [stage.stage_index for stage in stages]
-        self._request = requested(schedule or fitting_policy(len(indices)), memory, None)
+        self._request = requested(schedule or fitting_policy(len(indices)), None if memory == 1.0 else memory, None)
         turned = str(schedule).lower().removeprefix("schedule") == LOOPED_BFS
         name = LOOPED_BFS if turned else str(self._request)
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
         group = stages[0].group or dist.group.WORLD
         assert group is not None  # torch's stages want one
-        self._group, batched = group, goes_by_group(group, "auto")
-        self._asked = Asked(name, n_microbatches, self._num_stages, indices, replicated, batched)
+        self._group, self._batched = group, goes_by_group(group)
+        self._asked = Asked(name, n_microbatches, self._num_stages, indices, replicated)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._ranks, self._device = AgreeingRanks(stages[0].group), torch.device(stages[0].device)
         self._schedule: Schedule | None = None
@@ -196,7 +196,7 @@ class TorchSchedule(PipelineScheduleMulti):
     def _prepare(self, batch: _Batch, trains: bool) -> None:
         """Agree on the schedule, let torch look at the stages' tensors, and check these. A collective."""
         if self._schedule is None:
-            made = partial(schedule_of, self._request)
+            made = partial(schedule_of, self._request, self._batched)
             self._schedule = agreed(
                 self._ranks, "make the schedule", lambda: self._asked, of=Asked, to=Schedule, joined=made
             )
@@ -208,7 +208,7 @@ class TorchSchedule(PipelineScheduleMulti):
         agreed(self._ranks, "look at the batch", partial(self._check_target, target), own=True)
         self._initialize_stages(batch.args[0], batch.kwargs[0], target, batch.loss_kwargs)
         agreed(self._ranks, "look at the stages", partial(self._check_stages, trains), own=True)
-        forwards = lower(forwards_alone(place, self._n_microbatches), batched=self._asked.batched)
+        forwards = lower(forwards_alone(place, self._n_microbatches), batched=self._batched)
         schedule = self._schedule if trains else forwards
         self._prepared[trains] = _Prepared(schedule, {i: _edges(stage) for i, stage in self._by_index.items()})
         for stage in self._stages:  # torch's buffers, one for every microbatch

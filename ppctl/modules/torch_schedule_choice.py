@@ -31,11 +31,9 @@ class Asked(NamedTuple):
     stages: list[int]
     replicated: bool
     """Whether one of the stages is wrapped in DistributedDataParallel."""
-    batched: bool
-    """Whether messages travel in batches."""
 
 
-def schedule_of(request: ScheduleRequest, asked: list[Asked]) -> Schedule:
+def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> Schedule:
     """The schedule of a training step; of a search, the schedule under which stages are measured.
 
     Raises ScheduleError for a request that does not fit, ConfigError (PP-E130) if the ranks do not fit each other.
@@ -46,8 +44,8 @@ def schedule_of(request: ScheduleRequest, asked: list[Asked]) -> Schedule:
             message = f"ranks ask for different schedules: rank 0 {first[:3]}, rank {rank} {other[:3]}"
             raise misuse(message, "the same schedule, memory, microbatches and number of stages on every rank")
     places = [Placement(kind, pp, first.num_stages) for kind in request.kinds]
-    fits = (p for p in places if all(list(p.stages_of(r)) == sorted(each.stages) for r, each in enumerate(asked)))
-    place = next(fits, None)
+    own = [sorted(each.stages) for each in asked]
+    place = next((p for p in places if [list(p.stages_of(r)) for r in range(pp)] == own), None)
     if place is None:
         request.check(pp, first.num_stages // pp)
         there = "; ".join(f"rank {rank} {each.stages}" for rank, each in enumerate(asked))
@@ -60,7 +58,7 @@ def schedule_of(request: ScheduleRequest, asked: list[Asked]) -> Schedule:
     if made.split and any(each.replicated for each in asked):
         message = f"{first.schedule} splits backwards, and DistributedDataParallel takes a whole one for its last"
         raise misuse(message, f"schedule={fitting_policy(len(first.stages))!r}, or fully_shard")
-    return lower(made, batched=first.batched)
+    return lower(made, batched=batched)
 
 
 def _last_first(schedule: Schedule) -> Schedule:

@@ -62,10 +62,8 @@ class ScheduleRequest:
         """Raise ScheduleError (PP-E216, PP-E305) if no number of microbatches makes it fit these sizes."""
         place = None if self.given is None else self.given.placement
         if place is not None and (place.pp, place.num_stages) != (pp, pp * vpp):
-            message = f"the schedule file has {place.num_stages} stages on {place.pp} rows, "
-            raise ScheduleError(
-                Problem(CODE, f"{message}and pp {pp} x vpp {vpp} = {pp * vpp}", f"{self.argument}=None")
-            )
+            message = f"the schedule file has {place.num_stages} stages on {place.pp} rows, and pp {pp} x vpp {vpp}"
+            raise ScheduleError(Problem(CODE, f"{message} = {pp * vpp}", f"{self.argument}=None"))
         policy = POLICIES.get(self.policy or "")
         if policy is not None and not policy.runs(vpp):
             fitting = policy.for_more_chunks or next(name for name in _training() if POLICIES[name].runs(vpp))

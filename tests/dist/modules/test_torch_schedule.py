@@ -156,7 +156,7 @@ def ours_against_torchs(names: list[str], n: int) -> dict[str, list[str]]:
         like = {"v": "ZBVZeroBubble", "loop": "1F1B" if chunks == 1 else "Interleaved1F1B"}[kind]
         theirs, ours = (stages_of(kind, chunks) for _ in range(2))
         expected = results(torchs_schedule(like, theirs, n), theirs, n, kind)
-        schedule = ppctl.TorchSchedule(ours, n, loss_of, schedule=name, memory=2.0 if name == "auto" else None)
+        schedule = ppctl.TorchSchedule(ours, n, loss_of, schedule=name, memory=2.0 if name == "auto" else 1.0)
         found[name] = unlike(expected, results(schedule, ours, n, kind))
         if name == "auto":
             assert not schedule._measures and schedule._schedule is not None
