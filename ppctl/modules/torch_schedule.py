@@ -96,16 +96,16 @@ class TorchSchedule(PipelineScheduleMulti):
             output_merge_spec,
             scale_grads=scale_grads,
         )
-        indices = [stage.stage_index for stage in stages]
-        self._request = requested(schedule or fitting_policy(len(indices)), None if memory == 1.0 else memory, None)
+        wanted = fitting_policy(len(stages)) if schedule is None else schedule
+        self._request = requested(wanted, None if memory == 1.0 else memory, None)
         turned = str(schedule).lower().removeprefix("schedule") == LOOPED_BFS
         name = LOOPED_BFS if turned else str(self._request)
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
         group = stages[0].group or dist.group.WORLD
         assert group is not None  # torch's stages want one
         self._group, self._batched = group, goes_by_group(group)
-        self._asked = Asked(name, n_microbatches, self._num_stages, indices, replicated)
         self._by_index = {stage.stage_index: stage for stage in stages}
+        self._asked = Asked(name, n_microbatches, self._num_stages, list(self._by_index), replicated)
         self._ranks, self._device = AgreeingRanks(stages[0].group), torch.device(stages[0].device)
         self._schedule: Schedule | None = None
         self._prepared: dict[bool, _Prepared] = {}

@@ -108,7 +108,7 @@ def _training() -> list[str]:
 
 
 def requested(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> ScheduleRequest:
-    """The request that a program's arguments mean; a file is read.
+    """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read.
 
     Raises ScheduleError for a name that is none (PP-E304) and a file that holds none (PP-E216), and ConfigError
     (PP-E396) for a memory or costs without a search.
@@ -123,10 +123,10 @@ def requested(schedule: str | PathLike[str] | None, memory: float | None, costs:
         raise ConfigError(Problem("PP-E396", message, "memory=1.0"))
     if schedule is None or policy is not None:
         return ScheduleRequest(policy, memory=1.0 if memory is None else memory, costs=costs)
-    path = fspath(schedule)
-    if not path.lower().endswith(".csv"):
-        message = f"there is no schedule {path!r}: {AUTO}, a file of the name ...csv, {', '.join(_training())}"
+    if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
+        message = f"there is no schedule {schedule!r}: {AUTO}, a file of the name ...csv, {', '.join(_training())}"
         raise ScheduleError(Problem("PP-E304", message, 'schedule="zb_h1"'))
+    path = fspath(schedule)
     return ScheduleRequest(given=replace(read_schedule(path), name=path))
 
 
