@@ -214,7 +214,8 @@ def test_measured_numbers_are_on_the_page() -> None:
     text = page_of(
         [
             RATE,
-            {"step": "memory", "name": "moe", "actions": [action], "peak_bytes": 2**21, "planned_bytes": 2**20},
+            {"step": "memory", "name": "moe", "actions": [action], "peak_bytes": 2**21, "planned_bytes": 2**20}
+            | {"outside_bytes": 3 * 2**20},
             {"step": "same", "name": "pp2", "losses": [2.5], "apart": 1e-6, "words": "pp=2"},
             {"step": "queues", "name": "8", "queues": "8", "spins": 3.98},
             {
