@@ -217,7 +217,7 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
 def _transports(rows: list[dict[str, Any]]) -> list[str]:
     """How the transports of messages fared, and which one a run should take."""
     if not rows:
-        return ["messages neither launch.transport was tried: that takes a GPU for each of two ranks or more"]
+        return ["messages no launch.transport was tried: that takes a GPU for each of two ranks or more"]
     told = []
     for row in rows:
         how = f"no: {row['error']}" if row["error"] else f"right, {_time(row['seconds'])} a call of a miniature"

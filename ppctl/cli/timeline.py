@@ -62,7 +62,8 @@ def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list
 
 def _unwritable(path: Path, reason: str) -> Problem:
     message = f"the picture cannot be written to {path}: {reason}"
-    return Problem("PP-E129", message, pasted("--timeline", f"step{path.suffix}"), "command line")
+    here = f"step{path.suffix}" if os.access(".", os.W_OK) else f'"$(mktemp -d)/step{path.suffix}"'
+    return Problem("PP-E129", message, f"--timeline {here}", "command line")
 
 
 def write_timeline(drawn: Picture | Sequence[Picture], path: Path) -> None:

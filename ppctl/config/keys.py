@@ -234,6 +234,7 @@ def value_text(value: Any) -> str:
 def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     """The known names most like `word`, best first; the last part of a dotted name counts for the whole."""
     known = list(known)
+    word = "cuda" if word.lower() == "gpu" and "cuda" in known else word
     last = word.rpartition(".")[2]
     exact = [name for name in known if name.rpartition(".")[2] == last]
     # Names of one section are similar by their first part alone: the last part has to be similar too.

@@ -86,7 +86,8 @@ def recompute(config: RunConfig) -> Iterator[Finding]:
     named = config.train.recompute_modules or ()
     compiled = [module for module in named if module in MODULES and module not in BESIDE_COMPILED]
     if config.train.compile and config.train.recompute_granularity == "selective" and compiled:
-        message = f"torch.compile decides what it keeps inside of its graphs, where {' and '.join(compiled)} would lie"
+        inside = f"{' and '.join(compiled)} {'lies' if len(compiled) == 1 else 'lie'}"
+        message = f"{inside} inside of what torch.compile compiles, and the compiler decides itself what it keeps of that"
         keeping = as_typed("train.recompute_modules", [each for each in named if each in BESIDE_COMPILED] or None)
         yield ("train.compile", "train.recompute_modules"), message, f"{keeping}\ntrain.compile=false"
     yield from _modules(config)

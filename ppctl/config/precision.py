@@ -103,6 +103,9 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
         if weight_dtype(parallel) == "float64":
             keys, remedy = ("model.fp8", "parallel.params_dtype"), "model.fp8=null"
         yield keys, "products in 8 bits are part of training with bfloat16 weights, without autocast", remedy
+    if model.fp8 == "hybrid" and model.fp8_recipe == "blockwise" and config.launch.device == "cuda":
+        message = "on a GPU torch multiplies blockwise values in e4m3 alone, not gradients in e5m2"
+        yield ("model.fp8", "model.fp8_recipe"), message, "model.fp8=e4m3"
     for name, width in _widths(model).items():
         if width % 16:
             message = f"a product in 8 bits needs widths that are multiples of 16, and this is {width}"

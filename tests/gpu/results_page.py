@@ -95,7 +95,7 @@ def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
 
 
 def _section(title: str, table: list[str]) -> list[str]:
-    return ["", f"## {title}", "", *(table or ["Nothing was measured: the table of steps says why."])]
+    return ["", f"## {title}", "", *(table or ["Not run, or nothing was measured: see the table of steps."])]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
