@@ -39,8 +39,8 @@ def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = Fal
 def _options(device: torch.device) -> dict[str, int] | None:
     """Inductor's options: a CPU with AVX-512 is compiled for half of that width.
 
-    At all of it GCC 12 miscompiles torch's transposition of 32 x 32 numbers of 16 bits where one kernel has two of them:
-    these hold what was in memory before. Products in 8 bits have such kernels (decision 35).
+    At all of it GCC 12 miscompiles torch's transposition of 32 x 32 numbers of 16 bits where one kernel has two of
+    them: these hold what was in memory before. Products in 8 bits have such kernels (decision 35).
     """
     wide = device.type == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return {"cpp.simdlen": 256} if wide else None

@@ -130,6 +130,7 @@ def test_products_in_8_bits_agree_within_their_roundings():
     """Sums in another order round a number of 8 bits to its neighbour here and there."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
     module = Attention(replace(MODEL, **sizes), Kernels(fp8=Fp8(E5M2, False, multiply_in_float32))).bfloat16()
+    module.wq.fp8 = module.wk.fp8 = module.wv.fp8 = None  # half of what is compiled
     generator = torch.Generator().manual_seed(0)
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.02, generator=generator)
