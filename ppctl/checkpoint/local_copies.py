@@ -233,18 +233,22 @@ def _tensor(memory: memoryview) -> Tensor:
 
 def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tuple[dist.Work, Tensor]]:
     """Start to send a copy. What is returned holds what is sent until it has been waited for."""
-    messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8), *values.split(_PIECE)]
+    messages = [
+        torch.tensor([len(text)], device="cpu"),
+        torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        *values.split(_PIECE),
+    ]
     works = [dist.isend(message, to, group=ranks.group, tag=tag) for tag, message in enumerate(messages)]
     return [(work, message) for work, message in zip(works, messages, strict=True) if work is not None]
 
 
 def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
     """Receive a copy's values into `values`; returns the bytes of the copy's record."""
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     dist.recv(size, of, group=ranks.group, tag=0)
     if not 0 < int(size) <= _PIECE:
         raise ValueError(f"rank {of} announces a record of {int(size)} bytes")
-    text = torch.empty(int(size), dtype=torch.uint8)
+    text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     messages = [text, *values.split(_PIECE)]
     works = [dist.irecv(message, of, group=ranks.group, tag=tag) for tag, message in enumerate(messages, 1)]
     for work in works:

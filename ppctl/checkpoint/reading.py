@@ -37,7 +37,7 @@ class CheckpointReader(ChunkReader):
         files = {shard.file for shard in record.shards} - self._there
         check_files(self.path, self.manifest, files)  # before memory is taken for what a manifest says
         self._there |= files
-        tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="cpu")
         self.fill(name, (0,) * len(record.shape), tensor)
         return tensor
 

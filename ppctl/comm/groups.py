@@ -110,6 +110,30 @@ def limit_of(group: ProcessGroup) -> timedelta:
     return max(limits, default=dist.default_pg_timeout)
 
 
+def send_round(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tensor]:
+    """Send a tensor to the next rank of a ring; returns (works, the tensor of the rank before once they are done).
+
+    `sent` must stay as it is until then. Gloo's messages read the memory of a GPU as if it were the host's; its
+    exchange of all with all copies through the host.
+    """
+    if sent.is_cuda and group._get_backend(sent.device).name() == "gloo":
+        return _send_round_at_once(sent, group)
+    rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
+    ops = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+    ]
+    return dist.batch_isend_irecv(ops), arriving
+
+
+def _send_round_at_once(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tensor]:
+    rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
+    there, back = [0] * size, [0] * size
+    there[(rank + 1) % size] = back[(rank - 1) % size] = sent.numel()
+    flat = arriving.view(-1), sent.reshape(-1)
+    return [dist.all_to_all_single(*flat, back, there, group=group, async_op=True)], arriving
+
+
 def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup]) -> Tensor:
     """The rows of all ranks in rank order, from this rank's own n numbers: [ranks, n] float64 on the CPU.
 
@@ -119,10 +143,10 @@ def gather_rows(row: Sequence[float], rank: int, groups: Sequence[ProcessGroup])
     A gather over a group goes round a ring: one hop for every other rank. Over pp and then over dp these are 15 + 127
     hops for 2,048 ranks, and every rank receives the same bytes as in a ring of the world with its 2,047 hops.
     """
-    rows = torch.tensor([[rank, *row]], dtype=torch.float64)
+    rows = torch.tensor([[rank, *row]], dtype=torch.float64, device="cpu")
     for group in groups:
         if group.size() > 1:
-            gathered = torch.empty(group.size(), *rows.shape, dtype=torch.float64)
+            gathered = torch.empty(group.size(), *rows.shape, dtype=torch.float64, device="cpu")
             dist.all_gather(list(gathered.unbind()), rows, group=group)
             rows = gathered.flatten(0, 1)
     return rows[rows[:, 0].argsort(), 1:]
@@ -148,7 +172,7 @@ def gather_bytes(own: bytes, group: ProcessGroup | None = None, *, everywhere: b
     dist.all_gather(list(lengths.unbind()), torch.tensor([len(own)], device=device), group=group)
     most, shares = max(1, int(lengths.max())), lengths[:, 0].tolist()
     _refuse_long(most)
-    row = torch.zeros(most, dtype=torch.uint8)
+    row = torch.zeros(most, dtype=torch.uint8, device="cpu")
     row[: len(own)] = _tensor(own)
     rows = torch.empty(size if everywhere or group.rank() == 0 else 0, most, dtype=torch.uint8, device=device)
     if everywhere:
@@ -168,7 +192,7 @@ def broadcast_bytes(own: bytes, group: ProcessGroup | None = None) -> bytes:
     length = torch.tensor([len(own)], device=device)
     dist.broadcast(length, first, group=group)
     _refuse_long(int(length))
-    sent = _tensor(own) if group.rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
+    sent = _tensor(own) if group.rank() == 0 else torch.empty(int(length), dtype=torch.uint8, device="cpu")
     sent = sent.to(device)
     dist.broadcast(sent, first, group=group)
     return sent.cpu().numpy().tobytes()
@@ -186,7 +210,11 @@ def _refuse_long(length: int) -> None:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def clock_offset() -> float:

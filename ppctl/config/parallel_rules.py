@@ -13,7 +13,8 @@ from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
 from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, schedule_policy
 
 MODULES = ("core_attn", "mlp", "moe", "experts", "moe_act", "layernorm", "mla_up_proj")
-_KEY = "train.recompute_granularity"
+BESIDE_COMPILED = ("core_attn", "moe", "experts")
+"""Modules that `train.compile` leaves out of its graphs, if they are recomputed or always."""
 
 SWITCH, LAYERS = "parallel.cpu_offloading", "parallel.cpu_offloading_num_layers"
 _ACTIVATIONS = "parallel.cpu_offloading_activations"
@@ -82,9 +83,12 @@ def messages(config: RunConfig) -> Iterator[Finding]:
 
 def recompute(config: RunConfig) -> Iterator[Finding]:
     """Problems of recomputing beside torch.compile, and of modules that the model does not have."""
-    if config.train.compile and config.train.recompute_granularity == "selective":
-        message = "torch.compile decides what a layer keeps: single modules of it cannot be recomputed"
-        yield ("train.compile", _KEY), message, "train.compile=false"
+    named = config.train.recompute_modules or ()
+    compiled = [module for module in named if module in MODULES and module not in BESIDE_COMPILED]
+    if config.train.compile and config.train.recompute_granularity == "selective" and compiled:
+        message = f"torch.compile decides what it keeps inside of its graphs, where {' and '.join(compiled)} would lie"
+        keeping = as_typed("train.recompute_modules", [each for each in named if each in BESIDE_COMPILED] or None)
+        yield ("train.compile", "train.recompute_modules"), message, f"{keeping}\ntrain.compile=false"
     yield from _modules(config)
 
 
@@ -164,13 +168,9 @@ def _deferred_limit(config: RunConfig) -> Iterator[Finding]:
 
 def exchanging_layers(config: RunConfig) -> Iterator[Finding]:
     """Uses of whole logits and whole graphs, which layers that communicate do not have."""
-    tensor, context = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
+    tensor = "parallel.tensor_model_parallel_size"
     if config.pipeline.loss_fn is not None and config.parallel.tensor_model_parallel_size > 1:
         message = (
             "loss_fn needs the logits of the whole vocabulary, and each tensor-parallel rank has only a part of them"
         )
         yield ("pipeline.loss_fn", tensor), message, "tp=1"
-    over = [key for key in (tensor, context) if getattr(config.parallel, key.partition(".")[2]) > 1]
-    if config.train.compile and over:
-        message = "layers that communicate with other ranks cannot be compiled: collectives would break their graphs"
-        yield ("train.compile", *over), message, "train.compile=false"

@@ -166,7 +166,8 @@ class TrainConfig:
     exit_after: str | None = key(None, TIME, known_as="--exit-duration-in-mins")
     """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
     compile: bool = False
-    """Compile every layer with torch.compile: losses agree within a millionth, not to the bit."""
+    """Compile every layer with torch.compile, with tp and cp what lies between exchanges: losses agree within a
+    millionth, not to the bit."""
     recompute_granularity: str | None = key(
         None, one_of("full", "selective"), names="recompute --recompute-granularity model.recompute_granularity"
     )

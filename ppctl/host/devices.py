@@ -1,7 +1,7 @@
 """Which device the ranks of one machine use, which backend carries messages between them, and in how many queues.
 
 Knows the rules alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor
-configs. Ranks that share GPUs (`launch.share_gpu`) were never run on CUDA.
+configs.
 """
 
 from __future__ import annotations

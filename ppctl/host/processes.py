@@ -29,10 +29,12 @@ def python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
-def own_cores() -> int:
-    """How many cores this rank may keep busy: those of its process, shared with the other ranks of the machine."""
+def own_share() -> tuple[int, int]:
+    """(cores, bytes of memory) of this machine that are left for each of its ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, cores // ranks), memory // ranks
 
 
 def identity() -> dict[str, Any]:

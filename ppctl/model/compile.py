@@ -9,28 +9,32 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from typing import Any
 
 import torch
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.model import split
 from ppctl.model.stage_model import StageModel
 
 
 def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = False) -> None:
     """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
 
-    With `packed` documents, whose lengths differ every time, attention's core is left out. Call it before `recompute`
-    replaces methods of layers. Raises ConfigError (PP-E770), before the first step, if the device's compiler is
-    missing.
+    With `packed` documents, whose lengths differ every time, and between ranks that share sequences attention's core is
+    left out. Products with exchanges are left out as well: what is compiled lies between them. Call it before
+    `recompute` replaces methods of layers. Raises ConfigError (PP-E770), before the first step, if the device's
+    compiler is missing.
     """
     missing = _missing_tool(device)
     if missing:
         message = f"train.compile on {device.type} needs {missing}, which is not here"
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
     options = _options(device)
+    split.exchange = torch.compiler.disable(split.exchange)  # here: torch's compiler takes 2 s to import
     for layer in (module for name, module in stage.decoder_layers().items() if name.kind == "decoder"):
-        if packed:
-            attention = layer.get_submodule("attention")
+        attention: Any = getattr(layer, "attention", None)
+        if packed or getattr(attention, "shared", None) is not None:
             attention.mix = torch.compiler.disable(attention.mix)
         dense = getattr(layer, "moe", None) is None
         (layer if dense else layer.get_submodule("attention")).compile(dynamic=False, options=options)

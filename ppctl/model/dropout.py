@@ -100,7 +100,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
         # No buffer: those are parts of checkpoints. No number: a compiler would compile every layer for itself.
-        self.key = torch.zeros((), dtype=torch.int64)
+        self.key = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def keys(self, draws: Draws) -> Tensor:
         """[b] int64: of each sample, for this module."""

@@ -10,8 +10,8 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.parts import Parts
-from ppctl.host.processes import own_cores
+from ppctl.host.processes import own_share
 from ppctl.model.stage_model import pieces
 
 
@@ -45,7 +45,7 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
     """
     row = parameter_of(name, model)
     if row.start in ("ones", "zeros"):
-        return torch.ones(row.shape) if row.start == "ones" else torch.zeros(row.shape)
+        return torch.ones(row.shape, device="cpu") if row.start == "ones" else torch.zeros(row.shape, device="cpu")
     std = model.init_method_std
     if row.start == "residual":
         std /= math.sqrt(2 * model.num_layers)
@@ -58,23 +58,34 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
 def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, parts: Parts) -> None:
     """Fill the parameters of a stage, by canonical name, with their initial values, of which it holds these parts.
 
-    Threads draw some parameters ahead: numpy does it without Python's lock, 30 million numbers a second and core.
+    Threads draw parameters ahead, in a sixteenth of the rank's memory: numpy does it without Python's lock, 30 million
+    numbers a second and core.
     """
-    threads, ahead = own_cores(), deque[Callable[[], None]]()
-
-    def draw(name: str, tensor: Tensor, part: tuple[slice, ...]) -> Callable[[], None]:
-        drawn = pool.submit(initial_value, name, model, seed)
-        return lambda: cast(None, tensor.copy_(drawn.result()[part]))
-
+    threads, memory = own_share()
+    room, ahead = memory // 16 // torch.float32.itemsize, deque[_Drawn]()
     with ThreadPoolExecutor(threads) as pool:
         for stack, parameter in parameters.items():
             row = parameter_of(stack, model)
             for name, tensor in pieces(stack, parameter, row, parts.experts(row.experts)):
-                ahead.append(draw(name, tensor, parts.slices(row)))
-                if len(ahead) > threads:
-                    ahead.popleft()()
-        for fill in ahead:
-            fill()
+                size = math.prod(parameter_of(name, model).shape)
+                while ahead and (len(ahead) > threads or size + sum(each.size for each in ahead) > room):
+                    ahead.popleft().fill()
+                drawn = pool.submit(initial_value, name, model, seed)
+                ahead.append(_Drawn(tensor, parts.slices(row), size, drawn))
+        for each in ahead:
+            each.fill()
+
+
+class _Drawn(NamedTuple):
+    """A parameter's part, and the draw of the whole parameter that a thread makes."""
+
+    tensor: Tensor
+    part: tuple[slice, ...]
+    size: int
+    values: Future[Tensor]
+
+    def fill(self) -> None:
+        self.tensor.copy_(self.values.result()[self.part])
 
 
 Initialize = Callable[[Mapping[str, nn.Parameter], ModelConfig, int, Parts], None]

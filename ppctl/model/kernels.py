@@ -150,9 +150,9 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     if reason:
         message = f"model.attention_backend={model.attention_backend} cannot be obeyed: {reason}"
         raise ConfigError(Problem("PP-E771", message, "model.attention_backend=auto"))
-    reason = _unable_fp8(model, can)
+    reason, remedy = _unable_fp8(model, can)
     if reason:
-        raise ConfigError(Problem("PP-E772", f"model.fp8={model.fp8} cannot be computed: {reason}", "model.fp8=null"))
+        raise ConfigError(Problem("PP-E772", f"model.fp8={model.fp8} cannot be computed: {reason}", remedy))
     outside = _outside(config, can, dtype)
     packed = config.data.reset_attention_mask
     # Under autocast operands have several dtypes, and neither of these two kernels is cast for.
@@ -284,16 +284,19 @@ def _fp8(model: ModelConfig, can: Capability) -> Fp8:
     return Fp8(gradients, model.fp8_recipe == "blockwise", multiply)
 
 
-def _unable_fp8(model: ModelConfig, can: Capability) -> str:
-    """Why this GPU cannot compute `model.fp8`; empty if it can. A CPU emulates it."""
+def _unable_fp8(model: ModelConfig, can: Capability) -> tuple[str, str]:
+    """(why this GPU cannot compute `model.fp8`, an override that it can); empty if it can. A CPU emulates it."""
+    without = "model.fp8=null"
     if model.fp8 is None or can.device != "cuda":
-        return ""
+        return "", ""
     if not can.scaled_products:
-        return "this torch has no scaled_mm"
+        return "this torch has no scaled_mm", without
     if model.num_moe_experts is not None:
-        return "on a GPU experts have no product in 8 bits yet"
+        return "on a GPU experts have no product in 8 bits yet", without
     if can.compute < (8, 9):
-        return f"it needs compute capability 8.9, and this GPU has {can.compute[0]}.{can.compute[1]}"
+        return f"it needs compute capability 8.9, and this GPU has {can.compute[0]}.{can.compute[1]}", without
     if model.fp8_recipe == "blockwise" and (can.compute[0] != 9 or can.cuda < (12, 9)):
-        return "blockwise scales need Hopper (compute capability 9.0) and a torch for CUDA 12.9 or newer"
-    return ""
+        return "blockwise scales need Hopper (compute capability 9.0) and a torch for CUDA 12.9 or newer", without
+    if model.fp8_recipe == "blockwise" and model.fp8 == "hybrid":
+        return "torch multiplies blockwise values in e4m3 alone, not gradients in e5m2", "model.fp8=e4m3"
+    return "", ""

@@ -200,7 +200,7 @@ def _shared(tensor: Tensor) -> bool:
     torch has no public count of them. Were this one wrong, autograd would refuse the backward that needs the old
     values: they have another version then.
     """
-    return _holders(tensor) > _holders(torch.empty(0))
+    return _holders(tensor) > _holders(torch.empty(0, device="cpu"))
 
 
 def _holders(tensor: Tensor) -> int:

@@ -73,9 +73,10 @@ def recompute(
         if layer.kind == "mtp":
             layers[layer].forward = _checkpointed(layers[layer].forward, switch)
     names = recomputed_modules(train, number)
-    if names:
-        for module in layers.values():
-            _recompute_modules(module, names)
+    # A compiled graph has no hooks: what is recomputed beside it is called as it is.
+    call = torch.compiler.disable if names and train.compile else _as_it_is
+    for module in layers.values() if names else ():
+        _recompute_modules(module, names, call)
     return switch
 
 
@@ -174,16 +175,16 @@ def _made_again(saved: _Saved) -> Tensor:
     return tensor
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
-def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
+def _recompute_modules(layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function]) -> None:
     """Recompute the named modules of a layer: some keep only their inputs, of others the outputs are made again."""
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
             if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):
-                setattr(owner, method, _checkpointed(getattr(owner, method), Switch()))
+                setattr(owner, method, called(_checkpointed(getattr(owner, method), Switch())))
     again = [place for name in modules for place in MADE_AGAIN.get(name, ())]
     if again:
         outputs = _Outputs()

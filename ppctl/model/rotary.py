@@ -38,7 +38,7 @@ class Rotary:
     def __init__(self, model: ModelConfig) -> None:
         self.dim = rotary_dim(model)
         self.model = model
-        self._turns = torch.empty(0, 2, self.dim // 2)
+        self._turns = torch.empty(0, 2, self.dim // 2, device="cpu")
 
     def turns(self, like: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
         """Cosines and sines [length, 2, dim / 2] of the positions in a row, on the device of `like` and in its dtype.

@@ -69,11 +69,11 @@ def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence
     later, *others = [deferring(weight) for weight in weights]
     assert all(other is later for other in others)  # a stage's `whole` names all weights of one call, or none
     if later is None:
-        whole: tuple[Tensor, ...] = _ColumnProducts.apply(_ColumnsCall(split, formulas, None, ()), x, *weights)  # type: ignore[no-untyped-call]  # torch's own
+        whole: tuple[Tensor, ...] = exchange(_ColumnProducts, _ColumnsCall(split, formulas, None, ()), x, *weights)
         return whole
     call = _ColumnsCall(split, formulas, later, tuple(later.place(weight, cast=False) for weight in weights))
     x = x if x.requires_grad else x.detach().requires_grad_()
-    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(call, x, *(weight.detach() for weight in weights))  # type: ignore[no-untyped-call]  # torch's own
+    outputs: tuple[Tensor, ...] = exchange(_ColumnProducts, call, x, *(weight.detach() for weight in weights))
     return outputs
 
 
@@ -81,7 +81,7 @@ def enter(x: Tensor, split: TensorSplit | None) -> Tensor:
     """A hidden state of which every rank then uses its own columns, of all tokens."""
     if split is None:
         return x
-    entered: Tensor = _Enter.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
+    entered: Tensor = exchange(_Enter, x, split)
     return entered
 
 
@@ -89,8 +89,13 @@ def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
     """The sum over ranks of what each computed from its own columns: a hidden state between blocks."""
     if split is None:
         return x
-    left: Tensor = _Leave.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
+    left: Tensor = exchange(_Leave, x, split)
     return left
+
+
+def exchange(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """`function.apply(*inputs)`, of a function with exchanges; `compile_stage` leaves it out of compiled graphs."""
+    return function.apply(*inputs)
 
 
 class _ColumnsCall(NamedTuple):

@@ -103,7 +103,7 @@ class SameCall:
             members = dist.get_process_group_ranks(group)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.group, self._rank = group, ranks.rank
-        self._ends = torch.zeros(3, dtype=torch.int64)
+        self._ends = torch.zeros(3, dtype=torch.int64, device="cpu")
         weakref.finalize(self, _wait_until_released, self._ends)  # even if the program ends without close()
 
     def __call__(self, text: str | None, broken: str = "") -> bool:
@@ -133,7 +133,7 @@ class SameCall:
 
     def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
         """For all ranks: the number, its negative, and 1 + a rank that failed. The same form on every rank."""
-        self._ends.copy_(torch.tensor([number, -number, self._rank + 1 if failed else 0]))
+        self._ends.copy_(torch.tensor([number, -number, self._rank + 1 if failed else 0], device="cpu"))
         dist.all_reduce(self._ends, dist.ReduceOp.MAX, group=self.group)
         largest, smallest, who = self._ends.tolist()
         return largest, smallest, who

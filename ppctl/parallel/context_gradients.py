@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.comm.groups import send_round
 from ppctl.comm.turns import hand_over
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import reduce_scatter
@@ -31,13 +32,9 @@ class Hop(NamedTuple):
     @classmethod
     def start(cls, sent: Tensor, group: dist.ProcessGroup) -> Hop:
         """Send to the next rank of the group, and receive as much from the rank before."""
-        rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
-        ops = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
-        ]
         starting(group)
-        return cls(dist.batch_isend_irecv(ops), sent, arriving)
+        works, arriving = send_round(sent, group)
+        return cls(works, sent, arriving)
 
     def wait(self) -> Tensor:
         """Waits for the hop; returns the keys and values that have arrived."""

@@ -127,7 +127,7 @@ class DcpReader:
     def read(self, key: str, box: Box) -> Tensor:
         """The values of a box of a tensor. Raises CheckpointError (PP-E532) if they cannot be read."""
         record = self.tensors[key]
-        out = torch.empty(box.shape, dtype=record.properties.dtype)
+        out = torch.empty(box.shape, dtype=record.properties.dtype, device="cpu")
         filled = 0
         for chunk in record.chunks:
             part = Box(tuple(chunk.offsets), tuple(chunk.sizes))

@@ -211,7 +211,7 @@ class _RankProcess:
         if self.leads and not self.watched:
             show_end(outcome)
         # No rank exits before the result is written: the others may fail when it does.
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1, device="cpu"))
         heartbeat.set_state("done")
         alarm.off()
         if publisher is not None:

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.channels import DirectEnd, Pending, Transport
 from ppctl.comm.connections import other_end
+from ppctl.comm.groups import send_round
 from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
@@ -139,13 +140,9 @@ def _all_reduce(group: ProcessGroup, device: torch.device) -> None:
 
 
 def _round(group: ProcessGroup, device: torch.device) -> None:
-    rank, size = group.rank(), group.size()
-    sent, arriving = torch.zeros(1, device=device), torch.zeros(1, device=device)
-    ops = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(ops):
+    sent = torch.zeros(1, device=device)
+    works, _ = send_round(sent, group)
+    for work in works:
         work.wait()
     _synchronize(device)
 

@@ -56,7 +56,7 @@ def join_world(store: Store, rank: int, world: int, backends: str, limit: timede
     try:
         with connecting_on_first_use():
             dist.init_process_group(backends, store=store, rank=rank, world_size=world, timeout=limit)
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1, device="cpu"))
     except RuntimeError as error:
         message = f"rank {rank} on {host_name()} could not connect to all ranks of the job: {reason_of(error)}"
         raise DeadEdge(Problem("PP-E707", message, REMEDY, CAUSES)) from error

@@ -40,7 +40,7 @@ class Generator:
         self.window = torch.zeros(samples, length, dtype=torch.int64, device=session.device)
         self.packing = ROWS
         self.position = 0
-        self.next_token = torch.zeros(1, dtype=torch.int64)
+        self.next_token = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.dice = torch.Generator().manual_seed(session.config.train.seed)
         self.last_rank = dist.get_global_rank(session.groups["pp"], session.plan.stages[-1].pp_rank)
 
@@ -55,7 +55,7 @@ class Generator:
         seen = tokens[-self.window.shape[1] :]
         self.position = len(seen) - 1
         # Later positions do not matter: attention is causal.
-        self.window[:, : len(seen)] = torch.tensor(seen)
+        self.window[:, : len(seen)] = torch.tensor(seen, device="cpu")
         self.packing = self._packing()
         run_schedule(self.schedule, self.programs, self.session.pipeline.communicator)
         if self.session.plan.sizes.pp > 1:
@@ -133,7 +133,7 @@ def _sample(session: Session) -> dict[str, str] | None:
     """Continue a prompt that rank 0 of each pipeline chooses; None if the tokens are of another tokenizer than the
     config's. A collective."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
-    prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
+    prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0, device="cpu")
     if session.data.training is not None:
         line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
         start = prompt_from(session.data.training.corpora[0].tokens, line_end)

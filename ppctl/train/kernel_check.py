@@ -33,7 +33,7 @@ def check_kernel(kernel: Kernel, use: KernelUse, *, seed: int = 0) -> dict[str, 
     if reason := kernel.against(use):
         raise _mismatch(kernel, f"does not fit this use: {reason}")
     draw, (shapes, compute) = torch.Generator().manual_seed(seed), _CASES[kernel.role](use)
-    case = [torch.randn(shape, generator=draw).to(use.device, use.dtype) for shape in shapes]
+    case = [torch.randn(shape, generator=draw, device="cpu").to(use.device, use.dtype) for shape in shapes]
     own = _outcome(compute, kernel.function, case)
     expected = _outcome(compute, None, [tensor.double() for tensor in case])
     names, found = ["result", *(f"gradient {number}" for number in range(len(case)))], {}
@@ -58,7 +58,9 @@ def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tens
     leaves = [tensor.clone().requires_grad_() for tensor in case]
     result = compute(function, *leaves)
     # The same numbers in every dtype; a tensor that the result does not depend on has a gradient of zeros.
-    weights = torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16).to(result).view(result.shape)
+    weights = (
+        torch.linspace(-1.0, 1.0, result.numel(), dtype=torch.bfloat16, device="cpu").to(result).view(result.shape)
+    )
     return [result.detach(), *torch.autograd.grad(result, leaves, weights, materialize_grads=True)]
 
 
@@ -110,7 +112,7 @@ def _dispatch(use: KernelUse) -> Case:
     """Rows of two experts each, multiplied where these are with their weights and 2 to that rank's number."""
     ranks, own = dist.get_world_size(), dist.get_rank()
     model = ModelConfig(num_moe_experts=2 * ranks, moe_router_topk=2)
-    pairs = torch.combinations(torch.arange(2 * ranks), 2)[own:]  # another number of rows on each rank
+    pairs = torch.combinations(torch.arange(2 * ranks, device="cpu"), 2)[own:]  # another number of rows on each rank
     chosen, counts = pairs.to(use.device), pairs.flatten().bincount(minlength=2 * ranks).to(use.device)
 
     def compute(function: Reference | None, rows: Tensor, weights: Tensor) -> Tensor:

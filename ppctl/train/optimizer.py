@@ -52,7 +52,7 @@ class AdamW:
         # From the start, so that a checkpoint can be loaded into it in place.
         self.state: State = {
             name: {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device="cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -151,7 +151,7 @@ class Muon:
         rest = {name: master for name, master in masters.items() if name not in self.matrices}
         self.adamw = AdamW(rest, optim, rows)
         own: State = {
-            name: {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(master)}
+            name: {"step": torch.tensor(0.0, device="cpu"), "momentum_buffer": torch.zeros_like(master)}
             for name, master in self.matrices.items()
         }
         both = own | self.adamw.state

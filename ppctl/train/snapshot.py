@@ -170,7 +170,7 @@ def _check_weights(reader: CheckpointReader, model: ModelConfig) -> None:
     foreign = foreign_of(model)
     table, *uses = (f"model.{use}" for use in (foreign.anatomy.uses if foreign else uses_of_embedding(model)))
     own = [use for use in uses if table in stored and use in stored and use not in shapes]
-    values = reader.tensor(table) if own else torch.empty(0)
+    values = reader.tensor(table) if own else torch.empty(0, device="cpu")
     wrong += [f"{use} and {table}" for use in own if not torch.equal(values, reader.tensor(use).to(values))]
     if wrong:
         message = f"the weights at {reader.path} are not those of this model, or differ where it shares them"

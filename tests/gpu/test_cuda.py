@@ -201,6 +201,8 @@ def test_scaled_products_agree_with_their_emulation(
 ):
     if torch.cuda.get_device_capability() < (8, 9) or (blockwise and torch.cuda.get_device_capability()[0] != 9):
         pytest.skip("no such product on this device")
+    if blockwise and gradients == E5M2:
+        pytest.skip("refused (PP-E772): torch has no such product")
     tokens, inside, outside = shape
     x = torch.randn(1, tokens, inside, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(outside, inside, device="cuda", dtype=torch.bfloat16)

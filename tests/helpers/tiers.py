@@ -6,6 +6,7 @@ their rows are `whole` (`pairwise.in_tiers`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -18,13 +19,17 @@ def mark_whole(items: Sequence[pytest.Item], lines: Sequence[str], *, complete: 
     all cases of the tests in it are there.
     """
     kept = {line[1:] for line in lines if line.startswith("!")}
-    left = {line for line in lines if not line.startswith(("!", "#"))}
+    sampled = {name: int(share[2:]) for share, _, name in (line.partition(" ") for line in lines if line[:2] == "1/")}
+    left = {line for line in lines if not line.startswith(("!", "#", "1/"))}
     collected = {item.nodeid for item in items}
-    tests = {_test(name) for name in collected}
+    tests, cases = {_test(name) for name in collected}, Counter[str]()
     for item in items:
-        if item.nodeid not in kept and (item.nodeid in left or _test(item.nodeid) in left):
+        test = _test(item.nodeid)
+        is_left = item.nodeid in left or test in left or cases[test] % sampled.get(test, 1) > 0
+        cases[test] += 1
+        if is_left and item.nodeid not in kept:
             item.add_marker(pytest.mark.whole)
-    gone = sorted(name for name in (kept | left) - collected - tests if _test(name) in tests)
+    gone = sorted(name for name in (kept | left | sampled.keys()) - collected - tests if _test(name) in tests)
     if complete and gone:
         raise pytest.UsageError(f"tests/left_to_test_all.txt names what is no test: {', '.join(gone)}")
 

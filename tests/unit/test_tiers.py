@@ -31,6 +31,7 @@ def test_a_test_lies_in_the_room_of_what_it_tests() -> None:
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     beside = {path.stem for path in package.glob("*.py")}
     beside |= {
+        "devices_are_named",
         "first_run",
         "frozen",
         "frozen_run",
@@ -99,7 +100,8 @@ class Item:
 def test_what_is_left_to_test_all_is_there() -> None:
     for line in (TESTS / "left_to_test_all.txt").read_text().splitlines():
         if not line.startswith("#"):
-            file, _, function = line.removeprefix("!").partition("[")[0].partition("::")
+            name = re.sub(r"^(!|1/\d+ )", "", line)
+            file, _, function = name.partition("[")[0].partition("::")
             assert re.search(rf"^def {function}\(", (TESTS.parent / file).read_text(), re.MULTILINE), line
 
 
@@ -114,6 +116,12 @@ def test_of_a_test_that_is_left_to_test_all_its_smoke_stays() -> None:
         with pytest.raises(pytest.UsageError, match=re.escape(names[missing])):
             mark_whole(others, lines, complete=True)  # type: ignore[arg-type]
         mark_whole(others, lines, complete=False)  # type: ignore[arg-type]
+
+
+def test_of_a_sampled_test_every_fourth_case_stays() -> None:
+    items = [Item(f"a.py::test_a[{n}]") for n in range(9)] + [Item("a.py::test_b")]
+    mark_whole(items, ["1/4 a.py::test_a", "!a.py::test_a[2]"], complete=True)  # type: ignore[arg-type]
+    assert [number for number, item in enumerate(items) if not item.marks] == [0, 2, 4, 8, 9]
 
 
 def test_shards_share_all_tests_out_and_none_twice() -> None:

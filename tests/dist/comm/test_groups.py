@@ -7,11 +7,12 @@ import pickle
 from typing import NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
 from ppctl.comm import groups
-from ppctl.comm.groups import broadcast_bytes, gather_bytes, gather_values, make_group
+from ppctl.comm.groups import _send_round_at_once, broadcast_bytes, gather_bytes, gather_values, make_group, send_round
 from ppctl.records import wire
 
 
@@ -108,3 +109,22 @@ def test_values_lie_where_torchs_collectives_of_objects_have_them(backends: str)
     """The last one stands for NCCL alone, which this build may lack."""
     ((ours, torchs),) = run_ranks(devices_of, 1, backends)
     assert ours == torchs
+
+
+def sent_round() -> list[list[float]]:
+    """What arrives from the rank before, by each way."""
+    assert dist.group.WORLD is not None
+    sent, arrived = torch.arange(6.0).view(2, 3) + 10 * dist.get_rank(), []
+    for way in (send_round, _send_round_at_once):
+        works, arriving = way(sent, dist.group.WORLD)
+        for work in works:
+            work.wait()
+        arrived.append(arriving.tolist())
+    return arrived
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exchange_of_all_sends_round_a_ring_what_messages_send(ranks: int) -> None:
+    for rank, (by_messages, at_once) in enumerate(run_ranks(sent_round, ranks)):
+        before = (rank - 1) % ranks
+        assert by_messages == at_once == (torch.arange(6.0).view(2, 3) + 10 * before).tolist()

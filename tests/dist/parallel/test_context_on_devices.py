@@ -12,6 +12,7 @@ from emulated_nccl import Backend, Dist
 from emulated_world import World
 from torch import Tensor
 
+from ppctl.comm import groups
 from ppctl.model.block_attention import UNFUSED
 from ppctl.model.packing import Documents
 from ppctl.parallel import all_to_all, context, context_gradients
@@ -82,6 +83,7 @@ def test_every_order_of_hosts_and_devices_gives_the_same_numbers(kind: str, rank
             for module in (context_gradients, all_to_all):
                 patch.setattr(module, "dist", Dist)
                 patch.setattr(module, "hand_over", hand_over)
+            patch.setattr(groups, "dist", Dist)
             patch.setattr(context, "all_gather", Dist.all_gather)
             patch.setattr(context_gradients, "reduce_scatter", Dist.reduce_scatter)
             found = world.run(host)

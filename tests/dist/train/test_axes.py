@@ -141,6 +141,26 @@ def test_any_axes_agree_with_one_process(kind, tensor, context, experts, dp, sha
     assert {what: value for what, value in far.items() if not value <= 1e-12} == {}
 
 
+COMPILED: list[Case] = [
+    ("grouped", "tp 2 sp", "-", (1, 0), 1, "none", "pp 1"),
+    ("biases", "tp 2", "-", (1, 0), 1, "none", "pp 2"),
+    ("packed", "-", "cp 2, p2p", (1, 0), 1, "none", "pp 1"),
+    ("deepseek", "tp 2 sp", "cp 2, a2a", (2, 1), 1, "full", "pp 1"),
+]
+
+
+@pytest.mark.shows("train.compile")
+@pytest.mark.whole  # the compiler, on every rank
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recomputed", [{}, {"recompute_granularity": "selective"}], ids=["kept", "core_attn"])
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_layers_that_are_compiled_between_their_exchanges_agree_with_one_process(case: Case, recomputed) -> None:
+    config = config_of(case[0], **axes_of(case), compile=True, **recomputed)
+    ranks = run_ranks(train_all, world_of(config), [to_mapping(config)], timeout=500)
+    far = differences(case[0], [rank[0] for rank in ranks])
+    assert {what: value for what, value in far.items() if not value <= 1e-12} == {}
+
+
 def test_a_cut_at_fixed_axes_changes_no_bit():
     """In float32: pp, vpp, schedules and recompute at tp 2 under sequence parallelism."""
     for kind, cuts in {"deepseek": ("pp 1", "pp 2, vpp 2", "zb_h1, modules recomputed"), "biases": CUTS}.items():

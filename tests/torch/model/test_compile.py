@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.config.schema import ModelConfig
+from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import parse_layers
-from ppctl.model.attention import Attention
+from ppctl.model import attention
 from ppctl.model.compile import compile_stage
+from ppctl.model.core_attention import core_attention
 from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.fp8 import E5M2, Fp8
 from ppctl.model.kernels import Kernels
 from ppctl.model.linear import multiply_in_float32
 from ppctl.model.packing import ROWS, Documents, Packing
+from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
 
@@ -91,6 +93,62 @@ def test_gpt3s_blocks_with_dropout_agree_too_and_one_compilation_serves_all_laye
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+class AloneWithExchanges:
+    """One rank of one, which goes through the functions of a divided layer."""
+
+    rank, size, sequence = 0, 1, True
+
+    def start_gather(self, x):
+        assert not torch.compiler.is_compiling()
+        return x.clone
+
+    start_sum = start_gather
+
+    def add_up(self, x):
+        return x
+
+    largest = add_up
+
+
+@pytest.mark.shows("train.compile", "parallel.tensor_model_parallel_size")
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_what_lies_between_exchanges_is_compiled_once_for_all_layers():
+    graphs = []
+    for layers in (1, 10):  # more than dynamo compiles anew
+        model = replace(MODEL, num_layers=layers)
+        spec = StageSpec(
+            0, 0, 0, parse_layers(["embedding", *(f"decoder.{n}" for n in range(layers))]), (), (), 0, 0, 0
+        )
+        plain, compiled = (build_stage(spec, model, seed=1, dtype=torch.float32, device=CPU) for _ in range(2))
+        compiled.split_over(AloneWithExchanges())
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compile_stage(compiled, CPU)
+        expected, got = run(plain), run(compiled)
+        for name, value in expected.items():
+            assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 3
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_attention_is_recomputed_beside_compiled_parts_of_a_layer(monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "core_attention", lambda *args, **named: calls.append(1) or core(*args, **named))
+    core = core_attention
+    plain, compiled = stage(), stage()
+    compile_stage(compiled, CPU)
+    recompute(compiled, TrainConfig(compile=True, recompute_granularity="selective"), 0)
+    expected = run(plain)
+    assert calls.pop() and not calls
+    got = run(compiled)
+    assert len(calls) == 2, "in the forward and before the backward"
+    for name, value in expected.items():
+        assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
 def compile_alone(module):
     """Compile a module as a stage's only layer."""
     compile_stage(SimpleNamespace(decoder_layers=lambda: {parse_layers(["decoder.0"])[0]: module}), CPU)
@@ -129,7 +187,7 @@ def test_two_transposed_tiles_of_bfloat16_in_one_kernel_are_right():
 def test_products_in_8_bits_agree_within_their_roundings():
     """Sums in another order round a number of 8 bits to its neighbour here and there."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
-    module = Attention(replace(MODEL, **sizes), Kernels(fp8=Fp8(E5M2, False, multiply_in_float32))).bfloat16()
+    module = attention.Attention(replace(MODEL, **sizes), Kernels(fp8=Fp8(E5M2, False, multiply_in_float32))).bfloat16()
     module.wq.fp8 = module.wk.fp8 = module.wv.fp8 = None  # half of what is compiled
     generator = torch.Generator().manual_seed(0)
     for weight in module.parameters():

@@ -278,6 +278,7 @@ def test_the_scaled_product_is_the_emulated_one_where_a_cpu_has_it():
         ("", Capability("cuda", (8, 0)), "capability 8.9"),
         ("model.fp8_recipe=blockwise", Capability("cuda", (10, 0), cuda=(13, 0)), "need Hopper"),
         ("model.fp8_recipe=blockwise", Capability("cuda", (9, 0), cuda=(12, 8)), "CUDA 12.9"),
+        ("model.fp8=hybrid model.fp8_recipe=blockwise", H100, "in e4m3 alone"),
         ("model.num_moe_experts=4", H100, "experts have no product in 8 bits"),
         ("", Capability("cuda", (9, 0), scaled_products=False), "no scaled_mm"),
     ],
@@ -289,11 +290,11 @@ def test_a_gpu_that_cannot_is_refused_by_name(typed, can, reason):
 
 
 def test_the_kernels_line_says_how_weights_are_multiplied():
-    typed = ["model.fp8=hybrid", "parallel.bf16=true", "model.fp8_recipe=blockwise"]
+    typed = ["model.fp8=e4m3", "parallel.bf16=true", "model.fp8_recipe=blockwise"]
     config = compose(typed).config
     assert choose_kernels(config, H100).names()["weights"] == "fp8 blockwise scaled"
     assert choose_kernels(config, Capability("cpu")).names()["weights"] == "fp8 blockwise emulated"
-    assert choose_kernels(config, H100).fp8.gradients == E5M2
+    assert choose_kernels(compose(["model.fp8=hybrid", *typed[1:2]]).config, H100).fp8.gradients == E5M2
 
 
 @pytest.mark.parametrize(

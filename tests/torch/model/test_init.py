@@ -3,6 +3,7 @@
 import hashlib
 import math
 import random
+from threading import Lock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameter_counts import stage_count
 from ppctl.geometry.canonical_names import canonical_names
 from ppctl.geometry.layers import parse_layers
+from ppctl.model import initialize
 from ppctl.model.initialize import initial_value, normal
 from ppctl.model.stage import build_stage, meta_stage
 
@@ -37,6 +39,28 @@ def sha256(weights):
 def test_the_state_dict_is_the_same_for_every_cut_and_order_of_construction(tied):
     model = tiny(share_embeddings_and_output_weights=tied)
     assert len({sha256(parameters(*case, model, order=order)) for case in CUTS for order in (None, 1)}) == 1
+
+
+@pytest.mark.parametrize(("threads", "memory", "most"), [(3, 2**40, 4), (3, 0, 1), (1, 2**40, 2)])
+def test_threads_draw_ahead_as_many_as_there_are_and_as_memory_has_room_for(monkeypatch, threads, memory, most):
+    held, lock = [0, 0], Lock()
+
+    def drawn(*arguments):
+        with lock:
+            held[0] += 1
+            held[1] = max(held)
+        return initial_value(*arguments)
+
+    def fill(one):
+        held[0] -= 1
+        fills(one)
+
+    expected, fills = sha256(parameters("EttttL", 1, tiny())), initialize._Drawn.fill
+    monkeypatch.setattr(initialize, "own_share", lambda: (threads, memory))
+    monkeypatch.setattr(initialize, "initial_value", drawn)
+    monkeypatch.setattr(initialize._Drawn, "fill", fill)
+    assert sha256(parameters("EttttL", 1, tiny())) == expected
+    assert 1 <= held[1] <= most
 
 
 def test_global_random_state_is_neither_read_nor_moved():

@@ -120,7 +120,10 @@ MOE = ["model.num_moe_experts=8"]
             ["parallel.fp16=true", "optim.min_loss_scale=8", "optim.initial_loss_scale=4"],
             ["optim.initial_loss_scale", "optim.min_loss_scale"],
         ),
-        (["train.compile=true", "recompute=selective"], ["train.compile", "train.recompute_granularity"]),
+        (
+            ["train.compile=true", "recompute=selective", "train.recompute_modules=[core_attn,mlp]"],
+            ["train.compile", "train.recompute_modules"],
+        ),
         (["train.recompute_stages=[1]"], ["train.recompute_stages", "train.recompute_granularity"]),
         (
             ["parallel.cpu_offloading=true"],
@@ -146,8 +149,6 @@ MOE = ["model.num_moe_experts=8"]
             ["parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=2", "train.compile=true"],
             ["train.compile", "parallel.cpu_offloading"],
         ),
-        (["train.compile=true", "tp=2"], ["train.compile", "parallel.tensor_model_parallel_size"]),
-        (["train.compile=true", "cp=2"], ["train.compile", "parallel.context_parallel_size"]),
         (["parallel.cpu_offloading_num_layers=-2"], ["parallel.cpu_offloading_num_layers"]),
         (
             ["parallel.num_microbatches_with_partial_activation_checkpoints=1", "recompute=selective"],
