@@ -44,7 +44,7 @@ def gpu_environment(
         added.setdefault(QUEUES, MOST_QUEUES)
     if config.parallel.deterministic_mode and WORKSPACES not in environ:
         added.setdefault(WORKSPACES, _REPEATABLE[0])
-    if pp > 1 and (routed or _varies(config)) and LOADING not in environ:
+    if loads_all_kernels(config, pp, routed=routed) and LOADING not in environ:
         added.setdefault(LOADING, _EAGER)
     if _set_by_user(ALLOCATOR, environ, added) is None and not _registers(environ, added):
         added[ALLOCATOR[1]] = EXPANDABLE
@@ -54,13 +54,12 @@ def gpu_environment(
     return added, problems
 
 
-def _varies(config: RunConfig) -> bool:
-    """Whether a later microbatch may take other kernels than those of the dry pass, by its documents or padding."""
-    return (
-        config.data.reset_attention_mask
-        or config.parallel.variable_seq_lengths
-        or config.model.transformers is not None  # whose code looks at the mask
-    )
+def loads_all_kernels(config: RunConfig, pp: int, *, routed: bool) -> bool:
+    """Whether ranks load all kernels when they start: those of a later microbatch may be others than the dry pass's, by
+    its experts, documents or padding."""
+    varies = config.data.reset_attention_mask or config.parallel.variable_seq_lengths or routed
+    # Transformers' code looks at the mask.
+    return pp > 1 and (varies or config.model.transformers is not None)
 
 
 def kept_allocator(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ppctl.config.gpu_environment import loads_all_kernels
 from ppctl.config.parallel_rules import is_plain
 from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
@@ -51,10 +52,12 @@ _SMALLER = (Unit("MiB", MIB), Unit("KiB", 2**10))
 RESERVE = "launch.memory_reserve"
 AUTO = "auto"
 
-# Memory that no tensor of a run is in: torch's allocator sees none of it. None of it was measured with ppctl yet.
-CONTEXT = 1024 * MIB
-"""CUDA's context with torch's kernels, about 0.5 GiB; and what an H100 of 80 GB shows less than 80 GiB: 79.65 GiB, or
-81,559 MiB in nvidia-smi (thundergolfer.com/blog/nvidia-gpu-memory-capacity)."""
+# Memory that no tensor of a run is in: torch's allocator sees none of it.
+CONTEXT = 1664 * MIB
+"""CUDA's context with the kernels and libraries of a step, 767 MiB, and what an H100 of 80 GB shows less than 80 GiB,
+841 MiB; both measured (benchmarks/results-gpu-2026-11-26.md)."""
+ALL_KERNELS = 736 * MIB
+"""What more CUDA_MODULE_LOADING=EAGER takes; 731 MiB were measured there."""
 PAIR, RING = 544 * MIB, 688 * MIB
 """A communicator of two ranks, and of more, after an all-reduce: measured on four A100 with NVLink (NVIDIA/nccl#964).
 A ring has two neighbours however many ranks it goes through, so that it does not grow (#986)."""
@@ -217,8 +220,9 @@ def reserve_bytes(config: RunConfig, sizes: ParallelSizes) -> int:
         return memory_bytes(launch.memory_reserve)
     if launch.device == "cpu":
         return 0
+    context = CONTEXT + ALL_KERNELS * loads_all_kernels(config, sizes.pp, routed=bool(config.model.num_moe_experts))
     # Ranks that share a GPU send through host memory.
-    return CONTEXT if launch.share_gpu else CONTEXT + communicators(config, sizes)
+    return context if launch.share_gpu else context + communicators(config, sizes)
 
 
 def communicators(config: RunConfig, sizes: ParallelSizes) -> int:

@@ -28,11 +28,11 @@ def codes(peak: int, **launch: object) -> list[str]:
     ("share", "launch", "expected"),
     [
         (0.999, {}, ["PP-E801"]),
-        (0.98, {}, []),
+        (0.979, {}, []),
         (0.999, {"device": "cpu"}, []),
         (0.999, {"memory_reserve": "0B"}, []),
-        (0.98, {"memory_reserve": "2GiB"}, ["PP-E801"]),
-        (0.98, {"device": "any"}, []),
+        (0.979, {"memory_reserve": "2GiB"}, ["PP-E801"]),
+        (0.979, {"device": "any"}, []),
         (0.999, {"device": "any"}, ["PP-E801"]),
     ],
 )
