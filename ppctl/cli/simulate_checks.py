@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.plan.schedule_file import CODE, schedule_in
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.policies import AUTO, POLICIES, Policy, fitting_policy, too_few_microbatches
+from ppctl.schedule.schedule_request import CODE, schedule_in
 from ppctl.schedule.verify import verify
 
 SCHEDULES = {name: policy for name, policy in POLICIES.items() if policy.trains}

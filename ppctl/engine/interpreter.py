@@ -24,19 +24,13 @@ from ppctl.schedule.action import BACKWARDS, INPUT_GRADIENTS, MESSAGES, SENDS, A
 Timed = Callable[[str], AbstractContextManager[object]]
 
 _TIMERS = {
-    Op.RECV_F: "forward-recv",
     Op.SEND_F: "forward-send",
-    Op.RECV_B: "backward-recv",
     Op.SEND_B: "backward-send",
-}
-_COMBINED = {
-    frozenset({Op.SEND_F, Op.RECV_B}): "forward-send-backward-recv",
-    frozenset({Op.SEND_B, Op.RECV_F}): "backward-send-forward-recv",
-    frozenset({Op.SEND_F, Op.RECV_F}): "forward-send-forward-recv",
-    frozenset({Op.SEND_B, Op.RECV_B}): "backward-send-backward-recv",
+    Op.RECV_F: "forward-recv",
+    Op.RECV_B: "backward-recv",
 }
 _ALL_COMBINED = "forward-backward-send-forward-backward-recv"
-"""Megatron's names for the timers of messages, and of several in one exchange."""
+"""Megatron's names for the timers of messages, and of all in one exchange; of a send and a receive both are joined."""
 
 
 class Engine:
@@ -224,8 +218,10 @@ class Engine:
         first = self._index
         while first and self.actions[first - 1].op in MESSAGES:
             first -= 1
-        ops = frozenset(action.op for action in self.actions[first : self._index + 1])
-        return _TIMERS[next(iter(ops))] if len(ops) == 1 else _COMBINED.get(ops, _ALL_COMBINED)
+        ops = {action.op for action in self.actions[first : self._index + 1]}
+        if len(ops & SENDS) > 1 or len(ops - SENDS) > 1:
+            return _ALL_COMBINED
+        return "-".join(name for op, name in _TIMERS.items() if op in ops)
 
 
 def _make_stages(

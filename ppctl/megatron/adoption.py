@@ -13,22 +13,20 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ppctl.megatron import functions
-from ppctl.megatron.loaded import CORE, pipeline_sizes
+from ppctl.megatron.loaded import CORE, PipelineSizes, pipeline_sizes
 from ppctl.megatron.models import misuse
-from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.wishes import Wish, check_wish, wish_of
+from ppctl.schedule.schedule_request import ScheduleRequest, requested
 from ppctl.schedule.simulate import Costs
 
 _SCHEDULES = f"{CORE}.pipeline_parallel.schedules"
-_MESSAGES = f"{CORE}.pipeline_parallel.p2p_communication"
-_NAMES = {
-    "get_forward_backward_func": _SCHEDULES,
-    "forward_backward_no_pipelining": _SCHEDULES,
-    "forward_backward_pipelining_without_interleaving": _SCHEDULES,
-    "forward_backward_pipelining_with_interleaving": _SCHEDULES,
-    "P2PCommunicator": _MESSAGES,
-}
-"""What is replaced -> the module of Megatron that defines it."""
+_NAMES = (
+    "get_forward_backward_func",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+    "P2PCommunicator",
+)
+"""What is replaced; Megatron's schedules have all of these names."""
 
 
 class ReplacedName(NamedTuple):
@@ -46,24 +44,24 @@ class Adoption:
 
     places: tuple[ReplacedName, ...]
     """The names that were replaced."""
-    pp: int | None
-    """Megatron's pipeline size; None if its groups are not made yet."""
-    vpp: int | None
-    """Megatron's virtual pipeline size; None without interleaving, or if its groups are not made yet."""
-    schedule: str
-    """The schedule of every training step, in words."""
+    sizes: PipelineSizes | None
+    """Megatron's pipeline and virtual pipeline size; None if its groups are not made yet."""
+    request: ScheduleRequest
+    """The schedule of every training step; empty for Megatron's own choice."""
     again: bool
     """Whether it took the place of an earlier call."""
 
     @property
     def rows(self) -> list[tuple[str, str]]:
         """The table: what, and what about it."""
-        if self.pp is None:
-            sizes = "read from Megatron's groups when the first step runs: they are not made yet"
-        else:
-            sizes = f"pp {self.pp}" + ("" if self.vpp is None else f" x vpp {self.vpp}")
-        idle = " (idle: one rank has no pipeline)" if self.pp == 1 else ""
-        rows = [("sizes", sizes), ("schedule", self.schedule + idle)]
+        sizes = "read from Megatron's groups when the first step runs: they are not made yet"
+        own, idle = "1f1b, interleaved where there are chunks", ""
+        if self.sizes is not None:
+            pp, vpp = self.sizes
+            sizes = f"pp {pp}" + ("" if vpp is None else f" x vpp {vpp}")
+            own = "1f1b" if vpp is None else "interleaved_1f1b"
+            idle = " (idle: one rank has no pipeline)" if pp == 1 else ""
+        rows = [("sizes", sizes), ("schedule", (str(self.request) if self.request.asks else own) + idle)]
         rows += [("an earlier call", "undone: this one counts")] * self.again
         return rows + [(f"{place.module}.{place.name}", f"ppctl.{place.what}") for place in self.places]
 
@@ -96,26 +94,16 @@ def adopt(
     (PP-E304) or does not fit Megatron's sizes, which are checked here if its groups exist, else at the first step
     (PP-E305, PP-E216). Nothing is replaced then.
     """
-    wish = wish_of(schedule, memory, costs)
-    home = sys.modules.get(_SCHEDULES), sys.modules.get(_MESSAGES)
-    if None in home:
+    request = requested(schedule, memory, costs)
+    if sys.modules.get(_SCHEDULES) is None:
         message = "adopt() comes after the imports of Megatron, and megatron.core.pipeline_parallel is not loaded"
         raise misuse(message, "import megatron.core.pipeline_parallel")
     sizes = pipeline_sizes()
-    if sizes is not None:
-        check_wish(wish, sizes.pp, sizes.vpp or 1)
-    again = bool(_replaced)
-    release()
-    functions.use(wish)
-    places = tuple(_replace())
-    pp, vpp = sizes if sizes is not None else (None, None)
-    return Adoption(places, pp, vpp, _in_words(str(wish), vpp, pp), again)
-
-
-def _in_words(wish: str, vpp: int | None, pp: int | None) -> str:
-    if wish != "Megatron's":
-        return wish
-    return "1f1b, interleaved where there are chunks" if pp is None else "interleaved_1f1b" if vpp else "1f1b"
+    if sizes is not None and sizes.pp > 1:
+        request.check(sizes.pp, sizes.vpp or 1)
+    again = bool(release())
+    functions.use(request)
+    return Adoption(tuple(_replace()), sizes, request, again)
 
 
 def release() -> Sequence[ReplacedName]:
@@ -130,23 +118,21 @@ def release() -> Sequence[ReplacedName]:
         if vars(module).get(name) is after:
             setattr(module, name, before)
             restored.append(place)
-    functions.use(Wish())
+    functions.use(ScheduleRequest())
     return restored[::-1]
 
 
 def _replace() -> Iterator[ReplacedName]:
     """Put ppctl's functions in place of Megatron's in every loaded module, under whatever name it has them; yields the
     places. Each is noted, for the way back."""
-    ours = {name: P2PCommunicator if name == "P2PCommunicator" else getattr(functions, name) for name in _NAMES}
-    found = ((id(vars(sys.modules[home]).get(name)), name) for name, home in _NAMES.items())
-    named = dict(found)
-    named.pop(id(None), None)  # a version without it
+    theirs = vars(sys.modules[_SCHEDULES])
+    named = {id(theirs[name]): name for name in _NAMES if name in theirs}  # some versions have no communicator
     for module_name, module in sorted(sys.modules.items()):
         if not isinstance(module, ModuleType) or module_name.partition(".")[0] == "ppctl":
             continue
         for attribute, value in list(vars(module).items()):
-            name = named.get(id(value))
-            if name is not None:
-                setattr(module, attribute, ours[name])
-                _replaced.append((module, attribute, value, ours[name]))
+            if (name := named.get(id(value))) is not None:
+                ours = getattr(functions, name)
+                setattr(module, attribute, ours)
+                _replaced.append((module, attribute, value, ours))
                 yield ReplacedName(module_name, attribute, name)

@@ -25,7 +25,7 @@ from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_st
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
-from ppctl.weight_gradients.left_whole import telling_what_stays
+from ppctl.weight_gradients.left_whole import tell_what_stays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class CallOnRank:
                 run()
             self._sync.after(backward)
 
-        tell = telling_what_stays(stage, self._call.chunks[chunk]) if self._schedule.split else None
+        tell = partial(tell_what_stays, stage, self._call.chunks[chunk])
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
 
     def _forward(self, chunk: int, mb: int, inputs: list[Tensor | None]) -> Message:

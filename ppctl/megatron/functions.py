@@ -27,6 +27,7 @@ rank, stage and action, for whatever fails within.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -38,8 +39,10 @@ from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, set
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.pipelines import agree, misplaced_on_v, pipeline_of
 from ppctl.megatron.steps import ForwardStep
-from ppctl.megatron.wishes import Wish, lowered_schedule
-from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.action import Action, Placement, Schedule
+from ppctl.schedule.passes import lower, split_before_late_weights
+from ppctl.schedule.policies import forwards_alone
+from ppctl.schedule.schedule_request import ScheduleRequest
 from ppctl.schedule.sync_events import (
     checkpoint_flags,
     forwards_in_flight,
@@ -48,14 +51,14 @@ from ppctl.schedule.sync_events import (
     sync_without_pipelining,
 )
 
-_wished = Wish()
+_requested = ScheduleRequest()
 """The schedule of every call: Megatron's own, unless a program has adopted another one."""
 
 
-def use(wish: Wish) -> None:
-    """Let all calls from now on run the schedule that `wish` names. Every rank must pass the same."""
-    global _wished
-    _wished = wish
+def use(request: ScheduleRequest) -> None:
+    """Let all calls from now on run the requested schedule. Every rank must pass the same."""
+    global _requested
+    _requested = request
 
 
 def forward_backward_no_pipelining(
@@ -88,7 +91,7 @@ def forward_backward_no_pipelining(
     groups = groups_or_own(pg_collection, p2p_communicator)
     options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
     call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
-    schedule = _lowered(call, None, Wish())
+    schedule = _lowered(call, None, ScheduleRequest())
     sync = sync_without_pipelining(schedule.actions[0])
     return CallOnRank(call, schedule, 0, sync, {}, lambda stage: Edges((), ())).run(None)
 
@@ -184,7 +187,7 @@ def _choose_and_call(**arguments: Any) -> list[Any]:
     groups = groups_or_own(arguments.get("pg_collection"), communicator)
     if len(chunks) > 1:
         return forward_backward_pipelining_with_interleaving(**arguments)
-    if pipeline_of(chunks[0], communicator, groups, _wished.kind) is None:
+    if pipeline_of(chunks[0], communicator, groups, _requested.kinds[0]) is None:
         return forward_backward_no_pipelining(**arguments)
     return forward_backward_pipelining_without_interleaving(**arguments)
 
@@ -197,10 +200,10 @@ def _refuse_adjusting(adjust: AdjustShapes | None) -> None:
 
 def _run_pipeline(call: Call, communicator: Any, adjust: AdjustShapes | None) -> list[Any]:
     """Run a call on its pipeline, when all ranks have agreed on its sizes."""
-    wish = _wished
-    pipeline = pipeline_of(call.chunks[0], communicator, call.groups, wish.kind)
+    request = _requested
+    pipeline = pipeline_of(call.chunks[0], communicator, call.groups, request.kinds[0])
     pp, pp_rank = (1, 0) if pipeline is None else (pipeline.total_stages, pipeline.current_stage)
-    schedule = _lowered(call, pipeline, wish)
+    schedule = _lowered(call, pipeline, request)
     row = schedule.actions[pp_rank]
     trains = not call.forward_only
     reduces = setting(call.config, "grad_sync_func") is not None
@@ -224,21 +227,31 @@ def _run_pipeline(call: Call, communicator: Any, adjust: AdjustShapes | None) ->
     return CallOnRank(call, schedule, pp_rank, sync, flags, edges).run(pipeline)
 
 
-def _lowered(call: Call, pipeline: P2PCommunicator | None, wish: Wish) -> Schedule:
+def _lowered(call: Call, pipeline: P2PCommunicator | None, request: ScheduleRequest) -> Schedule:
     """The call's schedule as the communicator carries it."""
     pp = 1 if pipeline is None else pipeline.total_stages
+    own = "forward_only" if call.forward_only else "interleaved_1f1b" if call.interleaved else "1f1b"
+    batched = pipeline is not None and (pipeline.batched or _is_first_on_device(pipeline, f"{request}, {own}"))
     group = setting(call.config, "microbatch_group_size_per_vp_stage") if call.interleaved else None
-    kind = "forward_only" if call.forward_only else f"{wish}, {call.interleaved}"
-    return lowered_schedule(
-        wish,
-        pp,
-        len(call.chunks),
-        whole_number(call.num_microbatches, "num_microbatches"),
-        group,
-        trains=not call.forward_only,
-        interleaved=call.interleaved,
-        batched=pipeline is not None and (pipeline.batched or _is_first_on_device(pipeline, kind)),
-    )
+    microbatches = whole_number(call.num_microbatches, "num_microbatches")
+    return lowered_schedule(request, own, pp, len(call.chunks), microbatches, group, batched=batched)
+
+
+@lru_cache(maxsize=32)
+def lowered_schedule(
+    request: ScheduleRequest, own: str, pp: int, vpp: int, num_microbatches: int, group: int | None, *, batched: bool
+) -> Schedule:
+    """The requested schedule, or the policy `own` for evaluations, one rank, and without a request. Every step with the
+    same arguments uses the same one. Raises ScheduleError for sizes that it does not fit.
+    """
+    asked = request if pp > 1 and request.asks else ScheduleRequest(own)
+    place = Placement(asked.kinds[0], pp, pp * vpp)
+    asked.check(pp, vpp)
+    evaluates = own == "forward_only"
+    schedule = (ScheduleRequest(own) if evaluates else asked).made(place, num_microbatches, group)
+    if evaluates and place.kind == "v":
+        schedule = forwards_alone(place, num_microbatches)
+    return lower(split_before_late_weights(schedule), batched=batched)
 
 
 def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:

@@ -53,16 +53,15 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 @contextmanager
 def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
-    """Run the config's timer of that name, if it has timers."""
+    """Run the config's timer of that name, if it has timers: asked for at both ends, as Megatron does."""
     timers = setting(config, "timers")
-    timer = None if timers is None else timers(name, log_level=level)
-    if timer is not None:
-        timer.start(**start)
+    if timers is not None:
+        timers(name, log_level=level).start(**start)
     try:
         yield
     finally:
-        if timer is not None:
-            timer.stop()
+        if timers is not None:
+            timers(name, log_level=level).stop()
 
 
 def give_input(model: Any, tensors: list[Any]) -> None:

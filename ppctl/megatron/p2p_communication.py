@@ -12,8 +12,7 @@ neighbouring messages are waited for together; on NCCL that is the plain transpo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem
 from ppctl.megatron.exchange import NeighbourExchange, Sends, is_single_shape, shapes_in
+from ppctl.megatron.models import timed
 from ppctl.schedule.action import Channel
 
 Shape = list[int] | torch.Size
@@ -174,18 +174,18 @@ class P2PCommunicator(Communicator):
         """All four at once: (activation from the previous rank, gradient from the next), None if not received."""
         sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
         receives = {"recv_prev": recv_prev, "recv_next": recv_next}
-        with self._timed("forward-backward-send-forward-backward-recv"):
+        with timed(self.config, "forward-backward-send-forward-backward-recv"):
             got, _ = self._exchange(sends, receives, tensor_shape)
         return got.get("recv_prev"), got.get("recv_next")
 
     def _send(self, tensors: Tensors, send: str, timer: str, what: str) -> None:
         for tensor in self._exchange.listed(tensors, what):
-            with self._timed(timer):
+            with timed(self.config, timer):
                 self._exchange({send: tensor}, {}, None)
 
     def _pass_on(self, sends: Sends, receive: str, comes: bool, timer: str, shape: Shape, overlap: bool) -> Any:
         """Send to one neighbour and receive from the other neighbour."""
-        with self._timed(timer):
+        with timed(self.config, timer):
             got, handles = self._exchange(sends, {receive: comes}, shape, wait=not overlap)
         return (got.get(receive), handles) if overlap else got.get(receive)
 
@@ -196,7 +196,7 @@ class P2PCommunicator(Communicator):
             if at_the_end:
                 got.append(None)
                 continue
-            with self._timed(timer):
+            with timed(self.config, timer):
                 got.append(self._exchange({}, {name: True}, shape)[0][name])
         return got[0] if is_single_shape(shapes) else got
 
@@ -204,21 +204,9 @@ class P2PCommunicator(Communicator):
         """Send one tensor or several, and receive one for each from the same rank: one for one, a list for a list."""
         got = []
         for tensor, shape in self._exchange.paired(sent, shapes, receive, what):
-            with self._timed(timer):
+            with timed(self.config, timer):
                 got.append(self._exchange({send: tensor}, {receive: True}, shape)[0][receive])
         return got if isinstance(sent, list) else got[0]
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """The config's timers around a call, under Megatron's names; timers are started at both ends, as Megatron
-        does."""
-        timers = getattr(self.config, "timers", None)
-        if timers is None:
-            yield
-            return
-        timers(name, log_level=2).start()
-        yield
-        timers(name, log_level=2).stop()
 
 
 def _nothing(sent: Any, shapes: Any) -> Any:

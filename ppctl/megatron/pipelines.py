@@ -20,7 +20,7 @@ from ppctl.comm.connections import moves_on_device
 from ppctl.megatron.loaded import first_layer
 from ppctl.megatron.models import config_of, holder_of, misuse, setting
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.schedule.action import Action, Channel, Op, Placement
+from ppctl.schedule.action import Channel, Placement, Schedule
 
 _MODES = (
     "pipeline_dtype",
@@ -80,10 +80,7 @@ def _has_channels(communicator: P2PCommunicator, kind: str) -> bool:
 
 def v_channels(pp: int) -> frozenset[Channel]:
     """The channels of a V of two stages per rank: activations and gradients between neighbours, both ways."""
-    place = Placement("v", pp, 2 * pp)
-    crossing = [s for s in range(2 * pp - 1) if not place.is_local(s)]
-    sends = [Action(op, s + (op is Op.SEND_B), 0) for s in crossing for op in (Op.SEND_F, Op.SEND_B)]
-    return frozenset(map(place.channel, sends))
+    return frozenset(edge.channel for edge in Schedule("v", Placement("v", pp, 2 * pp), 1, ()).edges)
 
 
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:

@@ -19,36 +19,24 @@ from torch import Tensor, nn
 
 from ppctl.weight_gradients.functions import split_backward
 
-_LINEAR = ("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication")
 _LINEAR_ARGUMENTS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
 )
-_NARROWED = (("grouped_gemm.ops", "GroupedGemm", 1),)
-"""Functions whose backward computes only what is needed: module, name, position of the weight."""
-
-_known: set[str] = set()
 _seen: WeakSet[nn.Module] = WeakSet()
 
 
 def split_products(chunks: Iterable[nn.Module]) -> None:
     """Register the functions that are loaded, and the modules of the chunks that defer weight gradients themselves.
 
-    A function with other arguments than the rule was written for is not split.
+    A function with other arguments than the rule was written for is not split, one that has a rule keeps it.
     """
-    layers: Any = sys.modules.get(_LINEAR[0])
-    if layers is not None and _LINEAR[1] not in _known:
-        _known.add(_LINEAR[1])
-        function = getattr(layers, _LINEAR[1])
-        if tuple(inspect.signature(function.forward).parameters)[1:] == _LINEAR_ARGUMENTS:
-            split_backward(
-                function, weights=("weight",), of_input=_of_input, of_weights=_of_weight, applies=_waits_for_nobody
-            )
-    for home, name, place in _NARROWED:
+    for home, name, arguments, rule in _RULES:
         function = getattr(sys.modules.get(home), name, None)
-        if function is not None and name not in _known:
-            _known.add(name)
-            split_backward(function, weights=(place,))
+        if function is None or hasattr(function.apply, "whole"):
+            continue
+        if arguments is None or tuple(inspect.signature(function.forward).parameters)[1:] == arguments:
+            split_backward(function, **rule)
     for chunk in chunks:
         if chunk not in _seen:
             _seen.add(chunk)
@@ -118,3 +106,15 @@ def _flat(tensor: Tensor) -> Tensor:
     """[..., n] as contiguous rows [_, n]."""
     tensor = tensor.contiguous()
     return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+
+_RULES: tuple[tuple[str, str, tuple[str, ...] | None, dict[str, Any]], ...] = (
+    (
+        "megatron.core.tensor_parallel.layers",
+        "LinearWithGradAccumulationAndAsyncCommunication",
+        _LINEAR_ARGUMENTS,
+        {"weights": (1,), "of_input": _of_input, "of_weights": _of_weight, "applies": _waits_for_nobody},
+    ),
+    ("grouped_gemm.ops", "GroupedGemm", None, {"weights": (1,)}),  # its backward computes only what is needed
+)
+"""Module, function, its arguments if the rule depends on them, and the rule."""

@@ -19,7 +19,7 @@ from torch import nn
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.keys import keys
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.host.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.modules.rank_agreement import agreed, refuse_unlike
@@ -35,8 +35,7 @@ from ppctl.modules.sources import (
 )
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.verify import verify
+from ppctl.schedule.schedule_request import ScheduleRequest, read_schedule
 
 CODE = "PP-E130"
 
@@ -143,49 +142,21 @@ def _comparable(config: PipelineConfig) -> list[str]:
 
 
 def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
-    """The placement of the stages. Raises ConfigError (PP-E130) if the schedule needs another number per rank."""
-    if config.pp_schedule_csv is not None:
-        place = schedule_from_file(config.pp_schedule_csv).placement
-        if (place.pp, place.num_stages) != (pp, num_stages):
-            message = f"{config.pp_schedule_csv} runs {place.num_stages} stages on {place.pp} ranks, "
-            raise ConfigError(Problem(CODE, message + f"and there are {num_stages} on {pp}", "pp_schedule_csv=None"))
-        return place
-    policy = POLICIES[wanted_policy(config)]
-    vpp = num_stages // pp
-    if not policy.runs(vpp):
-        message = f"{policy.name} runs {policy.chunks_in_words}, and {num_stages} parts on {pp} ranks are {vpp} each"
-        other = policy.for_more_chunks if vpp > 1 else ""
-        remedy = f"pp_schedule={other!r}" if other else f"{pp * policy.chunks} parts"
-        raise ConfigError(Problem(CODE, message, remedy))
-    return Placement("v" if policy.placement == "v" else "loop", pp, num_stages)
+    """The placement of the stages. Raises ScheduleError if the schedule needs another number per rank."""
+    request = _request_of(config)
+    request.check(pp, num_stages // pp)
+    return Placement(request.kinds[0], pp, num_stages)
 
 
 def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int, batched: bool) -> Schedule:
-    """The schedule of a call, with its messages. Raises ScheduleError, and ConfigError (PP-E130) for a file's."""
+    """The schedule of a call, with its messages. Raises ScheduleError if there is none for these sizes."""
+    return lower(_request_of(config).made(place, num_microbatches), batched=batched)
+
+
+def _request_of(config: PipelineConfig) -> ScheduleRequest:
     if config.pp_schedule_csv is None:
-        vpp = place.num_stages // place.pp
-        made = make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches)
-        return lower(made, batched=batched)
-    given = schedule_from_file(config.pp_schedule_csv)
-    if given.num_microbatches != num_microbatches:
-        message = (
-            f"{config.pp_schedule_csv} runs {given.num_microbatches} microbatches, and the batch has {num_microbatches}"
-        )
-        raise ConfigError(Problem(CODE, message, f"pp_batch_size={given.num_microbatches * config.pp_microbatch_size}"))
-    if problems := verify(given):
-        raise ScheduleError(problems)
-    return lower(given, batched=batched)
-
-
-def schedule_from_file(path: str) -> Schedule:
-    """The compute-only schedule in a file. Raises ConfigError (PP-E130) if it cannot be read, and ScheduleError."""
-    from ppctl.plan.schedule_file import schedule_in
-
-    try:
-        return schedule_in(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(Problem(CODE, f"the schedule file {path} cannot be read: {reason}", "", path)) from error
+        return ScheduleRequest(wanted_policy(config), argument="pp_schedule")
+    return ScheduleRequest(given=read_schedule(config.pp_schedule_csv), argument="pp_schedule_csv")
 
 
 def device_of(asked: torch.device | str | None) -> torch.device:

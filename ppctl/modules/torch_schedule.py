@@ -7,7 +7,6 @@ Knows torch's stages, their metadata and its multi-stage schedules. Must not kno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from statistics import median
@@ -24,25 +23,24 @@ from torch.utils._pytree import tree_map_only
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.comm.buffers import TensorLike
 from ppctl.comm.communicator import Communicator, goes_by_group
-from ppctl.comm.connections import moves_on_device
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.engine.stage import AroundBackward, StageProgram
 from ppctl.errors import ConfigError, Problem
 from ppctl.modules.rank_agreement import CODE, agreed
-from ppctl.modules.torch_schedule_choice import Asked, found_schedule, misuse, name_of, schedule_of
-from ppctl.schedule.action import BACKWARDS, COMPUTE, Schedule
+from ppctl.modules.torch_schedule_choice import LOOPED_BFS, Asked, found_schedule, misuse, schedule_of
+from ppctl.schedule.action import BACKWARDS, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import AUTO, forwards_alone
-from ppctl.weight_gradients.left_whole import telling_what_stays
+from ppctl.schedule.policies import AUTO, fitting_policy, forwards_alone
+from ppctl.schedule.schedule_request import requested
+from ppctl.weight_gradients.left_whole import tell_what_stays
 
 
 class _Prepared(NamedTuple):
-    """The schedule of a training step or of an evaluation, and what its messages are like, by stage."""
+    """The schedule of a training step or of an evaluation, and by stage what it receives and sends."""
 
     schedule: Schedule
-    receives: dict[int, Sequence[TensorLike]]
-    sends: dict[int, Sequence[TensorLike]]
+    edges: dict[int, tuple[Sequence[TensorLike], Sequence[TensorLike]]]
 
 
 class _Batch(NamedTuple):
@@ -67,8 +65,8 @@ class TorchSchedule(PipelineScheduleMulti):
     stages per rank. All other arguments, `step` and `eval` are those of torch's classes, except that the losses and
     outputs that they return have no graph.
 
-    Raises ConfigError (PP-E130): from the constructor for what this rank alone can see, and from the first `step` or
-    `eval` on all ranks.
+    Raises ConfigError: from the constructor for what this rank alone can see, and from the first `step` or `eval` on
+    all ranks. PP-E130 is for stages, PP-E304, PP-E305 and PP-E216 are for a schedule that is none or does not fit.
     """
 
     def __init__(
@@ -98,20 +96,21 @@ class TorchSchedule(PipelineScheduleMulti):
             output_merge_spec,
             scale_grads=scale_grads,
         )
-        indices = [stage.stage_index for stage in stages]
-        wanted = name_of(schedule, len(indices))
+        wanted = fitting_policy(len(stages)) if schedule is None else schedule
+        self._request = requested(wanted, None if memory == 1.0 else memory, None)
+        turned = str(schedule).lower().removeprefix("schedule") == LOOPED_BFS
+        name = LOOPED_BFS if turned else str(self._request)
         replicated = any(isinstance(stage.submod, DistributedDataParallel) for stage in stages)
         group = stages[0].group or dist.group.WORLD
         assert group is not None  # torch's stages want one
-        self._group, batched = group, goes_by_group(group, "auto")
-        self._asked = Asked(wanted, memory, n_microbatches, self._num_stages, indices, replicated, batched)
+        self._group, self._batched = group, goes_by_group(group)
         self._by_index = {stage.stage_index: stage for stage in stages}
+        self._asked = Asked(name, n_microbatches, self._num_stages, list(self._by_index), replicated)
         self._ranks, self._device = AgreeingRanks(stages[0].group), torch.device(stages[0].device)
         self._schedule: Schedule | None = None
         self._prepared: dict[bool, _Prepared] = {}
         self._communicator: Communicator | None = None
-        self._measures = wanted == AUTO
-        self._ran: set[bool] = set()
+        self._measures = self._request.policy == AUTO
 
     def close(self) -> None:
         """End the pipeline's connections. All ranks call it before they destroy the process group; NCCL needs it."""
@@ -136,7 +135,6 @@ class TorchSchedule(PipelineScheduleMulti):
         if trains not in self._prepared:
             self._prepare(batch, trains)
         schedule = self._prepared[trains].schedule
-        schedule = schedule if trains in self._ran else self._first(schedule)
         measures = trains and self._measures
         # Making one for a GPU waits for it.
         recorder = make_recorder(self.rank, schedule.actions[self.rank], self._device) if measures else None
@@ -147,7 +145,6 @@ class TorchSchedule(PipelineScheduleMulti):
             reduce_grad=self._reduce,
             recorder=recorder,
         )
-        self._ran.add(trains)
         if recorder is not None:
             self._search(recorder)
         if self._num_stages - 1 in self._by_index:
@@ -177,9 +174,8 @@ class TorchSchedule(PipelineScheduleMulti):
             return (loss,)
 
         around = self._around_backward(stage, prepared.schedule) if trains else None
-        tell = telling_what_stays(index, stage.submod) if trains and prepared.schedule.split else None
-        edges = prepared.receives[index], prepared.sends[index]
-        return StageProgram(index, forward, *edges, around_backward=around, on_deferred=tell)
+        tell = partial(tell_what_stays, index, stage.submod)
+        return StageProgram(index, forward, *prepared.edges[index], around_backward=around, on_deferred=tell)
 
     def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
         """Tell the wrapper that shards or replicates a stage which of its backwards is the last: as torch's runtime
@@ -195,23 +191,14 @@ class TorchSchedule(PipelineScheduleMulti):
     def _reduce(self, index: int) -> None:
         self._by_index[index].perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
 
-    def _first(self, schedule: Schedule) -> Schedule:
-        """The schedule as it runs for the first time.
-
-        On a GPU kernels are loaded then, for which the device has to drain: nothing may be under way meanwhile.
-        """
-        if schedule.batched or self._communicator is None or not moves_on_device(self._communicator.pp_group):
-            return schedule
-        rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
-        return lower(replace(schedule, actions=rows, capacities={}), batched=True)
-
     # --- what is agreed on before the first step ---------------------------------------------------------------------
 
     def _prepare(self, batch: _Batch, trains: bool) -> None:
         """Agree on the schedule, let torch look at the stages' tensors, and check these. A collective."""
         if self._schedule is None:
+            made = partial(schedule_of, self._request, self._batched)
             self._schedule = agreed(
-                self._ranks, "make the schedule", lambda: self._asked, of=Asked, to=Schedule, joined=schedule_of
+                self._ranks, "make the schedule", lambda: self._asked, of=Asked, to=Schedule, joined=made
             )
         place = self._schedule.placement
         self.stage_index_to_group_rank = {number: place.rank_of(number) for number in range(place.num_stages)}
@@ -221,12 +208,9 @@ class TorchSchedule(PipelineScheduleMulti):
         agreed(self._ranks, "look at the batch", partial(self._check_target, target), own=True)
         self._initialize_stages(batch.args[0], batch.kwargs[0], target, batch.loss_kwargs)
         agreed(self._ranks, "look at the stages", partial(self._check_stages, trains), own=True)
-        forwards = lower(forwards_alone(place, self._n_microbatches), batched=self._asked.batched)
+        forwards = lower(forwards_alone(place, self._n_microbatches), batched=self._batched)
         schedule = self._schedule if trains else forwards
-        metas = {index: stage._stage_meta for index, stage in self._by_index.items()}
-        receives = {index: () if index == 0 else meta.inputs for index, meta in metas.items()}
-        sends = {index: () if index == place.num_stages - 1 else meta.outputs for index, meta in metas.items()}
-        self._prepared[trains] = _Prepared(schedule, receives, sends)
+        self._prepared[trains] = _Prepared(schedule, {i: _edges(stage) for i, stage in self._by_index.items()})
         for stage in self._stages:  # torch's buffers, one for every microbatch
             stage.args_recv_info.clear()
             stage.grad_recv_info.clear()
@@ -241,8 +225,7 @@ class TorchSchedule(PipelineScheduleMulti):
         """Raise ConfigError (PP-E130) for tensors between stages that the engine's messages do not carry."""
         problems = []
         for index, stage in self._by_index.items():
-            meta = stage._stage_meta
-            edges = [("receives", meta.inputs if index else ()), ("sends", () if stage.is_last else meta.outputs)]
+            edges = zip(("receives", "sends"), _edges(stage), strict=True)
             for verb, number, each in [(verb, n, each) for verb, metas in edges for n, each in enumerate(metas)]:
                 what = f"stage {index} {verb} tensor {number}, {each.dtype} {list(each.shape)},"
                 if hasattr(each, "placements"):
@@ -264,7 +247,7 @@ class TorchSchedule(PipelineScheduleMulti):
             times.setdefault((str(op), stage), []).append(end - start)
         measured = [(op, stage, median(each)) for (op, stage), each in times.items()]
         assert self._schedule is not None  # it has run
-        found = partial(found_schedule, self._schedule, self._asked.memory)
+        found = partial(found_schedule, self._schedule, self._request.memory)
         kind = list[tuple[str, int, float]]
         self._schedule = agreed(
             self._ranks, "search for a schedule", lambda: measured, of=kind, to=Schedule, joined=found
@@ -282,6 +265,12 @@ def _refuse_others(stages: Sequence[Any]) -> None:
         if getattr(stage.submod, "find_unused_parameters", False):
             message = f"stage {stage.stage_index} looks for unused parameters, from outputs that are not kept"
             raise misuse(message, "DistributedDataParallel(..., find_unused_parameters=False)")
+
+
+def _edges(stage: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What torch has inferred that a stage receives and sends."""
+    meta = stage._stage_meta
+    return () if stage.is_first else meta.inputs, () if stage.is_last else meta.outputs
 
 
 def _own(received: Sequence[Tensor], tensor: Tensor) -> Tensor:

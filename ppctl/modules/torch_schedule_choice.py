@@ -1,25 +1,22 @@
 """The schedule of a `TorchSchedule`: from what all ranks ask for, or from the times of a measured step.
 
-Knows policies, files and the search. Must not know torch's stages, or how ranks tell each other what they ask for.
+Knows requests for schedules, and where ranks have their stages. Must not know torch's stages, or how ranks tell each
+other what they ask for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from os import PathLike, fspath
 from typing import NamedTuple
 
-from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.modules.pipeline_parts import schedule_from_file
+from ppctl.errors import ConfigError, Problem
 from ppctl.modules.rank_agreement import CODE
 from ppctl.schedule.action import BACKWARDS, Placement, Schedule
-from ppctl.schedule.lane_orders import Task, unit_of_memory
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, make_schedule, schedule_policy
-from ppctl.schedule.search import find_schedule
+from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy
+from ppctl.schedule.schedule_request import ScheduleRequest
 from ppctl.schedule.simulate import Costs
-from ppctl.schedule.verify import verify
 
 LOOPED_BFS = "loopedbfs"
 """Torch's name for `gpipe` with several chunks, whose backwards begin with the last microbatch: sums in that order."""
@@ -29,71 +26,39 @@ class Asked(NamedTuple):
     """What one rank asks for. All ranks must ask for the same, but for `stages`, which are its own."""
 
     schedule: str
-    memory: float
     num_microbatches: int
     num_stages: int
     stages: list[int]
     replicated: bool
     """Whether one of the stages is wrapped in DistributedDataParallel."""
-    batched: bool
-    """Whether messages travel in batches."""
 
 
-def name_of(schedule: str | PathLike[str] | None, chunks: int) -> str:
-    """The policy, AUTO, or the path of a file. Raises ConfigError (PP-E130) for a name that nobody knows."""
-    if schedule is None:
-        return fitting_policy(chunks)
-    if isinstance(schedule, PathLike) or schedule.endswith(".csv"):
-        return fspath(schedule)
-    policy = schedule_policy(schedule)
-    if schedule.lower().removeprefix("schedule") == LOOPED_BFS:
-        return LOOPED_BFS
-    if policy is None:
-        known = ", ".join(name for name, each in POLICIES.items() if each.trains)
-        raise misuse(f"schedule={schedule!r} is no schedule and no file *.csv", f"one of {known}, {AUTO}")
-    return policy
+def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> Schedule:
+    """The schedule of a training step; of a search, the schedule under which stages are measured.
 
-
-def schedule_of(asked: list[Asked]) -> Schedule:
-    """The schedule of a training step. Raises ConfigError (PP-E130) if ranks or stages do not fit it."""
+    Raises ScheduleError for a request that does not fit, ConfigError (PP-E130) if the ranks do not fit each other.
+    """
     first, pp = asked[0], len(asked)
     for rank, other in enumerate(asked):
-        if other[:4] != first[:4]:
-            message = f"ranks ask for different schedules: rank 0 {first[:4]}, rank {rank} {other[:4]}"
-            raise misuse(message, "the same schedule, memory, microbatches and stages on every rank")
-    policy = POLICIES.get("gpipe" if first.schedule == LOOPED_BFS else first.schedule)
-    given = None if policy is not None or first.schedule == AUTO else schedule_from_file(first.schedule)
-    kinds = ("loop", "v") if given is None else (given.placement.kind,)
-    places = [Placement(kind, pp, first.num_stages) for kind in (kinds if policy is None else (policy.placement,))]
-    fits = (p for p in places if all(list(p.stages_of(r)) == sorted(each.stages) for r, each in enumerate(asked)))
-    place = next(fits, None)
+        if other[:3] != first[:3]:
+            message = f"ranks ask for different schedules: rank 0 {first[:3]}, rank {rank} {other[:3]}"
+            raise misuse(message, "the same schedule, memory, microbatches and number of stages on every rank")
+    places = [Placement(kind, pp, first.num_stages) for kind in request.kinds]
+    own = [sorted(each.stages) for each in asked]
+    place = next((p for p in places if [list(p.stages_of(r)) for r in range(pp)] == own), None)
     if place is None:
+        request.check(pp, first.num_stages // pp)
         there = "; ".join(f"rank {rank} {each.stages}" for rank, each in enumerate(asked))
         wanted = "; ".join(f"rank {rank} {list(places[0].stages_of(rank))}" for rank in range(pp))
         raise misuse(f"the stages are {there}, and {first.schedule} runs {wanted}", f"stages: {wanted}")
-    if given is None:
-        made = _named(policy.name if policy is not None else _to_measure(place), place, first.num_microbatches)
-        made = _last_first(made) if first.schedule == LOOPED_BFS else made
-    else:
-        made = given
-    if (made.placement, made.num_microbatches) != (place, first.num_microbatches):
-        message = f"{first.schedule} runs {made.placement.num_stages} stages and {made.num_microbatches} microbatches"
-        remedy = f"n_microbatches={made.num_microbatches}"
-        raise misuse(f"{message}, and there are {place.num_stages} and {first.num_microbatches}", remedy)
-    if (made.split or first.schedule == AUTO) and any(each.replicated for each in asked):
+    runs = ScheduleRequest(_to_measure(place)) if request.policy == AUTO else request
+    made = runs.made(place, first.num_microbatches)
+    if first.schedule == LOOPED_BFS:
+        made = _last_first(made)
+    if made.split and any(each.replicated for each in asked):
         message = f"{first.schedule} splits backwards, and DistributedDataParallel takes a whole one for its last"
         raise misuse(message, f"schedule={fitting_policy(len(first.stages))!r}, or fully_shard")
-    if problems := verify(made):
-        raise ScheduleError(problems)
-    return lower(made, batched=first.batched)
-
-
-def _named(name: str, place: Placement, num_microbatches: int) -> Schedule:
-    policy, vpp = POLICIES[name], place.num_stages // place.pp
-    if not policy.runs(vpp):
-        other = policy.for_more_chunks or next(each.name for each in POLICIES.values() if each.runs(vpp))
-        raise misuse(f"{name} runs {policy.chunks_in_words}, and there are {vpp}", f"schedule={other!r}")
-    return make_schedule(name, pp=place.pp, vpp=vpp, num_microbatches=num_microbatches)
+    return lower(made, batched=batched)
 
 
 def _last_first(schedule: Schedule) -> Schedule:
@@ -114,11 +79,8 @@ def found_schedule(schedule: Schedule, memory: float, measured: Sequence[Sequenc
     """The order that a search finds for measured seconds; a microbatch counts alike on all stages."""
     place, times = schedule.placement, {(op, stage): each for rank in measured for op, stage, each in rank}
     forward, inputs, weights = ([times.get((op, s), 0.0) for s in range(place.num_stages)] for op in "FIW")
-    whole = [i + w for i, w in zip(inputs, weights, strict=True)]
-    sizes = [1.0] * place.num_stages
-    limits = [memory * unit_of_memory(sizes, place.pp, schedule.num_microbatches)] * place.pp
-    costs = Costs(forward, whole, inputs, weights)
-    found = find_schedule(Task(place, schedule.num_microbatches, costs, sizes, limits)).schedule
+    costs = Costs(forward, [i + w for i, w in zip(inputs, weights, strict=True)], inputs, weights)
+    found = ScheduleRequest(AUTO, memory=memory, costs=costs).made(place, schedule.num_microbatches)
     return lower(found, batched=schedule.batched)
 
 

@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ppctl.errors import Problem, ScheduleError
-from ppctl.host.files import read_text
+from ppctl.errors import ScheduleError
 from ppctl.plan.layout_choice import LayoutCut
 from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, BatchSplit
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import ConfigValues, Violation, Violations
-from ppctl.schedule.action import MESSAGES, Op, Schedule
+from ppctl.schedule.action import Schedule
 from ppctl.schedule.policies import POLICIES, schedule_policy
+from ppctl.schedule.schedule_request import CODE, read_schedule
 from ppctl.schedule.verify import out_of_order
 
-CODE = "PP-E216"
-_MOST_READ = 2**22
-"""Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
-_MOST_WANTED = 2**20
-"""Forwards of which those that a file lacks are listed one by one: more than a file can hold."""
 _WITHOUT = {CSV: None}
 
 
@@ -33,36 +28,14 @@ def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule
     if values[CSV] is None:
         return None
     try:
-        return schedule_in(values[CSV])
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"the schedule file {values[CSV]} cannot be read: {reason}"
-        violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
+        return replace(read_schedule(values[CSV]), name=FROM_FILE)
     except ScheduleError as error:
         for problem in error.problems:
             place = f"{values[CSV]}, {problem.place}" if problem.place else values.cite(CSV)
-            violations.append(Violation(problem.code, f"{CSV} {problem.place}", problem.message, place, _WITHOUT))
+            violations.append(
+                Violation(problem.code, f"{CSV} {problem.place}".rstrip(), problem.message, place, _WITHOUT)
+            )
     return None
-
-
-def schedule_in(path: str) -> Schedule:
-    """The compute-only schedule in a file. Raises ScheduleError for what is none, OSError and UnicodeDecodeError."""
-    text = read_text(path, _MOST_READ).removeprefix("\ufeff")  # a byte order mark, which spreadsheets write
-    schedule = Schedule.from_csv(text, name=FROM_FILE)
-    if any(action.op in MESSAGES for row in schedule.actions for action in row):
-        message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
-        raise ScheduleError(Problem(CODE, message))
-    there = sum(map(len, schedule.actions))
-    wanted = schedule.placement.num_stages * schedule.num_microbatches
-    if wanted > max(there, _MOST_WANTED):  # a slip in one number: what is missing cannot be listed
-        largest = max((action for row in schedule.actions for action in row), key=lambda each: max(each.mb, each.stage))
-        message = (
-            f"{path} lacks forwards: {schedule.placement.num_stages:,} stages and {schedule.num_microbatches:,} "
-            f"microbatches, as in {largest}, need {wanted:,}, and it has {there:,} actions"
-        )
-        raise ScheduleError(Problem("PP-E310", message))
-    rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)
-    return replace(schedule, actions=rows)
 
 
 def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int, str] | None:

@@ -18,8 +18,10 @@ from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
     FORWARDS,
+    INPUT_GRADIENTS,
     MESSAGES,
     PASSED_ON,
+    WEIGHT_GRADIENTS,
     Action,
     Channel,
     Op,
@@ -108,6 +110,23 @@ def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ..
         while len(owed) > most:
             ordered.append(owed.popleft())
     return tuple(ordered)
+
+
+def split_before_late_weights(schedule: Schedule) -> Schedule:
+    """The compute-only schedule without a whole backward that is a stage's last and stands before a W of that stage.
+
+    Such a B becomes I and W, one right after the other. Who counts gradients, and sums them over replicas at the last
+    one of each parameter, finds the last ones in one action or in the last I and the last W: never in a B, of which
+    parameters that are deferred have more to come.
+    """
+    halves: dict[Action, tuple[Action, ...]] = {}
+    for row in schedule.actions:
+        last, final = ({a.stage: a for a in row if a.op in ops} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS))
+        late = [each for stage, each in last.items() if each.op is Op.B and final[stage] is not each]
+        halves |= {each: (each._replace(op=Op.I), each._replace(op=Op.W)) for each in late}
+    rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
+    pairs = frozenset(pair._replace(backward=halves.get(pair.backward, pair[1:])[0]) for pair in schedule.pairs)
+    return replace(schedule, actions=rows, pairs=pairs)
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:

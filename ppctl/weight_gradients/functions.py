@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.weight_gradients.deferred import DeferredGradients, WeightGradStore, collector
+from ppctl.weight_gradients.deferred import WeightGradStore, collector
 
 Half = Callable[..., Any]
 
@@ -93,14 +93,7 @@ def _apply(rule: _Rule, whole: Callable[..., Any], *args: Any) -> Any:
         given = [gradients.elsewhere(each) if isinstance(each, Tensor) else each for each in given]
     trained = any(isinstance(each, Tensor) and each.requires_grad for each in given)
     anchor = None if trained else torch.empty(0, device=weights[0].device, requires_grad=True)
-    return _Split.apply(*given, anchor, _Call(rule, gradients, weights, places))  # type: ignore[no-untyped-call]
-
-
-class _Call(NamedTuple):
-    rule: _Rule
-    gradients: DeferredGradients
-    weights: list[Tensor]
-    places: list[Tensor]
+    return _Split.apply(*given, anchor, (rule, gradients, weights, places))  # type: ignore[no-untyped-call]
 
 
 class _Context:
@@ -127,11 +120,12 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
         *args, _, call = given
-        for place, weight in zip(call.rule.weights, call.weights, strict=True):
+        rule, _, weights, _ = call
+        for place, weight in zip(rule.weights, weights, strict=True):
             args[place] = weight
         needs = tuple(isinstance(each, Tensor) and each.requires_grad for each in args)
         context = _Context(ctx, needs)
-        function: Any = call.rule.function
+        function: Any = rule.function
         if _takes_context(function):
             outputs = function.forward(context, *args)
         else:
@@ -145,8 +139,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        call, context = ctx.call, ctx.context
-        rule = call.rule
+        context, (rule, deferred, weights, places) = ctx.context, ctx.call
         saved = ctx.saved_tensors  # recomputation may run here, and is watched
         with torch._C.DisableTorchFunction():
             context.saved_tensors = saved
@@ -159,8 +152,8 @@ class _Split(Function):
         context.saved_tensors = ()
         # Tensors are the arguments of what W calls: whoever looks what is kept, or has changed, finds them there.
         later = _Later(rule, context, len(saved))
-        for index, (weight, place) in enumerate(zip(call.weights, call.places, strict=True)):
-            call.gradients.put(weight, place, partial(later, *saved, *gradients, index=index))
+        for index, (weight, place) in enumerate(zip(weights, places, strict=True)):
+            deferred.put(weight, place, partial(later, *saved, *gradients, index=index))
         return *of_args, None, None
 
 

@@ -6,7 +6,7 @@ Knows parameters by name. Must not know why a product was not found.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 from torch import nn
@@ -15,26 +15,18 @@ from ppctl.weight_gradients.functions import delays
 
 _LOG = logging.getLogger("ppctl")
 _SHOWN = 8
-
-
 _told: WeakSet[nn.Module] = WeakSet()
 
 
-def telling_what_stays(stage: int, module: nn.Module) -> Callable[[Sequence[nn.Parameter]], None] | None:
-    """An `on_deferred` of a stage's program, which logs before the first W which matrices' gradients are made in I.
+def tell_what_stays(stage: int, module: nn.Module, deferred: Sequence[nn.Parameter]) -> None:
+    """Log, once for a module, which matrices' gradients are made in I: for the `on_deferred` of a stage's program.
 
-    None if that is told. The share is their elements over the elements of all trained matrices, which is their share of
-    the FLOPs of weight gradients if every matrix meets the same tokens. What defers its own counts as deferred.
+    The share is their elements over the elements of all trained matrices, which is their share of the FLOPs of weight
+    gradients if every matrix meets the same tokens. What defers its own counts as deferred.
     """
-    if module in _told:
-        return None
-
-    def tell(deferred: Sequence[nn.Parameter]) -> None:
-        if module not in _told:
-            _told.add(module)
-            _LOG.info("%s", what_stays(stage, module, deferred))
-
-    return tell
+    if module not in _told:
+        _told.add(module)
+        _LOG.info("%s", what_stays(stage, module, deferred))
 
 
 def what_stays(stage: int, module: nn.Module, deferred: Sequence[nn.Parameter]) -> str:

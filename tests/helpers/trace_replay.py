@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ppctl.megatron import get_forward_backward_func
+from ppctl import get_forward_backward_func
 from ppctl.megatron.p2p_communication import P2PCommunicator
 
 SEQUENCE, BATCH, HIDDEN = 3, 2, 4

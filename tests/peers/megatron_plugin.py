@@ -112,6 +112,7 @@ def _stand_in() -> None:
     """Everything that this file's docstring lists, for a process and its forks."""
     on_cpus()
     dist.init_process_group, dist.new_group = _initialise, _new_group
+    dist.distributed_c10d.new_group = _new_group  # what `new_subgroups_by_enumeration` calls
     dist.distributed_c10d._process_group_name = _named_by_ranks
     from megatron.core.models.gpt import gpt_layer_specs as specs
 

@@ -105,7 +105,7 @@ def adopted(case, schedule, memory=None):
     ours = train(case, get_forward_backward_func)
     from ppctl.megatron import functions
 
-    ran = str(functions._wished)
+    ran = str(functions._requested)
     ppctl.release()
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 from torch import nn
 
+from ppctl import (
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
 from ppctl.comm.groups import make_group
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import ConfigError
-from ppctl.megatron import (
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-    get_forward_backward_func,
-    pipelines,
-)
+from ppctl.megatron import pipelines
 from ppctl.megatron.p2p_communication import P2PCommunicator
 
 M, S, B, H = 4, 3, 2, 5

@@ -78,6 +78,32 @@ def test_every_matrix_of_a_gpt_model_waits_for_w_and_no_bit_differs(case, schedu
     assert lines == {ALL.format(stage, count, count) for stage, count in matrices.items()}
 
 
+MIXED = "0F0,0F1,0I0,0B1,0W0\n1F0,1I0,1F1,1B1,1W0\n"
+"""Both stages make the last backward whole, and then the weight gradients of the one before it."""
+
+
+def under_a_file(case, path):
+    """What differs, and how often a parameter was ready in a step: how many gradients it got outside of `no_sync`."""
+    real.on_cpus()
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    made, init = [], Group.__init__
+    Group.__init__ = lambda self, *arguments, **named: (init(self, *arguments, **named), made.append(self))[0]
+    real.M = 2  # a sum of two has the same bits in either order
+    differ, told, nonzero = compared(case, path)
+    return differ, told, nonzero, {n for group in made for n in group.golden_per_param_grad_ready_counts.values()}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("words", ["ddp overlap", "bias dist overlap gather"])
+def test_a_file_with_whole_and_split_backwards_readies_every_parameter_once_and_last(words, tmp_path):
+    path = tmp_path / "mixed.csv"
+    path.write_text(MIXED)
+    for differ, told, nonzero, ready in run_ranks(under_a_file, 4, Case(2, None, 2, words=words), path, timeout=120):
+        assert differ == [] and nonzero and told
+        assert ready == {1}
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("words", ["moe", "mtp", "moe mtp ddp overlap"])
 def test_routers_stay_in_i_and_are_named_with_their_share(words):

@@ -9,7 +9,6 @@ import ppctl
 from ppctl.errors import ConfigError, PpctlError, ScheduleError
 from ppctl.megatron import functions
 from ppctl.megatron.pipelines import on_v, v_channels
-from ppctl.megatron.wishes import lowered_schedule
 from ppctl.schedule.action import Op
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import bubble_fraction
@@ -77,11 +76,11 @@ def test_a_second_call_undoes_the_first_and_finds_what_was_loaded_since(megatron
     later = module(monkeypatch, "a_later_one", choose=megatron.schedules.get_forward_backward_func)
     done = ppctl.adopt("zb_h2")
     assert done.again and "undone: this one counts" in str(done)
-    assert done.schedule == "zb_h2" and functions._wished.policy == "zb_h2"
+    assert str(done.request) == "zb_h2" and functions._requested.policy == "zb_h2"
     assert later.choose is functions.get_forward_backward_func
     ppctl.release()
     assert megatron.schedules.get_forward_backward_func is megatron.theirs["get_forward_backward_func"]
-    assert functions._wished.policy is None
+    assert functions._requested.policy is None
 
 
 def test_a_place_that_got_something_else_since_is_left_alone(megatron):
@@ -99,7 +98,7 @@ def test_the_table_tells_megatrons_sizes_and_the_schedule(megatron, monkeypatch,
     groups_of(monkeypatch, pp, vpp)
     done = ppctl.adopt()
     (_, told), (_, which), *_ = done.rows
-    assert (told, done.pp, done.vpp) == (sizes, pp, vpp)
+    assert (told, done.sizes) == (sizes, (pp, vpp))
     assert which.startswith(schedule)
 
 
@@ -147,23 +146,24 @@ def test_the_remedy_for_a_schedule_of_other_chunks_works(megatron, monkeypatch):
     groups_of(monkeypatch, 4, 2)
     with pytest.raises(ScheduleError) as caught:
         ppctl.adopt("zb_h1")
-    assert eval(caught.value.problems[0].remedy, {"ppctl": ppctl}).schedule == "interleaved_zero_bubble"
+    remedy = f"ppctl.adopt({caught.value.problems[0].remedy})"
+    assert str(eval(remedy, {"ppctl": ppctl}).request) == "interleaved_zero_bubble"
 
 
-def lowered(wish, pp, vpp, m, **more):
-    options = {"trains": True, "interleaved": vpp > 1, "batched": False} | more
-    return lowered_schedule(wish, pp, vpp, m, None, **options)
+def lowered(request, pp, vpp, m, *, trains=True):
+    own = "forward_only" if not trains else "interleaved_1f1b" if vpp > 1 else "1f1b"
+    return functions.lowered_schedule(request, own, pp, vpp, m, None, batched=False)
 
 
 def test_a_files_microbatches_must_be_the_calls(megatron, tmp_path):
     path = tmp_path / "order.CSV"
     path.write_text(ppctl.make_schedule("zb_h1", pp=2, num_microbatches=4).to_csv())
     ppctl.adopt(str(path))
-    wish = functions._wished
-    assert lowered(wish, 2, 1, 4).split
-    assert not lowered(wish, 2, 1, 5, trains=False).split, "an evaluation is of any size"
+    request = functions._requested
+    assert lowered(request, 2, 1, 4).split
+    assert not lowered(request, 2, 1, 5, trains=False).split, "an evaluation is of any size"
     with pytest.raises(ScheduleError, match="the schedule file runs 4 microbatches, and the call has 5") as caught:
-        lowered(wish, 2, 1, 5)
+        lowered(request, 2, 1, 5)
     assert codes(caught) == ["PP-E216"]
 
 
@@ -171,20 +171,20 @@ def test_auto_finds_less_bubble_within_the_memory(megatron):
     bubbles = {}
     for memory in (1.0, 2.0):
         ppctl.adopt("auto", memory=memory)
-        schedule = lowered(functions._wished, 4, 1, 8)
+        schedule = lowered(functions._requested, 4, 1, 8)
         plain = ppctl.Costs.uniform(4)
         bubbles[memory] = bubble_fraction(simulate(schedule, plain))
     one = bubble_fraction(simulate(ppctl.make_schedule("1f1b", pp=4, num_microbatches=8), ppctl.Costs.uniform(4)))
     assert bubbles[2.0] <= bubbles[1.0] < one
     with pytest.raises(ConfigError, match="costs has 3 stages, and there are 4"):
         ppctl.adopt("auto", costs=ppctl.Costs.uniform(3))
-        lowered(functions._wished, 4, 1, 8)
+        lowered(functions._requested, 4, 1, 8)
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_v_is_kept_in_evaluations_and_has_its_own_channels(megatron, trains):
     ppctl.adopt("zbv_zero_bubble")
-    schedule = lowered(functions._wished, 3, 2, 6, trains=trains)
+    schedule = lowered(functions._requested, 3, 2, 6, trains=trains)
     assert schedule.placement.kind == "v"
     assert schedule.capacities.keys() <= v_channels(3)
     assert trains == (schedule.capacities.keys() == v_channels(3))

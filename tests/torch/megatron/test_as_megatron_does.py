@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.errors import TrainingError
-from ppctl.megatron import (
+from ppctl import (
     backward_step,
     forward_backward_no_pipelining,
     forward_step_calc_loss,
     set_current_microbatch,
 )
+from ppctl.errors import TrainingError
 
 CONFIG = SimpleNamespace()
 

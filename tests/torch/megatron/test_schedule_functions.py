@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.engine.engine_error import EngineError
-from ppctl.errors import ConfigError
-from ppctl.megatron import (
+from ppctl import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
+from ppctl.engine.engine_error import EngineError
+from ppctl.errors import ConfigError
 
 M = 3
 ONE_CHUNK = [forward_backward_no_pipelining, forward_backward_pipelining_without_interleaving]

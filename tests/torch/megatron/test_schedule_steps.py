@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import ppctl
-from ppctl import megatron
-from ppctl.errors import ConfigError, TrainingError
-from ppctl.megatron import (
+from ppctl import (
     backward_step,
     check_first_val_step,
     custom_backward,
@@ -23,6 +21,7 @@ from ppctl.megatron import (
     get_tensor_shapes,
     set_current_microbatch,
 )
+from ppctl.errors import ConfigError, TrainingError
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "p2p.json").read_text())["records"]
 
@@ -349,8 +348,8 @@ MORE = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_documented_parameters_have_their_names_order_and_defaults(name):
-    assert getattr(megatron, name).__doc__
-    parameters = inspect.signature(getattr(megatron, name)).parameters
+    assert getattr(ppctl, name).__doc__
+    parameters = inspect.signature(getattr(ppctl, name)).parameters
     told = dict(part.partition("=")[::2] for part in SIGNATURES[name].split())
     assert [p for p in parameters if p not in MORE.get(name, ())] == list(told)
     if name != "backward_step":  # the newer form leaves model_type out, so that both of its last two may be missing

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppctl.megatron import get_pp_rank_microbatches
+from ppctl import get_pp_rank_microbatches
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync_events import forwards_in_flight
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from ppctl.engine.engine_error import EngineError
-from ppctl.errors import ConfigError, TrainingError
-from ppctl.megatron import (
+from ppctl import (
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
+from ppctl.engine.engine_error import EngineError
+from ppctl.errors import ConfigError, TrainingError
 
 M, B, S, H, V = 5, 2, 3, 8, 11
 

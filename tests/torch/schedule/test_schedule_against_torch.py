@@ -13,10 +13,10 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from ppctl.plan.schedule_file import schedule_in
 from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.passes import lower, place_gradient_sync
 from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.schedule_request import schedule_in
 from ppctl.schedule.simulate import to_slots
 from ppctl.schedule.verify import verify
 

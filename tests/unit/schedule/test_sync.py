@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.schedule.action import Action, Op
-from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.action import Action, Op, Schedule
+from ppctl.schedule.passes import split_before_late_weights
+from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.sync_events import (
     HOLD,
     RELEASE,
@@ -15,6 +16,7 @@ from ppctl.schedule.sync_events import (
     sync_of_one_chunk,
     sync_without_pipelining,
 )
+from ppctl.schedule.verify import verify
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "trace.json").read_text())["records"]
 NAMES = {SyncKind.HOLD: "no_sync_enter", SyncKind.RELEASE: "no_sync_exit"}
@@ -116,3 +118,53 @@ def test_a_backward_that_is_last_in_an_order_of_ones_own_is_released():
     row = tuple(map(Action.parse, ("0F0", "0F1", "0B1", "0B0")))
     assert sync_of_one_chunk(row, reduces=False).before == {Action(Op.B, 0, 0): (RELEASE,)}
     assert sync_of_chunks(row, 0, stages=(0,), reduces=False, gathers=False).before == {Action(Op.B, 0, 0): (RELEASE,)}
+
+
+def released_gradients(row, plan):
+    """Stage -> what the gradients that are made while nothing is held are of: those of I, those of W, in order."""
+    made, held = {}, True
+    for action in row:
+        held &= RELEASE not in plan.before.get(action, ())
+        if not held and action.op in (Op.B, Op.I, Op.W):
+            made.setdefault(action.stage, []).append(action)
+        held |= HOLD in plan.after.get(action, ())
+    return made
+
+
+MIXED = (
+    "0F0,0F1,0F2,0B0,0I1,0B2,0W1\n1F0,1B0,1F1,1B1,1F2,1I2,1W2\n",
+    "0F0,0F1,0F2,0I1,0I0,(0F3;0B2)OVERLAP_F_B,0W0,0B3,0W1\n1F0,1F1,1F2,1B1,1B0,1B2,1F3,1B3\n",
+    "0F0,0F1,2F0,(2F1;2B0)OVERLAP_F_B,2I1,0I0,2W1,0B1,0W0\n1F0,1F1,3F0,3B0,3F1,1I0,3B1,1B1,1W0\n",
+)
+
+
+@pytest.mark.parametrize("text", MIXED)
+def test_what_is_released_is_the_last_gradient_of_every_parameter_under_whole_and_split_backwards(text):
+    """A whole backward that stands before a W of its stage would release parameters whose last gradient W makes."""
+    given = Schedule.from_csv(text)
+    assert verify(given) == []
+    schedule = split_before_late_weights(given)
+    assert verify(schedule) == []
+    for pp_rank, (row, before) in enumerate(zip(schedule.actions, given.actions, strict=True)):
+        stages = schedule.placement.stages_of(pp_rank)
+        if len(stages) == 1:
+            plan = sync_of_one_chunk(row, reduces=False)
+        else:
+            plan = sync_of_chunks(row, pp_rank, stages=stages, reduces=False, gathers=False)
+        for stage, made in released_gradients(row, plan).items():
+            inputs = [action for action in row if action.stage == stage and action.op in (Op.B, Op.I)]
+            weights = [action for action in row if action.stage == stage and action.op in (Op.B, Op.W)]
+            assert made in ([weights[-1]], [inputs[-1], weights[-1]])
+            assert made[0] == inputs[-1]
+        changed = set(before) - set(row)
+        assert changed <= {Action(Op.B, stage, mb) for stage in stages for mb in range(schedule.num_microbatches)}
+        assert [(a.stage, a.mb) for a in row if a.op in (Op.B, Op.I)] == [
+            (a.stage, a.mb) for a in before if a.op in (Op.B, Op.I)
+        ], "nothing else moves"
+    assert any(set(before) - set(row) for row, before in zip(schedule.actions, given.actions, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.trains])
+def test_no_policy_has_a_whole_backward_that_is_last_before_a_w(name):
+    schedule = make_schedule(name, pp=3, vpp=POLICIES[name].chunks, num_microbatches=7)
+    assert split_before_late_weights(schedule) == schedule

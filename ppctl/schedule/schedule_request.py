@@ -1,0 +1,160 @@
+"""The schedule that a program asks for by a policy's name, as `auto` or in a file, made for given stages.
+
+`ppctl.adopt` and `ppctl.TorchSchedule` take requests; whoever runs a file's schedule reads it here. Must not know
+models, ranks or messages. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from typing import Any
+
+from ppctl.errors import ConfigError, Problem, ScheduleError, pasted
+from ppctl.host.files import read_text
+from ppctl.schedule.action import MESSAGES, Op, Placement, Schedule
+from ppctl.schedule.lane_orders import Task, unit_of_memory
+from ppctl.schedule.policies import AUTO, POLICIES, make_schedule, schedule_policy
+from ppctl.schedule.search import find_schedule
+from ppctl.schedule.simulate import Costs
+from ppctl.schedule.verify import verify
+
+CODE = "PP-E216"
+_MOST_READ = 2**22
+"""Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
+_MOST_WANTED = 2**20
+"""Forwards of which those that a file lacks are listed one by one: more than a file can hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleRequest:
+    """A schedule by its policy, one that is to be found, or a file's; without either the caller's own choice."""
+
+    policy: str | None = None
+    """A policy's name, or AUTO."""
+    given: Schedule | None = None
+    """The compute-only schedule of a file, named after the file."""
+    memory: float = 1.0
+    """For AUTO: the activations that a rank may hold, in multiples of what 1F1B holds on its first rank."""
+    costs: Costs | None = None
+    """For AUTO: the stages' costs; None if all are alike and F, I and W take the same time."""
+    argument: str = "schedule"
+    """The argument that names it, for remedies."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is for anything else than the caller's own choice."""
+        return self.policy is not None or self.given is not None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """How the stages may be placed, `loop` or `v`: the first of them if nothing else decides."""
+        if self.given is not None:
+            return (self.given.placement.kind,)
+        return ("loop", "v") if self.policy in (None, AUTO) else (POLICIES[self.policy].placement,)
+
+    def __str__(self) -> str:
+        if self.given is not None:
+            return self.given.name
+        return f"auto within {self.memory:g} of 1F1B's memory" if self.policy == AUTO else self.policy or "its own"
+
+    def check(self, pp: int, vpp: int) -> None:
+        """Raise ScheduleError (PP-E216, PP-E305) if no number of microbatches makes it fit these sizes."""
+        place = None if self.given is None else self.given.placement
+        if place is not None and (place.pp, place.num_stages) != (pp, pp * vpp):
+            message = f"the schedule file has {place.num_stages} stages on {place.pp} rows, and pp {pp} x vpp {vpp}"
+            raise ScheduleError(Problem(CODE, f"{message} = {pp * vpp}", f"{self.argument}=None"))
+        policy = POLICIES.get(self.policy or "")
+        if policy is not None and not policy.runs(vpp):
+            fitting = policy.for_more_chunks or next(name for name in _training() if POLICIES[name].runs(vpp))
+            message = f"{policy.name} runs {policy.chunks_in_words}, and there are {vpp}"
+            raise ScheduleError(Problem("PP-E305", message, f'{self.argument}="{fitting}"'))
+
+    def made(self, place: Placement, num_microbatches: int, group: int | None = None) -> Schedule:
+        """The compute-only schedule of a training step on this placement, verified.
+
+        `group` is the `microbatch_group_size` of policies that interleave. Raises ScheduleError if it does not fit.
+        """
+        vpp = place.num_stages // place.pp
+        self.check(place.pp, vpp)
+        if self.given is not None:
+            if self.given.num_microbatches != num_microbatches:
+                count = self.given.num_microbatches
+                message = f"the schedule file runs {count} microbatches, and the call has {num_microbatches}"
+                raise ScheduleError(Problem(CODE, message, f"{count} microbatches"))
+            made = self.given
+        elif self.policy == AUTO:
+            made = self._found(place, num_microbatches, group)
+        else:
+            sizes: dict[str, Any] = {"num_microbatches": num_microbatches, "microbatch_group_size": group}
+            made = make_schedule(self.policy or "", pp=place.pp, vpp=vpp, **sizes)
+        if problems := verify(made):
+            raise ScheduleError(problems)
+        return made
+
+    def _found(self, place: Placement, num_microbatches: int, group: int | None) -> Schedule:
+        stages = place.num_stages
+        costs = self.costs or Costs.uniform(stages, message=0.05)
+        if len(costs.forward) != stages:
+            message = f"costs has {len(costs.forward)} stages, and there are {stages}"
+            raise ScheduleError(Problem("PP-E304", message, f"{stages} values each"))
+        sizes = [1.0] * stages
+        limits = [self.memory * unit_of_memory(sizes, place.pp, num_microbatches)] * place.pp
+        return find_schedule(Task(place, num_microbatches, costs, sizes, limits, group)).schedule
+
+
+def _training() -> list[str]:
+    return [name for name, policy in POLICIES.items() if policy.trains]
+
+
+def requested(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> ScheduleRequest:
+    """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read.
+
+    Raises ScheduleError for a name that is none (PP-E304) and a file that holds none (PP-E216), and ConfigError
+    (PP-E396) for a memory or costs without a search.
+    """
+    policy = schedule_policy(schedule) if isinstance(schedule, str) else None
+    for name, value in (("memory", memory), ("costs", costs)):
+        if value is not None and policy != AUTO:
+            message = f"{name} is for the schedule that is searched for"
+            raise ConfigError(Problem("PP-E396", message, f'schedule="auto", {name}=...'))
+    if memory is not None and not memory > 0:
+        message = f"memory is {memory!r}: a multiple of the activations of 1F1B's first rank"
+        raise ConfigError(Problem("PP-E396", message, "memory=1.0"))
+    if schedule is None or policy is not None:
+        return ScheduleRequest(policy, memory=1.0 if memory is None else memory, costs=costs)
+    if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
+        message = f"there is no schedule {schedule!r}: {AUTO}, a file of the name ...csv, {', '.join(_training())}"
+        raise ScheduleError(Problem("PP-E304", message, 'schedule="zb_h1"'))
+    path = fspath(schedule)
+    return ScheduleRequest(given=replace(read_schedule(path), name=path))
+
+
+def read_schedule(path: str) -> Schedule:
+    """`schedule_in`, but PP-E216 for a file that cannot be read."""
+    try:
+        return schedule_in(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"the schedule file {path} cannot be read: {reason}"
+        raise ScheduleError(Problem(CODE, message, f"ls -l {pasted(path)}")) from error
+
+
+def schedule_in(path: str) -> Schedule:
+    """The compute-only schedule in a file. Raises ScheduleError for what is none, OSError and UnicodeDecodeError."""
+    text = read_text(path, _MOST_READ).removeprefix("\ufeff")  # a byte order mark, which spreadsheets write
+    schedule = Schedule.from_csv(text)
+    if any(action.op in MESSAGES for row in schedule.actions for action in row):
+        message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
+        raise ScheduleError(Problem(CODE, message))
+    there = sum(map(len, schedule.actions))
+    wanted = schedule.placement.num_stages * schedule.num_microbatches
+    if wanted > max(there, _MOST_WANTED):  # a slip in one number: what is missing cannot be listed
+        largest = max((action for row in schedule.actions for action in row), key=lambda each: max(each.mb, each.stage))
+        message = (
+            f"{path} lacks forwards: {schedule.placement.num_stages:,} stages and {schedule.num_microbatches:,} "
+            f"microbatches, as in {largest}, need {wanted:,}, and it has {there:,} actions"
+        )
+        raise ScheduleError(Problem("PP-E310", message))
+    rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)
+    return replace(schedule, actions=rows)
