@@ -30,13 +30,24 @@ def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = Fal
     if missing:
         message = f"train.compile on {device.type} needs {missing}, which is not here"
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
+    options = _options(device)
     split.exchange = torch.compiler.disable(split.exchange)  # here: torch's compiler takes 2 s to import
     for layer in (module for name, module in stage.decoder_layers().items() if name.kind == "decoder"):
         attention: Any = getattr(layer, "attention", None)
         if packed or getattr(attention, "shared", None) is not None:
             attention.mix = torch.compiler.disable(attention.mix)
         dense = getattr(layer, "moe", None) is None
-        (layer if dense else layer.get_submodule("attention")).compile(dynamic=False)
+        (layer if dense else layer.get_submodule("attention")).compile(dynamic=False, options=options)
+
+
+def _options(device: torch.device) -> dict[str, int] | None:
+    """Inductor's options: a CPU with AVX-512 is compiled for half of that width.
+
+    At all of it GCC 12 miscompiles torch's transposition of 32 x 32 numbers of 16 bits where one kernel has two of
+    them: these hold what was in memory before. Products in 8 bits have such kernels (decision 35).
+    """
+    wide = device.type == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return {"cpp.simdlen": 256} if wide else None
 
 
 def _missing_tool(device: torch.device) -> str | None:

@@ -137,13 +137,15 @@ run_memory() { # against the plan
   measure memory-dense 270 memory dense
   measure memory-moe 270 memory moe
 }
-run_dense() { # rates beside the plan's, and beside a bare torch loop of the same layers
-  measure mfu-dense 200 rate dense
-  measure mfu-dense-compiled 330 compiled dense
+run_dense() { # rates beside the plan's, and beside a bare torch loop of the same layers; where a step's seconds go
+  measure mfu-dense 150 rate dense
+  measure mfu-dense-compiled 220 compiled dense
+  measure where-dense 150 profile dense
 }
 run_moe() {
-  measure mfu-moe 200 rate moe
-  measure mfu-moe-compiled 330 compiled moe
+  measure mfu-moe 150 rate moe
+  measure mfu-moe-compiled 220 compiled moe
+  measure where-moe 150 profile moe
 }
 run_two() { # what two devices alone can answer
   measure nccl-pp2 130 nccl pp2

@@ -6,6 +6,7 @@
     measure.py memory dense|moe          bytes allocated after every action of a step, against the plan's
     measure.py rate dense|moe            mfu and memory against the plan's, and a bare torch loop of the same layers
     measure.py compiled|fp8 dense|moe    the same with train.compile; with fp8 as well
+    measure.py profile dense|moe [compiled]  seconds of a step by class of kernel, and those without any
     measure.py PROBE [NAME]              what `device_probes.py` asks of the device alone
 
 `--device cpu` takes tiny sizes. Exit codes: 0 measured, 1 failed, 77 skipped (the last line says why).
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device_probes import PROBES, Skipped
+from step_profile import profiled
 
 from ppctl.comm.groups import nccl_version
 from ppctl.engine.stage import StageProgram
@@ -199,6 +201,17 @@ def fp8(model: str, device: str) -> dict[str, Any]:
     return rate(model, device, "train.compile=true", "model.fp8=hybrid")
 
 
+def where(model: str, device: str, how: str = "") -> dict[str, Any]:
+    """Where the seconds of a warmed step go, of compiled layers if that is `how`."""
+    words, plan = words_of(model, device, *["train.compile=true"] * (how == "compiled"))
+    trainer = trainer_of(words, plan, device)
+    trainer.dry_pass(0)
+    for step in range(_WARM):
+        trainer.step(step)
+    layers = len(trainer.session.own.stages[0].layers)
+    return {"layers": layers, "how": how} | profiled(lambda: trainer.step(_WARM), device)
+
+
 def memory(model: str, device: str) -> dict[str, Any]:
     """What is allocated after every action of the third step, and what the plan counts then."""
     words, plan = words_of(model, device)
@@ -278,8 +291,9 @@ def nccl(case: str, device: str) -> dict[str, Any]:
     raise Skipped(f"{ranks} ranks need {ranks} devices: NCCL {version} takes one rank a GPU, 2.30.7 takes several")
 
 
-STEPS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+STEPS: dict[str, Callable[..., dict[str, Any]]] = {
     **{"facts": facts, "same": same, "nccl": nccl, "memory": memory, "rate": rate, "compiled": compiled, "fp8": fp8},
+    **{"profile": where},
     **PROBES,
 }
 
@@ -290,14 +304,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("how", nargs="?", choices=("compiled",), help="of profile")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
+    how = [arguments.how] if arguments.how else []
+    if how and arguments.step != "profile":
+        parser.error(f"{arguments.step} takes no {arguments.how}")
     if arguments.step not in PROBES:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run sets it
     try:
         if arguments.device == "cuda" and arguments.step != "facts" and not torch.cuda.is_available():
             raise Skipped("there is no CUDA device")
-        found = STEPS[arguments.step](arguments.name, arguments.device)
+        found = STEPS[arguments.step](arguments.name, arguments.device, *how)
     except Skipped as reason:
         found = {"skipped": str(reason)}
     print(json.dumps({"step": arguments.step, "name": arguments.name} | found), flush=True)

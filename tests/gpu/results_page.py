@@ -91,6 +91,9 @@ def page(steps: list[list[str]], logs: dict[str, str]) -> list[str]:
     lines += _section(
         "Rates against the plan and a bare loop of the same layers", _rates(of_kind("rate", "compiled", "fp8"))
     )
+    for row in of_kind("profile"):
+        title = " ".join((row["name"], row["how"])).strip()
+        lines += _section(f"Where the seconds of a step go, {title}", _seconds(row))
     return lines + _section("What two devices alone can answer", _two(steps, found))
 
 
@@ -139,6 +142,21 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
     ]
     head = ["model", "modules", "mfu", "planned", "tokens/s", "pipeline", "bare loop", "loop / pipeline"]
     return _table([*head, "peak MiB", "planned MiB"], cells)
+
+
+def _seconds(row: dict[str, Any]) -> list[str]:
+    """Classes of kernels, then the kernels that took longest."""
+    wall = row["wall_s"]
+
+    def took(seconds: float) -> list[str]:
+        return [f"{1e3 * seconds:.2f} ms", _share(seconds / wall)]
+
+    cells = [[name, "", *took(seconds)] for name, seconds in row["classes"].items()]
+    cells += [["no kernel runs", "", *took(row["idle_s"])], ["the step, profiled", str(row["kernels"]), *took(wall)]]
+    for each in row["longest"]:
+        name = f"`{each['name'][:90].replace('|', '/')}` ({each['class']})"
+        cells.append([name, str(each["calls"]), *took(each["seconds"])])
+    return _table(["what", "runs", "took", "of the step"], cells)
 
 
 def _actions(row: dict[str, Any]) -> list[str]:

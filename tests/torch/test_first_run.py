@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from ppctl.launch.planning import planned
 
@@ -57,6 +58,12 @@ def steps() -> dict[str, Step]:
 def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tests/gpu"))
     return import_module("measure")
+
+
+@pytest.fixture
+def step_profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tests/gpu"))
+    return import_module("step_profile")
 
 
 def test_every_part_fits_a_command_of_ten_minutes_and_comes_in_the_order_of_its_answers(steps: dict[str, Step]) -> None:
@@ -237,6 +244,43 @@ def test_measured_numbers_are_on_the_page() -> None:
     assert "| a | 1 | 1900.0 ms | yes |" in text
     assert "| bare: get_error | SUCCESS | 1.0 ms |" in text
     assert "2 coll channels, 4 p2p channels" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>", "products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "elementwise and reductions"),
+        ("triton_poi_fused__to_copy_add_mm_scaled_dot_product_flash_attention_3", "elementwise and reductions"),
+        ("triton_tem_fused_mm_7", "products"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "messages"),
+        ("void spin_kernel(long)", "others"),
+    ],
+)
+def test_a_kernel_has_one_class(step_profile: ModuleType, name: str, kind: str) -> None:
+    assert step_profile.class_of(name) == kind
+
+
+def test_two_streams_at_a_time_are_busy_once(step_profile: ModuleType) -> None:
+    kernels = [step_profile.Kernel("k", begin, end) for begin, end in ((3.0, 4.0), (0.0, 2.0), (0.5, 1.0), (1.5, 2.5))]
+    assert step_profile.busy(kernels) == 3.5
+
+
+def test_a_profile_on_the_cpu_counts_all_of_an_operations_runs_and_is_on_the_page(step_profile: ModuleType) -> None:
+    a = torch.ones(64, 64)
+    found = step_profile.profiled(lambda: [a @ a for _ in range(3)], "cpu")
+    products = next(row for row in found["longest"] if row["name"] == "aten::mm")
+    assert products["calls"] == 3 and 0 < products["seconds"] <= found["classes"]["products"]
+    assert 0 <= found["idle_s"] < found["wall_s"]
+    text = page_of([{"step": "profile", "name": "moe", "how": "compiled", "layers": 1} | found])
+    assert "## Where the seconds of a step go, moe compiled" in text
+    assert "| `aten::mm` (products) | 3 |" in text and "| no kernel runs | " in text
 
 
 def test_what_failed_is_said_in_the_table_of_steps() -> None:

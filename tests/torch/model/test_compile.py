@@ -1,9 +1,11 @@
 """Compiled layers: the same numbers within a millionth, the same names; a missing compiler is told before a step."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.errors import ConfigError
@@ -12,6 +14,9 @@ from ppctl.model import attention
 from ppctl.model.compile import compile_stage
 from ppctl.model.core_attention import core_attention
 from ppctl.model.dropout import Draws, sample_key
+from ppctl.model.fp8 import E5M2, Fp8
+from ppctl.model.kernels import Kernels
+from ppctl.model.linear import multiply_in_float32
 from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
@@ -142,3 +147,59 @@ def test_attention_is_recomputed_beside_compiled_parts_of_a_layer(monkeypatch):
     assert len(calls) == 2, "in the forward and before the backward"
     for name, value in expected.items():
         assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
+def compile_alone(module):
+    """Compile a module as a stage's only layer."""
+    compile_stage(SimpleNamespace(decoder_layers=lambda: {parse_layers(["decoder.0"])[0]: module}), CPU)
+
+
+@pytest.mark.parametrize(("has", "options"), [("AVX512", {"cpp.simdlen": 256}), ("AVX2", None), ("DEFAULT", None)])
+def test_a_cpu_with_512_bits_is_compiled_for_half_of_them_and_no_other(monkeypatch, has, options):
+    asked = {}
+    module = nn.Identity()
+    monkeypatch.setattr(module, "compile", asked.update)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: has)
+    compile_alone(module)
+    assert asked == {"dynamic": False, "options": options}
+
+
+class TwoTiles(nn.Module):
+    """At 512 bits one kernel transposes two tiles of bfloat16, as products in 8 bits do: GCC 12 makes NaN of them."""
+
+    def forward(self, a, b):
+        rows = a.t().float(), b.t().float()
+        return tuple((x / x.abs().amax(1, keepdim=True)).contiguous() for x in rows)
+
+
+@pytest.mark.whole  # the compiler takes half a minute
+@pytest.mark.timeout(300)
+def test_two_transposed_tiles_of_bfloat16_in_one_kernel_are_right():
+    module = TwoTiles()
+    inputs = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = module(*inputs)
+    compile_alone(module)
+    assert all(map(torch.equal, module(*inputs), expected))
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_products_in_8_bits_agree_within_their_roundings():
+    """Sums in another order round a number of 8 bits to its neighbour here and there."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    module = attention.Attention(replace(MODEL, **sizes), Kernels(fp8=Fp8(E5M2, False, multiply_in_float32))).bfloat16()
+    module.wq.fp8 = module.wk.fp8 = module.wv.fp8 = None  # half of what is compiled
+    generator = torch.Generator().manual_seed(0)
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.02, generator=generator)
+    given = torch.randn(2, 1, 64, 64, generator=generator).bfloat16()
+
+    def gradients():
+        x = given[0].clone().requires_grad_()
+        out = module(x, None)
+        return [out, *torch.autograd.grad(out, [x, *module.parameters()], given[1])]
+
+    expected = gradients()
+    compile_alone(module)
+    for got, value in zip(gradients(), expected, strict=True):
+        assert (got - value).float().norm() <= 0.01 * value.float().norm()
