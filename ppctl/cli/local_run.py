@@ -255,10 +255,10 @@ def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[Callabl
 
 
 def saved_before(run: RunDir, outcome: JobOutcome) -> str:
-    """After an interruption: the checkpoint to go on from, or how to have one next time."""
-    if outcome.exit_code != INTERRUPTED:
-        return ""
+    """The checkpoint to go on from; after an interruption without one, how to have one next time."""
     checkpoint = checkpoint_of(run)
+    if outcome.exit_code == STOPPED or (checkpoint is None and outcome.exit_code != INTERRUPTED):
+        return ""  # a run that stopped after saving ends with its own commands
     if checkpoint is None:
         again = "checkpoint.interval=100 saves every 100 steps; Ctrl-C saves too, once, after the first step"
         return f"\n  no checkpoint yet: {again}"

@@ -87,7 +87,9 @@ def recompute(config: RunConfig) -> Iterator[Finding]:
     compiled = [module for module in named if module in MODULES and module not in BESIDE_COMPILED]
     if config.train.compile and config.train.recompute_granularity == "selective" and compiled:
         inside = f"{' and '.join(compiled)} {'lies' if len(compiled) == 1 else 'lie'}"
-        message = f"{inside} inside of what torch.compile compiles, and the compiler decides itself what it keeps of that"
+        message = (
+            f"{inside} inside of what torch.compile compiles, and the compiler decides itself what it keeps of that"
+        )
         keeping = as_typed("train.recompute_modules", [each for each in named if each in BESIDE_COMPILED] or None)
         yield ("train.compile", "train.recompute_modules"), message, f"{keeping}\ntrain.compile=false"
     yield from _modules(config)

@@ -278,7 +278,7 @@ def test_the_scaled_product_is_the_emulated_one_where_a_cpu_has_it():
         ("", Capability("cuda", (8, 0)), "capability 8.9"),
         ("model.fp8_recipe=blockwise", Capability("cuda", (10, 0), cuda=(13, 0)), "need Hopper"),
         ("model.fp8_recipe=blockwise", Capability("cuda", (9, 0), cuda=(12, 8)), "CUDA 12.9"),
-        ("model.fp8=hybrid model.fp8_recipe=blockwise", H100, "in e4m3 alone"),
+        ("model.fp8=hybrid model.fp8_recipe=blockwise launch.device=any", H100, "in e4m3 alone"),
         ("model.num_moe_experts=4", H100, "experts have no product in 8 bits"),
         ("", Capability("cuda", (9, 0), scaled_products=False), "no scaled_mm"),
     ],
@@ -315,5 +315,5 @@ def test_what_cannot_be_in_8_bits_is_refused_with_the_config(typed, reason):
 
 
 def test_megatrons_flags_set_it():
-    config = compose(["--fp8-format", "hybrid", "--fp8-recipe", "blockwise", "parallel.bf16=true"]).config
-    assert (config.model.fp8, config.model.fp8_recipe) == ("hybrid", "blockwise")
+    config = compose(["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "parallel.bf16=true"]).config
+    assert (config.model.fp8, config.model.fp8_recipe) == ("e4m3", "blockwise")

@@ -265,9 +265,10 @@ def test_a_run_without_a_recipe_names_none_of_other_peoples_models() -> None:
     assert not any("+recipe=" in line for line in lines) and lines[-1].endswith("steps=4")
 
 
-def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
+def test_an_interrupted_run_and_one_that_failed_say_what_there_is_to_go_on_from() -> None:
     run = new_run(prepared(*QUICK), Started("person"))
-    interrupted = JobOutcome(130, "interrupted", "interrupted")
+    interrupted, failed = JobOutcome(130, "interrupted", "interrupted"), JobOutcome(1, "failed", "error")
+    assert local_run.saved_before(run, failed) == ""
     advice = local_run.saved_before(run, interrupted)
     assert prepared(*QUICK, *(word for word in advice.split() if "=" in word)).config.checkpoint.interval == 100
     (run.checkpoints / "step-9").mkdir()
@@ -275,7 +276,8 @@ def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
     advice = local_run.saved_before(run, interrupted)
     assert "step-9" in advice
     assert last_checkpoint(RunDir(Path(shlex.split(advice)[-1]).absolute())) is not None
-    assert local_run.saved_before(run, JobOutcome(1, "failed", "error")) == ""
+    assert local_run.saved_before(run, failed) == advice
+    assert local_run.saved_before(run, JobOutcome(75, "stopped", "stopped after saving")) == ""
 
 
 @pytest.mark.parametrize(
