@@ -179,7 +179,9 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _recompute_modules(layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function]) -> None:
+def _recompute_modules(
+    layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function] = _as_it_is
+) -> None:
     """Recompute the named modules of a layer: some keep only their inputs, of others the outputs are made again."""
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
