@@ -24,12 +24,16 @@ def clock_text(seconds: float) -> str:
 def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
     """One step in fixed columns; in a short form on a screen of less than WIDE columns, as far as it fits."""
     done = f"{record['step']:>{len(str(steps))}}/{steps}"
-    stage = record.get("slowest_stage")
+    bubble, stage = record.get("bubble_fraction"), record.get("slowest_stage")
+    if bubble is None or bubble != bubble:  # a GPU's times are read a step later: the first step has none
+        share, stage = "-", "-"
+    else:
+        share = format(bubble, ".1%" if columns >= WIDE else ".0%")
     if columns < WIDE:
         line = f"{done} loss {figure(record, 'loss', '.3f')}  norm {figure(record, 'grad_norm', '5.2f')}"
         for more in (
             f"  {figure(record, 'tokens_per_s', '>5,.0f')} tok/s",
-            f" bubble {figure(record, 'bubble_fraction', '3.0%')}",
+            f" bubble {share:>3}",
             f" slow stage {stage!s:<2}",
             f" ETA {clock_text(eta_s)}",
         ):
@@ -38,7 +42,7 @@ def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> 
     norm, rate = figure(record, "grad_norm", "6.3f"), figure(record, "lr", ".2e")
     return (
         f"step {done}  loss {figure(record, 'loss', '.4f')}  grad norm {norm}  lr {rate}"
-        f"  {figure(record, 'tokens_per_s', '>7,.0f')} tokens/s  bubble {figure(record, 'bubble_fraction', '5.1%')}"
+        f"  {figure(record, 'tokens_per_s', '>7,.0f')} tokens/s  bubble {share:>5}"
         f"  slowest stage {stage!s:<2}  ETA {clock_text(eta_s)}"
     )
 

@@ -1,5 +1,7 @@
 """The line that a person watches."""
 
+import math
+
 import pytest
 
 from ppctl.records.step_lines import clock_text, step_line
@@ -25,6 +27,14 @@ RECORD = {
 def test_a_step_fits_into_one_line_of_the_terminal(columns: int, line: str) -> None:
     assert step_line(RECORD, 400, 197, columns) == line
     assert len(line) <= columns
+
+
+@pytest.mark.parametrize("unknown", [None, math.nan])
+def test_a_step_whose_times_are_not_read_yet_has_dashes(unknown: float | None) -> None:
+    """The first one on a GPU; metrics.jsonl has null."""
+    record = {**RECORD, "bubble_fraction": unknown, "slowest_stage": 3}
+    assert "bubble     -  slowest stage -   ETA" in step_line(record, 400, 197, 200)
+    assert " bubble   - slow stage -  ETA" in step_line(record, 400, 197, 100)
 
 
 @pytest.mark.parametrize(("columns", "start"), [("80", "  7/400"), ("200", "step   7/400"), ("", "step   7/400")])
