@@ -62,7 +62,7 @@ class ParallelSizes:
     etp: int = 1
     edp: int = 1
     order: str = ORDER
-    """Of the axes among the ranks, fastest first."""
+    """The order of the axes among the ranks, fastest first."""
 
     def __post_init__(self) -> None:
         problems = [

@@ -16,7 +16,7 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.schedule.action import Channel
 
 MOST_DIMS = 8
-"""Of one tensor in a message of variable shape."""
+"""The most dimensions of one tensor in a message of variable shape."""
 
 
 class MessageError(TrainingError, ValueError, RuntimeError):

@@ -13,7 +13,7 @@ from ppctl.geometry.parameters import Sizes
 from ppctl.topology import ParallelSizes
 
 Levels = tuple[int, int]
-"""Of `a2a+p2p`: neighbours that exchange heads, and groups of these that make a ring."""
+"""The sizes of `a2a+p2p`: neighbours that exchange heads, and groups of these that make a ring."""
 
 
 class ContextTraffic(NamedTuple):

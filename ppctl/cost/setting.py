@@ -26,7 +26,7 @@ class Allocator(NamedTuple):
     logit_bytes: int | None
     """Per logit, from the loss's forward to its backward. None: the logits alone, as the output's product has them."""
     fused_logit_bytes: int | None
-    """The same with a fused cross entropy."""
+    """Per logit, with a fused cross entropy."""
     cublas_workspaces: int
     """One per thread that multiplies: forward's and autograd's."""
     chunk_buffers: int
@@ -84,7 +84,7 @@ class Setting(NamedTuple):
     packed: bool = False
     """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
     levels: Levels | None = None
-    """Of context parallelism."""
+    """The levels of context parallelism, if it has two."""
     parallel: ParallelConfig = ParallelConfig()
     """Its `cpu_offloading_*`."""
     nodes: int = 1

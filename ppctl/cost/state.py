@@ -144,7 +144,7 @@ class Ends(NamedTuple):
     """Bytes that the operations of a backward free and need, by stage."""
 
     frees: Mapping[Op, Sequence[int]]
-    """Of what their microbatch held: B and W the rest; I all but what waits for its W."""
+    """Bytes that an operation frees of what its microbatch held: B and W the rest; I all but what waits for its W."""
     needs: Mapping[Op, Sequence[int]]
     """Beside all that is held while they run."""
 

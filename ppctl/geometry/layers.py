@@ -32,7 +32,7 @@ SCORES = 2**24
 DRAWN = 2**22
 """Elements of a hidden state whose draws dropout has at once: 32 MiB, as two numbers of 32 bits each."""
 DRAWN_ON_CPU = 2**16
-"""The same on a CPU, within a core's cache: twice as fast there."""
+"""Elements whose draws dropout has at once on a CPU: within a core's cache, twice as fast there."""
 
 SMALLEST_OFFLOADED = 2**10
 """Bytes of the smallest storage that is moved: below are scalars and counts, of which the plan knows nothing."""

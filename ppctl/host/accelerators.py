@@ -19,7 +19,7 @@ class Device(NamedTuple):
     bf16_flops: float
     """Dense matrix products per second in 16 bits: what mfu is measured against."""
     fp8_flops: float
-    """The same in 8 bits; the 16-bit rate if the device has no 8-bit one."""
+    """Dense matrix products per second in 8 bits; the 16-bit rate if the device has no 8-bit one."""
     memory_bandwidth: float
     """Bytes per second."""
     fast_link: float

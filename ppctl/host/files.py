@@ -23,7 +23,7 @@ MOST_READ = 2**24
 """Bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
 
 MOST_READ_OF_A_MODEL = 2**28
-"""The same for a tokenizer, or the index of a model's files: 256 MiB."""
+"""Bytes of a tokenizer, or of the index of a model's files, that is read whole: 256 MiB."""
 ODD = (errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EISDIR, errno.ENXIO)
 """What `read_whole` raises for what is there and no file of ours, in place of faults of the disk."""
 

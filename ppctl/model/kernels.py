@@ -33,7 +33,7 @@ EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 _NAMES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "efficient", MATH: "math"}
 
 WIDEST_HEAD = 256
-"""Of flash attention."""
+"""The widest head that flash attention takes."""
 
 
 @dataclass(frozen=True, slots=True)

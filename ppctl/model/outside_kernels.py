@@ -29,12 +29,12 @@ class KernelUse:
     compute: tuple[int, int] = (0, 0)
     """CUDA's compute capability; (9, 0) is Hopper."""
     dtype: torch.dtype = torch.float32
-    """Of activations and weights."""
+    """The dtype of activations and weights."""
     length: int = 16
     """Tokens of a row, `hidden` wide."""
     hidden: int = 16
     heads: int = 2
-    """Of queries, which have as wide heads as keys; `groups` is how many heads of keys and values there are."""
+    """Heads of queries, as wide as those of keys; `groups` is the number of heads of keys and values."""
     groups: int = 2
     width: int = 8
     values_width: int = 8

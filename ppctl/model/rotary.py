@@ -163,7 +163,7 @@ def _turned(
 
 
 def _step_by_step(x: Tensor, turns: Tensor, first: int, read: Pairs) -> Tensor:
-    """The same for a compiler, which fuses the steps itself and cannot write into parts of a tensor."""
+    """Turn pairs in a form for a compiler, which fuses the steps itself and cannot write into parts of a tensor."""
     stop = first + 2 * turns.shape[-1]
     (low, high), (cos, sin) = read(x[..., first:stop]).unbind(-2), turns.unbind(-2)
     parts = (x[..., :first], low * cos - high * sin, high * cos + low * sin, x[..., stop:])

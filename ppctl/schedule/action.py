@@ -32,7 +32,7 @@ class Op(StrEnum):
 
 
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD = Op  # noqa: E741
-"""The same by their own names, for what runs once per action: in Python 3.11 `Op.F` is a call."""
+"""The operations by names of their own, for code that runs once per action: in Python 3.11 `Op.F` is a call."""
 
 COMPUTE = frozenset({F, B, I, W})
 BACKWARDS = frozenset({B, I, W})

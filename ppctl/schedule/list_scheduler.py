@@ -164,8 +164,11 @@ class OrderByRule(_StepInProgress):
         return lane, now
 
     def _first(self, kind: int, pp_rank: int, now: float) -> tuple[int, float, bool]:
-        """Of a rank's lanes of one kind (`_F`, `_I` or `_W`): the lane that goes first, or -1; when the next one can
-        start; and whether a forward could start but for memory."""
+        """Choose among a rank's lanes of one kind (`_F`, `_I` or `_W`).
+
+        Returns the lane that goes first, or -1; when the next one can start; and whether a forward could start but for
+        memory.
+        """
         count, ready, held = self.count, self.ready, self.held[pp_rank]
         best, best_key, later, held_up = -1, 0.0, _NEVER, False
         for stage in self.lanes.stages_of[pp_rank]:

@@ -65,7 +65,7 @@ class Picture:
     trace: Trace
     stages: tuple[StageNote, ...]
     memory: tuple[RankMemory, ...] = ()
-    """As planned."""
+    """Each rank's memory in the plan."""
     measured: tuple[RankMemory | None, ...] = ()
     """The planned memory's counterpart from a rehearsal; None for a pp_rank that was not rehearsed."""
     limit: int | None = None

@@ -28,7 +28,7 @@ class StageChange(NamedTuple):
     faster: float
     """Change of the step if the stage's work took a tenth less time."""
     slower: float
-    """The same if it took a tenth more."""
+    """Change of the step if the stage's work took a tenth more time."""
 
 
 def mean_seconds(trace: Trace) -> dict[Op, dict[int, float]]:
