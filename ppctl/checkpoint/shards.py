@@ -88,7 +88,7 @@ class HostMemory:
             # CUDA's own function: torch's pinned memory cannot be shared with a process that has no CUDA.
             _pin(memory)
             # What is unmapped while it is pinned keeps its addresses pinned: the next memory there would be refused.
-            weakref.finalize(self, _unpin, memory).atexit = False
+            weakref.finalize(self, _unpin, memory, next(iter(devices))).atexit = False
 
     @property
     def bytes(self) -> memoryview:
@@ -155,8 +155,9 @@ def _pin(memory: torch.Tensor) -> None:
         raise CheckpointError(_no_room(memory.numel(), why))
 
 
-def _unpin(memory: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+def _unpin(memory: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):  # whatever thread drops the memory
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _no_room(size: int, why: str) -> Problem:

@@ -96,7 +96,8 @@ def nccl_version() -> tuple[int, ...] | None:
         return None
     number = ctypes.c_int()
     try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        # Not another one that lies in the system's directories.
+        ctypes.CDLL("libnccl.so.2", mode=getattr(os, "RTLD_NOLOAD", 0)).ncclGetVersion(ctypes.byref(number))
     except OSError:  # a torch that has NCCL inside
         return tuple(torch.cuda.nccl.version())
     major, rest = divmod(number.value, 10_000)
@@ -127,7 +128,8 @@ def send_round(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tens
 
 
 def _send_round_at_once(sent: Tensor, group: ProcessGroup) -> tuple[list[dist.Work], Tensor]:
-    rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
+    rank, size = group.rank(), group.size()
+    arriving = torch.empty_like(sent, memory_format=torch.contiguous_format)
     there, back = [0] * size, [0] * size
     there[(rank + 1) % size] = back[(rank - 1) % size] = sent.numel()
     flat = arriving.view(-1), sent.reshape(-1)

@@ -33,7 +33,8 @@ def own_share() -> tuple[int, int]:
     """(cores, bytes of memory) of this machine that are left for each of its ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "")
+    ranks = max(1, int(said)) if said.isdecimal() else 1
     return max(1, cores // ranks), memory // ranks
 
 

@@ -54,6 +54,10 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
     return normal(seed, row.copy_of or name, row.shape, std)
 
 
+_MOST_AHEAD = 2**32
+"""Bytes that a rank draws ahead at most: a job's own limit of memory may be far below the machine's."""
+
+
 @torch.no_grad()
 def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, parts: Parts) -> None:
     """Fill the parameters of a stage, by canonical name, with their initial values, of which it holds these parts.
@@ -62,7 +66,7 @@ def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed:
     numbers a second and core.
     """
     threads, memory = own_share()
-    room, ahead = memory // 16 // torch.float32.itemsize, deque[_Drawn]()
+    room, ahead = min(memory // 16, _MOST_AHEAD) // torch.float32.itemsize, deque[_Drawn]()
     with ThreadPoolExecutor(threads) as pool:
         for stack, parameter in parameters.items():
             row = parameter_of(stack, model)

@@ -42,8 +42,7 @@ WEIGHT_GRADIENTS = frozenset({B, W})
 """What adds a microbatch's part to the gradients of a stage's weights."""
 LIFE_ENDS = WEIGHT_GRADIENTS
 """What ends the life of a microbatch on a stage: of its forward nothing is needed any more."""
-_FORWARD = frozenset({F})
-PASSED_ON = _FORWARD | INPUT_GRADIENTS
+PASSED_ON = INPUT_GRADIENTS | {F}
 """What works on the result of a neighbouring stage, and makes the result that the next one works on."""
 FORWARDS = frozenset({F, SEND_F, RECV_F})
 """A forward, and what brings its input and takes its result on."""
@@ -154,7 +153,7 @@ class Edge(NamedTuple):
     @property
     def ops(self) -> frozenset[Op]:
         """The operations that make the results, and the receiver's operations that use them."""
-        return _FORWARD if self.send is SEND_F else INPUT_GRADIENTS
+        return PASSED_ON - INPUT_GRADIENTS if self.send is SEND_F else INPUT_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)

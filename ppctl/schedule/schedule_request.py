@@ -118,12 +118,12 @@ def requested(schedule: str | PathLike[str] | None, memory: float | None, costs:
         if value is not None and policy != AUTO:
             message = f"{name} is for the schedule that is searched for"
             raise ConfigError(Problem("PP-E396", message, f'schedule="auto", {name}=...'))
-    if memory is not None and not memory > 0:
+    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
         message = f"memory is {memory!r}: a multiple of the activations of 1F1B's first rank"
         raise ConfigError(Problem("PP-E396", message, "memory=1.0"))
     if schedule is None or policy is not None:
         return ScheduleRequest(policy, memory=1.0 if memory is None else memory, costs=costs)
-    if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
+    if not isinstance(schedule, PathLike) and not (isinstance(schedule, str) and schedule.lower().endswith(".csv")):
         message = f"there is no schedule {schedule!r}: {AUTO}, a file of the name ...csv, {', '.join(_training())}"
         raise ScheduleError(Problem("PP-E304", message, 'schedule="zb_h1"'))
     path = fspath(schedule)

@@ -14,6 +14,7 @@ import pytest
 from ppctl.cli.local_run import first_screen as summary
 from ppctl.cli.main import main
 from ppctl.cli.plan_text import blocks
+from ppctl.cli.timeline import unwritable
 from ppctl.config.schema import ModelConfig
 from ppctl.families.config_json import write_config
 from ppctl.launch.planning import planned
@@ -266,3 +267,14 @@ def test_the_page_on_migrating_shows_what_is_printed(capsys) -> None:
     code, _, err = run(capsys, *lines[0].split())
     assert code == 2
     assert [line.rstrip() for line in err.strip().splitlines()] == "\n".join(shown).strip().splitlines()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_picture_replaces_no_pipe_and_no_link(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("elsewhere.json")
+    (problem,) = unwritable(path)
+    assert problem.code == "PP-E129" and "no regular file" in problem.message

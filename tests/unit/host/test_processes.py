@@ -58,3 +58,14 @@ def told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     assert main(["status", str(run.path), "--json"]) == 0
     answer: dict[str, str] = json.loads(capsys.readouterr().out)
     return answer
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("2", 2), ("0", 1), ("-3", 1), ("many", 1), ("", 1)])
+def test_a_rank_has_its_share_of_the_machine_whatever_its_environment_says(
+    said: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    cores, memory = processes.own_share()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert processes.own_share() == (max(1, cores // ranks), memory // ranks)
