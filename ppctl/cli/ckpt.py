@@ -1,7 +1,6 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
-Knows the arguments, where a checkpoint is found, and in which order its parts are checked. Must not know torch: what
-makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
+What makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
 """
 
 from __future__ import annotations
@@ -183,13 +182,8 @@ def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Prob
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
-
     paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
-    manifests = [read_manifest(path) for path in paths]
-    first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
-    with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
-        compared = compare(first, second, progress)
+    compared = ckpt_text.compared_on_screen(paths, "comparing")
     report = ckpt_text.comparison(paths, compared)
     print(
         json.dumps(report, indent=1) if args.json else prose(ckpt_text.differences(report, args.limit), width(UNFOLDED))

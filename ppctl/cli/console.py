@@ -1,9 +1,7 @@
 """Where text goes and how wide it is: results to stdout, everything else to stderr; tables and lines of plain text.
 
-Colour and live drawing only on a terminal. Control characters of what is printed are shown as escapes, by the streams
-themselves (`VisibleText`). Only drawings bypass these streams: rich's, and a line that overwrites itself.
-
-Knows streams, widths, cells and rich, which it imports only to draw. Must not know what is printed.
+Control characters of what is printed are shown as escapes, by the streams themselves (`VisibleText`). Only drawings
+bypass these streams, on a terminal: rich's, and a line that overwrites itself.
 """
 
 from __future__ import annotations

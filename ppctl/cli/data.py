@@ -1,7 +1,4 @@
-"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, show them or conversations.
-
-Knows what is printed. Must not know the format. Imports no torch.
-"""
+"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, show them or conversations."""
 
 from __future__ import annotations
 
@@ -94,7 +91,6 @@ def tokenize(args: argparse.Namespace) -> int:
 
 
 def _typed_as_flag(problem: Problem) -> Problem:
-    """The problem in words of this command: --tokenizer in place of the key."""
     key = "data.tokenizer"
     said, remedy = (text.replace(f"{key}=", "--tokenizer ") for text in (problem.message, problem.remedy))
     return replace(problem, message=said, remedy=remedy, place=problem.place.replace(key, "--tokenizer"))

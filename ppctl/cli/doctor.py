@@ -1,9 +1,7 @@
 """`ppctl doctor`: versions, devices, the file system, and messages between ranks, on this machine or in a job.
 
-With --model: whether a model with code of its own can be cut into stages.
-
-Knows what is good enough, and prints problems first. Other processes measure messages, because this one must not import
-torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
+With --model: whether a model with code of its own can be cut into stages. Other processes measure messages, because
+this one must not import torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import os
 import secrets
 import statistics
 import subprocess
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ppctl
-from ppctl.cli.console import aligned, print_problems
+from ppctl.cli.console import aligned, folded, print_problems
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import ForeignModel
@@ -80,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(ranks: int) -> dict[str, Any]:
-    """Start the ranks of the measurement on this machine."""
     if find_spec("torch") is None:
         return _failure("torch is not installed: plan, simulate and submit work, train does not")
     started = []
@@ -175,7 +171,6 @@ def _wrong(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _broken(report: dict[str, Any]) -> Iterator[str]:
-    """Edges without an answer, and the default transport if it fails."""
     for edge in report["edges"]:
         if edge["error"]:
             source, target = edge["hosts"]
@@ -186,7 +181,6 @@ def _broken(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
-    """Edges with less than a quarter of the median bandwidth."""
     usual = statistics.median_high(edge["bytes_per_s"] for edge in edges) if len(edges) > 2 else 0.0
     for edge in edges:
         if edge["bytes_per_s"] < usual / 4:
@@ -215,7 +209,6 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
 
 
 def _transports(rows: list[dict[str, Any]]) -> list[str]:
-    """How the transports of messages fared, and which one a run should take."""
     if not rows:
         return ["messages no launch.transport was tried: that takes a GPU for each of two ranks or more"]
     told = []
@@ -240,7 +233,6 @@ def _software(versions: dict[str, Any] | None) -> list[str]:
 
 
 def _too_few_gpus(report: dict[str, Any]) -> list[str]:
-    """Why the CPU was measured beside GPUs, and how a run takes them nevertheless."""
     gpus = len(report["versions"]["devices"]) if report["versions"] else 0
     if not gpus or report.get("device") != "cpu":
         return []
@@ -254,9 +246,6 @@ def _time(seconds: float) -> str:
 
 
 # --model: how a model's own code was proved to run in stages
-
-
-_WIDTH, _INDENT = 80, " " * 9
 
 
 def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
@@ -321,10 +310,4 @@ def _proof_lines(proof: Mapping[str, Any]) -> list[str]:
     if proof["kept"]:
         rows.append(("cached", f"{proof['kept']}; ppctl doctor --model DIR --anew proves it again"))
     head = f"{proof['model_type']} can be cut into stages, by transformers {proof['transformers']}"
-    lines = [
-        textwrap.wrap(
-            f"{name:<9}{text}", _WIDTH, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
-        )
-        for name, text in rows
-    ]
-    return [head, "", *(line for each in lines for line in each)]
+    return [head, "", aligned(folded([(f"{name:<7}", text) for name, text in rows], 80, " "))]

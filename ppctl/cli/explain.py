@@ -1,7 +1,6 @@
 """`ppctl explain [CODE | KEY]`: the page of an error code, or the meaning of a configuration key.
 
-Knows the pages of `ppctl/pages/` and the table of keys, as data and as text: the one source of `--json`, of completion
-and of the site that `make docs` builds. Imports no torch, no Hydra and no rich.
+The one source of `--json`, of completion and of the site that `make docs` builds. Imports no torch, Hydra or rich.
 """
 
 from __future__ import annotations
@@ -96,7 +95,6 @@ def _found(topic: str | None) -> str | list[Key] | None:
 
 
 def _choice(topic: str, same_name: Sequence[Key]) -> str:
-    """The keys of one name, to choose from."""
     lines = (_filled(docstring(key).partition("\n\n")[0], f"  {key.name}  ") for key in same_name)
     return "\n".join([_filled(f"{topic} is the name of {len(same_name)} keys; ppctl explain SECTION.{topic}:"), *lines])
 
@@ -136,7 +134,6 @@ def _section(name: str) -> str:
 
 
 def _limits(listed: Sequence[Key]) -> list[str]:
-    """The limits of a section's keys, each with all its keys."""
     alike: dict[str, list[str]] = {}
     for key in listed:
         if key.limit is not None:
@@ -164,7 +161,6 @@ def _key(facts: Mapping[str, Any]) -> str:
 
 
 def _schedules(uses: Mapping[str, str]) -> list[str]:
-    """When to take which schedule, and the command that has figures for the reader's own sizes."""
     widest = max(map(len, uses))
     return [
         "When to take which:",

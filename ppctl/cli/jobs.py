@@ -1,8 +1,4 @@
-"""`ppctl cancel [RUN]` and `ppctl requeue [RUN]`: cancel or requeue a run's job; `status` and `submit` use its parts.
-
-Knows run directories and SLURM's view of a job. Must not know how a run is planned, nor how its ranks end: the ranks of
-a job that is cancelled or requeued may still save.
-"""
+"""`ppctl cancel [RUN]` and `ppctl requeue [RUN]`; `status` and `submit` use their view of a run's job."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The block at the foot of the terminal while ranks train on this machine: what they do, their progress, the loss.
-
-Knows rich, the records of metrics.jsonl and the ranks' heartbeats. What rank 0 prints scrolls by above it. Must not
-know how ranks are started.
-"""
+"""The block at the foot of the terminal while ranks train on this machine: what they do, their progress, the loss."""
 
 from __future__ import annotations
 
@@ -101,7 +97,6 @@ class LiveBlock:
         )
 
     def _saved(self, step: int) -> str:
-        """The newest checkpoint, and what would be lost now."""
         checkpoint = checkpoint_of(self._run)
         if checkpoint is None:
             return "no checkpoint yet"

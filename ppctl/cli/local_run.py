@@ -1,7 +1,6 @@
 """Runs an accepted plan on this machine: the steps that `train`, `resume`, `submit` and `parity` have in common.
 
-Knows their order, and what a person sees of them. Must not know torch: a rank is started as `python -m
-ppctl.rank.worker`. A process that torchrun, SLURM or another scheduler started becomes such a worker.
+A process that torchrun, SLURM or another scheduler started becomes a rank: `python -m ppctl.rank.worker`.
 """
 
 from __future__ import annotations
@@ -178,7 +177,6 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 
 def _note_rates(config: RunConfig, checkpoint: Path) -> None:
-    """Print what the learning rate does, if the checkpoint is of a run with other rates."""
     with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
@@ -297,7 +295,6 @@ def _indented(text: str) -> str:
 
 
 def _another_cut(launch: Launch, overrides: Sequence[str]) -> str | None:
-    """The overrides of this run with another pp and vpp that fit it."""
     config, plan = launch.config, launch.plan
     for pp, vpp in _CUTS:
         cut = {"pp": pp, "vpp": vpp, "layout": None}

@@ -1,7 +1,4 @@
-"""`ppctl logs [RUN]`: the output of a run: its steps, its job's log if it was submitted, or one rank's log.
-
-Knows where logs are. Must not know what is in them.
-"""
+"""`ppctl logs [RUN]`: the output of a run: its steps, its job's log if it was submitted, or one rank's log."""
 
 from __future__ import annotations
 

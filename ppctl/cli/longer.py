@@ -1,7 +1,4 @@
-"""The learning rate of a run that goes on with another length: whether the rate jumps, and commands that avoid a jump.
-
-Pure functions of configs. Must not know run directories or checkpoints.
-"""
+"""The learning rate of a run that goes on with another length: whether it jumps, and commands that avoid a jump."""
 
 from __future__ import annotations
 

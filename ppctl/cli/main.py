@@ -1,8 +1,7 @@
 """`ppctl COMMAND`: finds the command, parses its arguments, prints problems once, and returns the exit code.
 
-Knows the commands' names and what all commands share. Must not know what a command does: each is a module of
-`ppctl/cli/` with `add_arguments(parser)` and `run(args) -> int`. Only the module of the called command is imported; it
-imports everything that it needs at its top. Nothing here imports Hydra, torch or rich.
+Each command is a module of `ppctl/cli/` with `add_arguments(parser)` and `run(args) -> int`. Only the called command's
+module is imported; it imports what it needs at its top. Nothing here imports Hydra, torch or rich.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The text of `ppctl parity`: two jobs' steps side by side, and where they first differ.
-
-Knows the report of a comparison. Must not know how it was made.
-"""
+"""The text of `ppctl parity`: two jobs' steps side by side, and where they first differ."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ def text(report: Mapping[str, Any], columns: int) -> str:
 
 
 def _head(report: Mapping[str, Any]) -> list[str]:
-    """Which two are compared, in what they differ besides their cut, and how far they may lie apart."""
     lines = []
     for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True):
         lines += [f"{name}  {cut}", *([] if path is None else [f"   {path}"])]
@@ -83,7 +79,6 @@ def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _differences(step: Mapping[str, Any]) -> list[str]:
-    """The first action and the first parameters of a step that differ."""
     gradients, lines = step.get("gradients"), []
     if gradients is None:
         return []

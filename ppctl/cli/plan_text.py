@@ -1,7 +1,4 @@
-"""A plan as text: equations, the table of pp_ranks, the schedule. Standard library only.
-
-Knows columns and units. Must not know streams or colours, nor how a plan is derived.
-"""
+"""A plan as text: equations, the table of pp_ranks, the schedule."""
 
 from __future__ import annotations
 
@@ -105,7 +102,6 @@ def table(plan: Plan, width: int) -> str:
 
 
 def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
-    """The cells of one row of the pp_rank table: parameters, FLOPs, bubble, microbatches in flight, bytes."""
     costs = [plan.pp_ranks[rank] for rank in row.ranks]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
     flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == row.ranks[0])

@@ -1,7 +1,4 @@
-"""A rehearsal as text: the verdict, then what was planned beside what was measured. Standard library only.
-
-Knows columns and units. Must not know streams or how anything was measured.
-"""
+"""A rehearsal as text: the verdict, then what was planned beside what was measured."""
 
 from __future__ import annotations
 
@@ -113,7 +110,6 @@ def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _state(rehearsal: Rehearsal) -> _Part:
-    """Only if it is not as planned."""
     rows = [
         [
             f"rank {rank} {what}",
@@ -222,7 +218,6 @@ def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int
 
 
 def _range(counts: Sequence[int]) -> str:
-    """The text of sorted counts."""
     return f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
 
 

@@ -1,9 +1,4 @@
-"""`ppctl rehearse`: run the job's ranks at full size on this machine, with meta tensors, and hold the plan against
-them.
-
-Knows the command's arguments and the processes that rehearse. Must not know how memory is measured
-(`ppctl/rehearsal`), what follows for other ranks (`plan/rehearsal`), or the words (`rehearsal_text`).
-"""
+"""`ppctl rehearse`: run the job's ranks at full size here, with meta tensors, and hold the plan against them."""
 
 from __future__ import annotations
 
@@ -90,7 +85,6 @@ def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Prob
 
 
 def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
-    """Problems of a config that cannot be rehearsed."""
     parallel = config.parallel
     if find_spec("torch") is None:
         message = "torch is not installed here, and a rehearsal runs the model's own code"

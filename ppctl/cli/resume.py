@@ -1,7 +1,4 @@
-"""`ppctl resume [RUN] [KEY=VALUE ...]`: continue a run from its last checkpoint, in its directory, also in another cut.
-
-Knows which keys may change without changing what is computed. Must not know torch.
-"""
+"""`ppctl resume [RUN] [KEY=VALUE ...]`: continue a run from its last checkpoint, in its directory, in any cut."""
 
 from __future__ import annotations
 
@@ -95,7 +92,6 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
-    """The config with the overrides applied, its plan if it has one, and all problems of both."""
     plan = run.read_plan()
     # Values from the run's own command line are weaker than values from this command line.
     sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}

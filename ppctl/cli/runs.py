@@ -1,7 +1,4 @@
-"""`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one; `--compare A B`: two of them.
-
-Knows how a command line names a run, and the facts of a run that several commands show. Must not change any run.
-"""
+"""`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one; `--compare A B`: two of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Problems of the arguments of `ppctl simulate`, and the schedule in a file, proved to run.
-
-Knows the command's arguments. Must not know how a schedule is run or what is printed of it.
-"""
+"""Problems of the arguments of `ppctl simulate`, and the schedule in a file, proved to run."""
 
 from __future__ import annotations
 
@@ -99,7 +96,6 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
-    """The problem of more actions than a simulation holds."""
     of_one = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1)
     actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
@@ -113,7 +109,6 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
 
 
 def _unknown(args: argparse.Namespace) -> Problem:
-    """The problem of a schedule with an unknown name."""
     from ppctl.config.keys import nearest
 
     close = nearest(args.schedule, (*SCHEDULES, AUTO))
@@ -122,7 +117,6 @@ def _unknown(args: argparse.Namespace) -> Problem:
 
 
 def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
-    """Problems of chunks and microbatches that the policy has no lists for."""
     if args.vpp is not None and not policy.runs(args.vpp):
         message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
         other = policy.for_more_chunks or fitting_policy(args.vpp)
@@ -137,7 +131,6 @@ def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Proble
 
 
 def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems of arguments for which no search can be made."""
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {AUTO} determines the warm-up itself"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)
@@ -158,7 +151,6 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems of options that change how a schedule is made, beside a file that has one."""
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {args.schedule} already determines how many forwards come first"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)

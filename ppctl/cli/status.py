@@ -1,7 +1,4 @@
-"""`ppctl status [RUN]`: the state of a run, from its directory and, if it was submitted, from SLURM.
-
-Knows what a person wants to see. Must not change anything.
-"""
+"""`ppctl status [RUN]`: the state of a run, from its directory and, if it was submitted, from SLURM."""
 
 from __future__ import annotations
 
@@ -78,7 +75,6 @@ def _progress(run: RunDir) -> dict[str, Any]:
 
 
 def _next(run: RunDir, report: dict[str, Any]) -> str | None:
-    """The command that usually follows."""
     where, state = pasted(report["path"]), report["state"]
     if state in STARTED:
         return f"{program()} logs {where} -f"
@@ -136,7 +132,6 @@ def _tells(report: dict[str, Any]) -> bool:
 
 
 def _said(report: dict[str, Any]) -> list[str]:
-    """State, figures, job, errors and times."""
     of = f" of {report['total']:,}" if report["total"] else ""
     lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{of}"]
     if report["loss"] is not None:
@@ -159,7 +154,6 @@ def _said(report: dict[str, Any]) -> list[str]:
 
 
 def _figures(report: dict[str, Any]) -> list[str]:
-    """Loss, speed and, while the run goes on, the time that is left."""
     figures = [f"loss {report['loss']:.4f}"]
     if report["tokens_per_s"] is not None:
         figures.append(f"{report['tokens_per_s']:,.0f} tokens/s")
@@ -169,7 +163,6 @@ def _figures(report: dict[str, Any]) -> list[str]:
 
 
 def _times(report: dict[str, Any]) -> list[str]:
-    """The slowest stage, the phases of the start, and the slowest edge."""
     lines = []
     if report["slowest_stage"] is not None:
         lines.append(f"slowest stage of the last step: {report['slowest_stage']} (rank {report['slowest_rank']})")
@@ -189,7 +182,6 @@ _LONG = 3.0
 
 
 def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
-    """How old the table is: nodes publish every ten seconds."""
     ages = {str(row["host"]): max(0.0, now - row["told"]) for row in rows}
     silent = [f"{host} has sent no heartbeat for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
     return [f"as the nodes published it {min(ages.values()):.0f} s ago", *silent]

@@ -1,8 +1,4 @@
-"""`ppctl submit`: plan, make the run directory, write the batch script, submit it to SLURM.
-
-Knows this order and what is printed. Must not know torch, nor how a script is written (`launch/script.py`) or SLURM is
-called (`launch/slurm.py`).
-"""
+"""`ppctl submit`: plan, make the run directory, write the batch script, submit it to SLURM."""
 
 from __future__ import annotations
 

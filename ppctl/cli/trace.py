@@ -1,7 +1,4 @@
-"""`ppctl trace [RUN]`: a step as it was measured (`log.trace`) and its picture; `ppctl trace A B`: two runs' steps.
-
-Knows a run's traced steps, its plan, ledgers and the simulator. Must not know torch.
-"""
+"""`ppctl trace [RUN]`: a step as it was measured (`log.trace`) and its picture; `ppctl trace A B`: two runs' steps."""
 
 from __future__ import annotations
 
@@ -81,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
-    """The step of a run that the command line names. Raises ConfigError (PP-E643)."""
     step, plan = _step(run, args.step)
     pipeline = _pipeline(plan, args.pipeline)
     trace = step.trace(plan.schedule, pipeline)
@@ -143,7 +139,6 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
 
 
 def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks of the pipeline that `rank` is in, by pp_rank."""
     if not 0 <= rank < plan.sizes.world:
         raise ConfigError(
             Problem(
@@ -234,7 +229,6 @@ def _ms(seconds: float) -> str:
 
 
 def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
-    """The times of each stage, and the change of the step if it were faster or slower."""
     rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
     for stage, forward, backward, faster, slower in changes:
         rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
@@ -246,7 +240,6 @@ def _change(seconds: float) -> str:
 
 
 def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:
-    """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
     shown = [_by_rank(ledger, pipeline) for ledger in ledgers]
     names = list(dict.fromkeys(name for rows in shown for name in rows))
     waits = [name for name in (f"waiting for rank {rank}" for rank in pipeline) if name in names]
