@@ -1,7 +1,6 @@
 """The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
 
-Pure: knows names, quotes and brackets, never values or files. `normalise` turns each word into `KEY=VALUE`; if several
-words set one key, the last word counts.
+`normalise` turns each word into `KEY=VALUE`; if several words set one key, the last word counts.
 """
 
 from __future__ import annotations
@@ -209,7 +208,6 @@ def _reset(name: str) -> str:
 
 
 def _where_explained(name: str) -> str:
-    """The command that shows what `name` may be set to."""
     key = full_name(name)
     if key == "recipe":
         return "ppctl recipes"

@@ -1,7 +1,6 @@
 """Limits of single keys and rules between keys, applied to a config: every problem at once, with remedies that work.
 
-Nothing is changed. The rules are in files by subject (`RULES`). Equations between sizes (world, batch, layout against
-pp) are the plan's; the meaning of each key is in `schema.py`, Megatron's constraints are in `model_parallel_config`.
+The rules are in files by subject (`RULES`); equations between sizes (world, batch, layout against pp) are the plan's.
 """
 
 from __future__ import annotations
@@ -196,7 +195,6 @@ def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
 
 
 def _usual(name: str, usual: Mapping[str, Any]) -> Any:
-    """The value that stood before, or else the default."""
     key = text_keys()[name]
     before = usual.get(name, key.default)
     return before if key.allows(before) else key.default
@@ -206,7 +204,6 @@ def _usual(name: str, usual: Mapping[str, Any]) -> Any:
 
 
 def _set_to_another(config: RunConfig, *states: str) -> Iterator[tuple[Key, object]]:
-    """The keys in one of these states whose value is not the default, and the value."""
     for name, key in text_keys().items():
         value = config[name]
         if key.facts.support.state in states and value != key.default:
@@ -252,7 +249,6 @@ def not_trained(config: RunConfig) -> list[Problem]:
 
 
 def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:
-    """(What of a model has no module or kernel yet, the keys that need it)."""
     model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
     if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
         what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"

@@ -1,8 +1,6 @@
-"""From words to a RunConfig, with the source of every value and every problem at once.
+"""From words to a RunConfig, with the source of every value and every problem at once (ARCHITECTURE.md draws the road).
 
-Each form is computed once, from the form before it: words -> overrides (`argv`) -> values with their sources (`draft`)
--> RunConfig (`mapping`) -> problems (`checks`). Knows the order of strength: defaults, conf/, recipe,
-`model.from`, command line. Imports Hydra, through `hydra_source`, only when it composes.
+The order of strength: defaults, conf/, recipe, `model.from`, command line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A configuration while it is composed: values by dotted key, the source of each, and the problems so far.
 
-Knows how each layer replaces what is weaker (files, a model's directory, the command line, a miniature, a tokenizer),
-and the adjustments once all values are there: interpolations are resolved, a layout made for other sizes is set aside,
-two names of one value become equal. Must not know Hydra; how directories and tokenizers are read is handed in.
+Each layer replaces what is weaker. Once all values are there, interpolations are resolved, a layout made for other
+sizes is set aside, and two names of one value become equal. How directories and tokenizers are read is handed in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
-Flags among a key's `names` are taken; of all others the error says what to write. The flags of a key are
-metadata of its field (`names`, `known_as`); here are those that mean one value of a key, or a value in other units, and
-in `megatron_flags` those that mean no key.
+The flags of a key are metadata of its field: `names`, which are taken, and `known_as`. Here are those that mean one
+value of a key, or a value in other units, and in `megatron_flags` those that mean no key.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
 
 
 def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
-    """A flag that means a key; a key that this release refuses is not offered."""
     override = _override(key, value)
     support = key.facts.support
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):

@@ -1,7 +1,6 @@
 """Variables that CUDA and cuBLAS read when they start, as a rank on a GPU needs them.
 
-Knows their names, their good values and why other values are refused. Must not know launchers: the launcher sets
-what is missing, and every rank checks its own environment again.
+The launcher sets what is missing, and every rank checks its own environment again.
 """
 
 from __future__ import annotations

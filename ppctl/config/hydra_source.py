@@ -1,8 +1,7 @@
-"""All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf.
+"""All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf. Import it lazily.
 
-Offers three things: `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages,
-over conf/ and the recipe directories) and `interpolated` (`${...}`). Must not know rules on values. Importing it loads
-Hydra: do so lazily.
+Offers `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages, over conf/ and
+the recipe directories) and `interpolated` (`${...}`).
 """
 
 from __future__ import annotations

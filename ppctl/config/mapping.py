@@ -1,7 +1,6 @@
 """A RunConfig as plain data and back: typed, closed, and with every problem collected.
 
-Knows how a value of YAML or of the command line becomes a value of the schema. Must not know Hydra, files or torch: the
-launcher writes `to_mapping` as config.yaml, every rank reads it with `from_mapping`.
+The launcher writes `to_mapping` as config.yaml, every rank reads it with `from_mapping`.
 """
 
 from __future__ import annotations
@@ -133,7 +132,6 @@ def converted_value(name: str, value: Any) -> Any:
 
 @cache
 def _reader(name: str) -> Callable[[Any], Any]:
-    """The function that makes a value of a key's type."""
     key = keys()[name]
     special = {"published": _published, "model.hf_overrides": _fields_of_config_json}
     if key.name in special:

@@ -1,7 +1,6 @@
 """Megatron's `ModelParallelConfig`: every documented field, its documented default, and the rules between fields.
 
-Knows names, defaults, how far ppctl supports each field, and rules. Must not know torch (dtype fields hold a
-`torch.dtype` or its name) or files. `problems` states the rules once; `__post_init__` raises from it.
+Torch-free: dtype fields hold a `torch.dtype` or its name. `problems` states the rules; `__post_init__` raises from it.
 """
 
 from __future__ import annotations

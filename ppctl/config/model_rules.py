@@ -1,8 +1,4 @@
-"""Rules on the model: the decoder's own sizes, and what a model whose code is transformers' cannot do.
-
-Knows relations inside ModelConfig, and the keys that only ppctl's own blocks read. Must not know layouts, how a block
-is built, or what transformers' code computes.
-"""
+"""Rules on the model: the decoder's own sizes, and what a model whose code is transformers' cannot do."""
 
 from __future__ import annotations
 
@@ -55,7 +51,6 @@ def decoder(config: RunConfig) -> Iterator[Finding]:
 
 
 def _implementation(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on whose code runs."""
     if model.transformers is not None:
         return
     takes = "model.implementation=transformers" if model.from_ else "model.from=DIR model.implementation=transformers"
@@ -106,7 +101,6 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
 
 
 def _rotary(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on rotary positions, of heads whose width is even."""
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     share = model.rotary_percent
     turned = int(head * share) if 0 < share <= 1 else 0
@@ -131,7 +125,6 @@ def _rotary(model: ModelConfig) -> Iterator[Finding]:
 
 
 def _latent(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on latent attention."""
     width = model.qk_pos_emb_head_dim
     if width % 2:
         message = f"rotary positions rotate pairs: a width of {width} is odd"

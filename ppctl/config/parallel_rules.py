@@ -1,7 +1,6 @@
 """Rules on how a model is divided and run: recomputation, offloading, messages, schedules, whole matrices.
 
-Knows Megatron's names of modules. Must not know stages: how many layers these have is the plan's
-(`plan/layout_choice.py`), what a stage recomputes is in `geometry/layers.py`.
+How many layers stages have is the plan's (`plan/layout_choice.py`); what they recompute is in `geometry/layers.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ def _modules(config: RunConfig) -> Iterator[Finding]:
 
 
 def _missing(model: ModelConfig) -> dict[str, str]:
-    """The modules that this model does not have, and why."""
     missing: dict[str, str] = {}
     if model.num_moe_experts is None:
         missing |= dict.fromkeys(("moe", "experts", "moe_act"), "model.num_moe_experts is null")

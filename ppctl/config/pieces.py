@@ -1,7 +1,4 @@
-"""The written form of values that change during a run: a batch that grows, a learning rate and a weight in pieces.
-
-Must not know the schema, which names these forms; `batch_sizes.py` and `learning_rate.py` say what they mean.
-"""
+"""The written form of values that change during a run: a batch that grows, a learning rate and a weight in pieces."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules on precision: the dtype of weights and messages, autocast, and the scale of the loss.
-
-Knows the keys that name a dtype and those of the loss scale. Must not know torch.
-"""
+"""Rules on precision: the dtype of weights and messages, autocast, and the scale of the loss."""
 
 from __future__ import annotations
 
@@ -93,7 +90,6 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
 
 
 def _fp8(config: RunConfig) -> Iterator[Finding]:
-    """Products in 8 bits: of bfloat16, of rows of whole 16 bytes."""
     model, parallel = config.model, config.parallel
     if model.fp8 is None:
         return

@@ -1,8 +1,5 @@
-"""Where conf/ and the recipes are, and which recipes there are.
-
-Knows the checkout, the installed package (`ppctl._conf`, `ppctl._recipes`) and PPCTL_RECIPES_PATH. Must not know Hydra
-or what is in the files, except a recipe's first line. Nothing depends on the working directory.
-"""
+"""Where conf/ and the recipes are, and which recipes there are: in the checkout, the installed package
+(`ppctl._conf`, `ppctl._recipes`) and PPCTL_RECIPES_PATH. Nothing depends on the working directory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """`+scale=smoke` and `+scale=axes`: a recipe as a faithful miniature, which trains on a laptop.
 
-Knows which values make a run large. Must not know where they came from, files or Hydra. What a recipe is about stays:
-kinds of layers, schedule, MTP, routing rules, precision and every other switch. With `smoke` pp, vpp, layout and
-numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the recipe stays, two ranks long.
-These values depend on each other: that is why they are computed here and are no metadata of the keys.
+What a recipe is about stays: kinds of layers, schedule, MTP, routing rules, precision and every other switch. With
+`smoke` pp, vpp, layout and numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the
+recipe stays, two ranks long. These values depend on each other: they are no metadata of the keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Batches: the samples of one data-parallel rank in a step, as tensors.
-
-Knows how the sampler's ids, the corpus's windows and a rank's share meet. Must not know pipeline ranks, stages, devices
-or how the loss uses the mask. The only file of `data/` that imports torch.
-"""
+"""Batches: the samples of one data-parallel rank in a step, as tensors. The only file of `data/` that imports torch."""
 
 from __future__ import annotations
 

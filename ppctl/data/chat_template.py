@@ -1,8 +1,7 @@
 """A tokenizer's chat template: makes one text of messages, and marks which parts of it the assistant wrote.
 
-The marks come from the template itself, or from rendering the conversation turn by turn. Knows where templates are, and
-the child process that renders (`rendering`). Must not know tokens, files of conversations, nor what is in a template:
-launcher and ranks run no template themselves.
+The marks come from the template itself, or from rendering the conversation turn by turn. Launcher and ranks run no
+template themselves: a child process does (`rendering`).
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class ChatTemplate:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process: its template is not used any more."""
     process.kill()
     with suppress(OSError, ValueError):  # a pipe may be broken
         process.communicate()

@@ -1,6 +1,5 @@
 """Rows of whole conversations, from which batches are drawn if not all tokens are trained on.
 
-Knows which conversations stand in which row, and what of a row counts. Must not know files, steps, batches or torch.
 A row is a sample: one conversation or several in a row, then padding that is not trained on.
 """
 

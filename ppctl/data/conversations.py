@@ -1,8 +1,4 @@
-"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned.
-
-Knows the forms of a line, chat templates and where the assistant's turns stand in a rendered conversation. Must not
-know rows, samples or torch.
-"""
+"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -59,8 +55,6 @@ class Learned(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """A rendered line."""
-
     text: str
     learned: Spans
     place: str

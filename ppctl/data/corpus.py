@@ -1,7 +1,4 @@
-"""The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it.
-
-Must not know steps, ranks, batches, weights or torch.
-"""
+"""The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""From a config's `data` section to the samples to train on and those held out, and a check of them before a run.
-
-Knows which keys name which data, and what training requires of the data. Must not know steps or ranks, nor import
-torch, because the launcher makes the check.
-"""
+"""From a config's `data` section to the samples to train on and those held out, and the launcher's check of them."""
 
 from __future__ import annotations
 
@@ -169,7 +165,6 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
-    """A problem for each corpus without a document's end, although something is to follow from it."""
     for corpus in data.training.corpora:
         if isinstance(corpus, Corpus) and data.end != NO_END and not corpus.holds(data.end.token):
             asked = of_document_ends(config.data)

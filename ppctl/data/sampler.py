@@ -8,8 +8,6 @@ Beyond, the order is a keyed permutation that costs a few integer operations for
 Sources: a balanced Feistel network is a permutation for any round function (Luby and Rackoff, 1988); walking the cycle
 until the value falls into the range makes it one of any size (Black and Rogaway, 2002); random words and the mixing
 function are splitmix64's (Steele, Lea and Flood, 2014).
-
-Knows positions and sample ids. Must not know the corpus, tokens, files or torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens.
-
-Knows .txt and .jsonl files and every way in which they can be wrong. Must not know what the tokens are for.
-"""
+"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Tokenizers: bytes, which encode any text of any language, or a Hugging Face directory's, by the library `tokenizers`.
-
-Knows ids, bytes and the files of such a directory. Must not know corpora or the model's (padded) vocabulary size. The
-library is an extra, imported here alone.
-"""
+"""Tokenizers: bytes, which encode any text, or a Hugging Face directory's by the extra `tokenizers`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A Hugging Face model directory: its family, its model, and where every canonical tensor is, checked before use.
-
-Knows which tensors a model must have and which may be there besides. Must not know torch: values are read elsewhere.
-"""
+"""A Hugging Face model directory: its family, its model, and where every canonical tensor is, checked before use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The families: how each writes a model's sizes in config.json, and what it calls its tensors.
+"""The families: how each writes a model's sizes in config.json, and what it calls its tensors. A family is a row.
 
-Knows keys, defaults, fixed choices and names, as data: a family is a row. Must not know shapes or files. Sources: the
-public config.json of each family's models, and the defaults of the classes in transformers that read them.
+Sources: the public config.json of each family's models, and the defaults of the classes in transformers that read them.
 """
 
 from __future__ import annotations

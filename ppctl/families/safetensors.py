@@ -1,7 +1,6 @@
 """The headers of safetensors files: which tensors a directory has, and whether their bytes are there.
 
-Knows the format (eight bytes of length, a JSON header, the tensors' bytes) and the index beside several files. Must not
-know models or torch: nothing but headers is read, which takes milliseconds for any size.
+Nothing but headers is read, which takes milliseconds for any size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A causal language model of transformers as a value: its rows of the table of parameters, its parts, its costs.
 
-Knows what plans, checkpoints and stages ask of a model whose blocks are not ppctl's. Must not know torch, transformers
-or files: a child process describes the model once (`ppctl.foreign.describe`), and the text travels in the config
+A child process describes the model once (`ppctl.foreign.describe`), and the text travels in the config
 (`model.transformers`).
 """
 

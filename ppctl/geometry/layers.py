@@ -1,9 +1,4 @@
-"""Layers as values: which kinds there are, which have experts, the widths inside one, and which a stage
-recomputes or offloads.
-
-Knows ModelConfig, Megatron's meaning of `train.recompute_*`, and the keys of `cpu_offloading`. Must not know
-parameters, bytes, ranks or schedules. A layer is text (`decoder.3`) only in files and messages.
-"""
+"""Layers as values: their kinds, which have experts, the widths inside one, and what a stage recomputes or offloads."""
 
 from __future__ import annotations
 

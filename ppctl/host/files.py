@@ -1,7 +1,4 @@
-"""Atomic replacement, size-limited reads and locks of files; output streams whose reader has closed them.
-
-Knows the operating system. Must not know what is written, nor where.
-"""
+"""Atomic replacement, size-limited reads and locks of files; output streams whose reader has closed them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The processes of this machine: how one is started, a name that stays unique, whether one has ended or is stopped.
-
-Also SIGTERM to this one. Knows /proc. Must not know what a process does, nor runs.
-"""
+"""This machine's processes: how one is started, whether one has ended or is stopped; and SIGTERM to this one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A model whose code is transformers', described by a child process, once for each config and set of versions.
-
-Knows how the child is started and where its answers are kept. Must not know torch, nor what a description says.
-"""
+"""A model whose code is transformers', described by a child process, once for each config and set of versions."""
 
 from __future__ import annotations
 

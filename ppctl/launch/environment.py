@@ -1,7 +1,4 @@
-"""Detects who started this process (a person, torchrun, SLURM), and knows the environment variables that a rank needs.
-
-Knows the variables of torchrun and SLURM. Must not know configs, plans or devices.
-"""
+"""Detects who started this process (a person, torchrun, SLURM), and what a rank needs in its environment."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
 
 
 def _rank_variables(rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
-    """The variables by which a worker knows its place."""
     ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
     return {name: str(value) for name, value in ranks.items()}
 

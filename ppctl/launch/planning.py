@@ -1,9 +1,4 @@
-"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once.
-
-Every command that takes overrides has its config and its plan from here (ARCHITECTURE.md draws the road). Knows who
-reads a model's directory and a tokenizer. Must not know how values are composed (`ppctl.config`) or derived
-(`ppctl.plan`), nor what a command does with them.
-"""
+"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once."""
 
 from __future__ import annotations
 
@@ -75,14 +70,12 @@ def _patience_asked() -> Iterator[None]:
 
 
 def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
-    """The values that `model.from` sets."""
     from ppctl.launch.weights import values_of  # imports ppctl.families: a tenth of a plan's time, rarely needed
 
     return values_of(source, implementation, overrides, lora)
 
 
 def _count_tokens(tokenizer: str) -> int:
-    """The rows that an embedding needs for `data.tokenizer`."""
     from ppctl.data.load import load_tokenizer  # numpy
 
     return load_tokenizer(tokenizer).vocab_size

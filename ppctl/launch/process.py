@@ -1,7 +1,4 @@
-"""One rank as a process: started by the local launcher, or this process itself, which becomes one.
-
-Knows how a rank's process is started, ended and read. Must not know why, nor what the rank prints.
-"""
+"""One rank as a process: started by the local launcher, or this process itself, which becomes one."""
 
 from __future__ import annotations
 

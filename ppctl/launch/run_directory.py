@@ -1,7 +1,4 @@
-"""The run directory before its ranks start: made new, or set to go on; and env.json, which records the machine.
-
-Knows what a run directory must hold before the first rank reads it. Must not know how a config was composed.
-"""
+"""The run directory before its ranks start: made new, or set to go on; and env.json, which records the machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The batch script of a submitted job: a plain bash file that a person can read, edit and submit by hand.
 
-Knows sbatch's and srun's options, and what a job does in which order:
-
     launch.env, launch.setup        on the first node
     launch.health_check             once on every node; a node where it fails is left out, and the job requeued
     ppctl.launch.enter              once on every node: the node sees the run, and has the submitted code
@@ -9,8 +7,7 @@ Knows sbatch's and srun's options, and what a job does in which order:
     scontrol requeue                if the mark `requeue.<job>.<life>` is there: all ranks have saved, the job goes on
     ppctl.launch.leave              once, else: how the job ended, from the files that its ranks have written
 
-Must not know the answers of SLURM's commands, nor files: it makes a text. The modules' names stand in scripts of runs
-that can still be requeued.
+The modules' names stand in scripts of runs that can still be requeued.
 """
 
 from __future__ import annotations

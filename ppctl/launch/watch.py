@@ -1,7 +1,6 @@
 """The local launcher: runs a job on this machine, watches its ranks until none is left, and returns how it ended.
 
-Knows processes, signals and deadlines. Must not know what a rank does: a rank reports by its exit code, its error
-record, its heartbeat and status.json. What happens:
+A rank reports by its exit code, its error record, its heartbeat and status.json. What happens:
 
     a rank fails               the launcher ends the others: SIGINT, then SIGKILL
     SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
@@ -292,7 +291,6 @@ class Watch:
         return True
 
     def _end_all(self) -> None:
-        """Leave no process behind, whatever happened."""
         if self._alive() and not self._killed:
             self._end("failure", signal.SIGKILL)
             while self._alive() and time.monotonic() < (self._deadline or 0.0):

@@ -1,9 +1,6 @@
 """The source of a run's first weights (`model.from`): which model it holds, and whether that model fits the run.
 
-Also which tensors a checkpoint of a run holds, so that one can be compared with a config.
-
-Knows model directories, checkpoints and runs. Must not know how a config is composed, nor torch: it reads headers and
-manifests, not weights.
+Also which tensors a checkpoint of a run holds. It reads headers and manifests, not weights.
 """
 
 from __future__ import annotations
@@ -173,7 +170,6 @@ def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str
 
 
 def _tokenizer(path: Path) -> str | None:
-    """The `data.tokenizer` of the weights at `path`; None if it is not known."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
     state = run_state(path)

@@ -3,7 +3,7 @@
 A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples,
 TypedDicts, and classes with a `parse` of their text. `Annotated[type, rule]` adds a rule: a range, a set or a pattern
 that the value must be in, or a function that raises ValueError. Keys that an object's type does not declare are left
-out, or kept in a TypedDict: later versions may add some. Must not know files. Standard library only.
+out, or kept in a TypedDict: later versions may add some.
 """
 
 from __future__ import annotations

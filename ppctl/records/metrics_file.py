@@ -1,7 +1,4 @@
-"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record.
-
-Must not know the run, nor what the figures mean.
-"""
+"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The measurements of one rehearsed rank, which its process hands to the command that started it.
-
-Knows the fields and their JSON. Must not know how they are measured, nor what is concluded from them.
-"""
+"""The measurements of one rehearsed rank, which its process hands to the command that started it."""
 
 from __future__ import annotations
 

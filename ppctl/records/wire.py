@@ -1,6 +1,5 @@
 """Converts values to bytes for another process, and back, checked against a type annotation: JSON, then raw bytes.
 
-Knows the types of the standard library, named tuples, dataclasses and enums. Must not know who sends what, nor how.
 Nothing that arrives chooses a class or runs: the receiver's annotation says what is made, and all else is refused.
 """
 

@@ -1,8 +1,6 @@
 """A directory of checkpoints: names, order of writes, what a crash may leave, and which checkpoint a start reads.
 
-Knows directories, the `latest` file and that the manifest is a checkpoint's last file. Must not know tensors, ranks or
-what is in a file. Standard library only: launcher and ranks use it; no other module knows these
-names (decision 23).
+Standard library only: launcher and ranks use it; no other module knows these names (decision 23).
 
     step-20/        a checkpoint: complete, because it got this name by one rename, after its manifest was written
     latest          text: the name of the checkpoint to continue from; replaced by rename

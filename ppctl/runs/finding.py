@@ -1,8 +1,4 @@
-"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to continue from.
-
-Knows where runs are under their root, and by which names people call them. Must not know what is in a run's files, nor
-the rule by which a checkpoint is chosen (`checkpoint_folder`).
-"""
+"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to continue from."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Each rank's current state, in a file of this machine's shared memory, and what a node publishes of its ranks.
 
-Knows the bytes of the file and where it is. Must not know schedules or the paths of a run: an action is an index into
-the rank's own list, and a published record goes to a function of the caller's. An action costs no system call.
-
-The file is outside the run directory and outlives its rank: the launcher reads there what a killed rank was doing. It
-goes with its directory, which a start makes on every node (`private_files.own_directory`).
+An action is an index into the rank's own list, and costs no system call. The file outlives its rank: the launcher reads
+there what a killed rank was doing. It goes with the start's directory (`private_files.own_directory`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The starts of one run: at most one process holds it at a time, and a later start keeps the files of an earlier start.
 
-Knows which files belong to one start. Must not know what is in them, nor how ranks are started. A run is started by
-`ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
+A run is started by `ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""A run directory: its files, and how each is written and read.
+"""A run directory: its files, and how each is written and read. Who holds a run is in `run_starts`.
 
-The only module that knows the files' names. Must not know what the values mean: a config, a plan and a record are
-written and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in
-`run_starts`.
-
-    runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                         edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
-                         logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
+runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
+                     edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
+                     logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
 """
 
 from __future__ import annotations
