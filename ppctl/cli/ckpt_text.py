@@ -184,8 +184,9 @@ def compared_on_screen(paths: Sequence[Path], what: str) -> CheckpointDifference
     from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare  # numpy
 
     manifests = list(map(read_manifest, paths))
+    first, second = map(ArrayReader, paths, manifests)
     with byte_progress(what, bytes_to_compare(*manifests)) as progress:
-        return compare(*map(ArrayReader, paths, manifests), progress)
+        return compare(first, second, progress)
 
 
 def comparison(paths: Sequence[Path], compared: CheckpointDifferences) -> dict[str, Any]:
