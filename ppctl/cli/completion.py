@@ -28,53 +28,7 @@ Word = tuple[str, str]
 _FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer")
 """Flags after which a file or a directory stands, which shells complete by themselves."""
 
-SHELLS = {
-    "bash": """\
-# ppctl's completion for bash. In ~/.bashrc: source <(ppctl completion bash)
-_ppctl() {
-  local line=${COMP_LINE:0:COMP_POINT} current word IFS=$' \\t'
-  local -a words
-  read -ra words <<<"$line"
-  [[ $line == *[[:blank:]] ]] && words+=("")
-  current=${words[${#words[@]}-1]}
-  COMPREPLY=()
-  while IFS=$'\\t' read -r word _; do
-    [[ $word == "$current"* ]] && COMPREPLY+=("$word")
-  done < <("${words[0]}" completion words -- "${words[@]:1}" 2>/dev/null)
-  [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
-  # bash itself breaks words at = and : where COMP_WORDBREAKS has them, and replaces what stands behind.
-  local head=${current%"${current##*[=:]}"}
-  [[ $head == *: && $COMP_WORDBREAKS != *:* ]] && head=
-  [[ $head == *= && $COMP_WORDBREAKS != *=* ]] && head=
-  COMPREPLY=("${COMPREPLY[@]#"$head"}")
-}
-complete -o default -F _ppctl ppctl
-""",
-    "zsh": """\
-#compdef ppctl
-# ppctl's completion for zsh. In ~/.zshrc, behind compinit: source <(ppctl completion zsh)
-_ppctl() {
-  local word text
-  local -a ended open
-  while IFS=$'\\t' read -r word text; do
-    if [[ $word == *= ]]; then open+=("${word//:/\\\\:}:$text"); else ended+=("${word//:/\\\\:}:$text"); fi
-  done < <("${words[1]}" completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)
-  (( $#ended )) && _describe -t words ppctl ended
-  (( $#open )) && _describe -t keys ppctl open -S ''
-  (( $#ended + $#open )) || _files
-}
-compdef _ppctl ppctl
-""",
-    "fish": """\
-# ppctl's completion for fish. As a file: ppctl completion fish > ~/.config/fish/completions/ppctl.fish
-function __ppctl_words
-    set -l words (commandline --tokenize --current-process --cut-at-cursor)
-    set -a words (commandline --current-token --cut-at-cursor)
-    $words[1] completion words -- $words[2..-1] 2>/dev/null
-end
-complete -c ppctl -a '(__ppctl_words)'
-""",
-}
+SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a shell's script, or words with a tab and a line about each."""
     if args.shell in SHELLS:
-        print(SHELLS[args.shell], end="")
+        print(Path(__file__).with_suffix(f".{args.shell}").read_text(encoding="utf-8"), end="")
     else:
         typed = args.words[1:] if args.words[:1] == ["--"] else args.words
         print("".join(f"{word}\t{text}\n" for word, text in candidates(typed or [""])), end="")
@@ -172,7 +126,7 @@ def _schedules() -> Iterator[Word]:
     return ((name, policy.use) for name, policy in POLICIES.items() if policy.trains)
 
 
-_ACTIONS: dict[str, Iterable[str]] = {
+_ACTIONS: dict[str, tuple[str, ...]] = {
     "recipes": ("list", "show", "copy"),
     "runs": ("list", "show"),
     "ckpt": ("inspect", "verify", "diff", "average", "prune", "import", "export"),
