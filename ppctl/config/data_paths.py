@@ -31,11 +31,8 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         except ValueError as error:
             yield (key,), str(error), f"{key}=null"
     if data.validation_path is not None and data.validation_split:
-        yield (
-            ("data.validation_split", "data.validation_path"),
-            "evaluation reads one of the two, not both",
-            "data.validation_split=0",
-        )
+        keys = ("data.validation_split", "data.validation_path")
+        yield keys, "evaluation reads one of the two, not both", "data.validation_split=0"
     yield from _conversations(data)
     yield from _evaluation(config)
 
@@ -61,17 +58,12 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
     data, train = config.data, config.train
     if train.eval_interval > 0:
         if data.validation_path is None and not data.validation_split:
-            yield (
-                ("train.eval_interval", "data.validation_split", "data.validation_path"),
-                "an evaluation needs data.validation_path or data.validation_split, and neither is set",
-                "data.validation_split=0.05",
-            )
+            keys = ("train.eval_interval", "data.validation_split", "data.validation_path")
+            message = "an evaluation needs data.validation_path or data.validation_split, and neither is set"
+            yield keys, message, "data.validation_split=0.05"
         if not train.eval_steps:
-            yield (
-                ("train.eval_steps", "train.eval_interval"),
-                "an evaluation needs at least one batch",
-                "train.eval_steps=8",
-            )
+            message = "an evaluation needs at least one batch"
+            yield ("train.eval_steps", "train.eval_interval"), message, "train.eval_steps=8"
         return
     for name, unset in (("train.eval_steps", 0), ("data.validation_path", None)):
         if config[name] != unset:

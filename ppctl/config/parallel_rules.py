@@ -32,11 +32,8 @@ def muon(config: RunConfig) -> Iterator[Finding]:
     for axis in ("tensor_model", "expert_tensor"):
         key = f"parallel.{axis}_parallel_size"
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
-            yield (
-                (key, _OPTIMIZER),
-                "Muon needs whole matrices, and tensor parallelism splits them",
-                f"{key}=1\n{_OPTIMIZER}=adamw",
-            )
+            message = "Muon needs whole matrices, and tensor parallelism splits them"
+            yield (key, _OPTIMIZER), message, f"{key}=1\n{_OPTIMIZER}=adamw"
     if config.model.lora:
         message = "Muon orthogonalises whole weights, and an adapter is a product of two factors"
         yield (_OPTIMIZER, "model.lora"), message, f"{_OPTIMIZER}=adamw"
