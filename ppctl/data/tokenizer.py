@@ -195,7 +195,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 def _find_eos(library: Library, directory: Path) -> int | None:
     for name in _SETTINGS:
-        token = _eos_token(directory / name)
+        token = named_marks(read_settings(directory / name)).get("eos_token")
         if token is not None:
             number: int | None = library.token_to_id(token)
             return number
@@ -209,12 +209,20 @@ def _special(library: Library) -> set[str]:
     return {token.content for token in library.get_added_tokens_decoder().values() if token.special}
 
 
-def _eos_token(file: Path) -> str | None:
-    """Return the `eos_token` that the file names, as a text or an object with the text as its content."""
+def read_settings(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file of a tokenizer's directory; empty if there is none."""
     try:
         settings: Any = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):
-        return None
-    token = settings.get("eos_token") if isinstance(settings, Mapping) else None
-    token = token.get("content") if isinstance(token, Mapping) else token
-    return token if isinstance(token, str) else None
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def named_marks(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by the names that files and templates know them by: `bos_token`, `eos_token`, …"""
+    marks = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            marks[name] = text
+    return marks

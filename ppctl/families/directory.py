@@ -12,7 +12,7 @@ from typing import Any
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import read_config
-from ppctl.families.family_table import Family, mtp_copies, stored_name
+from ppctl.families.family_table import MTP_COPIES, Family, stored_name
 from ppctl.families.safetensors import INDEX, SINGLE, Stored, read_directory
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
@@ -148,8 +148,8 @@ def stored_names(family: Family, model: ModelConfig) -> dict[str, str]:
 def mtp_tables(model: ModelConfig) -> dict[str, str]:
     """Stored name of each table that MTP modules are stored with -> the canonical tensor that it is a copy of."""
     tied = model.share_embeddings_and_output_weights
-    depths = range(model.mtp_num_layers or 0)
-    copies = {name: of for depth in depths for name, of in mtp_copies(model.num_layers, depth).items()}
+    modules = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+    copies = {f"model.layers.{module}.{name}": of for module in modules for name, of in MTP_COPIES.items()}
     return {name: EMBEDDING if tied else of for name, of in copies.items()}
 
 

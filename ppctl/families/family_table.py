@@ -100,11 +100,6 @@ def _within(name: str, table: Mapping[str, str]) -> str:
     return f"{table[module]}.{kind}".format(expert=expert and expert[1])
 
 
-def mtp_copies(model_layers: int, depth: int) -> dict[str, str]:
-    """Hugging Face's name of each copy that MTP module `depth` is stored with -> the canonical name of the original."""
-    return {f"model.layers.{model_layers + depth}.{name}": of for name, of in MTP_COPIES.items()}
-
-
 # Families
 
 
