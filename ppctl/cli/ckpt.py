@@ -111,8 +111,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _folder(text: str | None, root: Path) -> Path | None:
-    """The directory of checkpoints that `text` means (None: the newest run's); returns None if it means one
-    checkpoint."""
+    """The directory of checkpoints that `text` means (None: the newest run's); None if it means one checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -162,11 +161,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And after
-    how many samples of its data it would go on; None if that is not known.
-
-    Whether the data are those of the checkpoint is seen when the run reads them.
-    """
+    """Why a run with this config cannot load the checkpoint (one of weights alone: as its first ones), and after how
+    many samples it would go on, if that is known. Whether the data are the same is seen when the run reads them."""
     from ppctl.launch.weights import checkpoint_tensors
 
     try:
@@ -226,11 +222,8 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """Checkpoints that stay whatever `--keep` says: the newest good checkpoint, and the checkpoint that a start goes on
-    from.
-
-    Raises CheckpointError (PP-E530) if no checkpoint is good.
-    """
+    """The newest good checkpoint, and the one that a start goes on from: they stay whatever `--keep` says.
+    Raises CheckpointError (PP-E530) if no checkpoint is good."""
     for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:

@@ -69,10 +69,7 @@ def import_(args: argparse.Namespace) -> int:
 
 def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
     """The model of a Hugging Face directory whose code is transformers'; None of one that ppctl's own blocks build.
-
-    `words` are the keys that say whose code it is, and which fields of its config.json are others. Raises ConfigError:
-    PP-E105 for other keys, else as `model.from=DIR` does.
-    """
+    `words` may say whose code it is and set fields of its config.json; others are refused (PP-E105)."""
     from ppctl.config.keys import keys
     from ppctl.config.schema import ModelConfig
     from ppctl.launch.weights import model_values

@@ -49,10 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[Word]:
-    """Completions of the last of `words`, which are the command line's words after `ppctl`.
-
-    Empty if the shell itself should complete a file name.
-    """
+    """The completions of the last of the words after `ppctl`; none if the shell itself should complete a file name."""
     *before, word = words
     if not before:
         offered: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())

@@ -69,10 +69,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def requeue(args: argparse.Namespace) -> int:
-    """Requeue: a job that runs saves and starts again, a job that has ended is submitted again.
-
-    Raises ConfigError if the run has done its steps.
-    """
+    """Requeue: a running job saves and starts again, one that has ended is submitted again. Not after its last step."""
     run = named_run(args)
     job = _job_to("requeue", run)
     if job.state and not job.ended:

@@ -34,10 +34,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @contextmanager
 def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[Callable[[str], None]]:
-    """Draw the block while entered; yields the function that prints rank 0's lines above it, wrapped between words.
-
-    Nothing of the block stays on the screen.
-    """
+    """Draw the block while entered; yields the function that prints rank 0's lines above it. Nothing of it stays."""
     block, screen = LiveBlock(run, directory, world_size, steps), console()
     with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
         yield lambda text: screen.out(

@@ -203,10 +203,7 @@ def command_line(command: str, args: argparse.Namespace) -> str:
 def run_to_end(
     run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
 ) -> int:
-    """Print the first screen, run the job to its end and print how it ended.
-
-    `overrides` are those of a train command, from which the last lines make commands to go on with.
-    """
+    """Print the first screen, run the job to its end and print how it ended; `overrides` are a train command's."""
     out = sys.stderr if as_json else sys.stdout
     config = launch.config
     print(

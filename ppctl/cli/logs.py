@@ -62,10 +62,7 @@ def _log(path: Path) -> Iterator[str]:
 
 
 def _steps(run_dir: RunDir, lines: int | None) -> Iterator[str]:
-    """The steps that have been added since the last time, as the run printed them on its terminal.
-
-    At first with the last `lines` at least; None: with all.
-    """
+    """The lines of steps added since the last time, as the run printed them; at first the last `lines` (None: all)."""
     metrics, last = run_dir.metrics_file(last=lines), 0
     shown = StepLines(run_dir.read_config().train.steps, width(WIDE))
     while True:
@@ -79,10 +76,7 @@ def _is_going_on(run_dir: RunDir) -> bool:
 
 
 def _follow(run_dir: RunDir, added: Iterator[str], lines: int | None, *, follow: bool) -> bool:
-    """Print the last `lines` (None: all) of what there is, and with `follow` what is added until the run has ended.
-
-    Returns whether there was anything.
-    """
+    """Print the last `lines` (None: all), with `follow` until the run ends; returns whether there was anything."""
     anything = False
     while True:
         goes_on = follow and _is_going_on(run_dir)  # checked before reading, so that the last lines are printed

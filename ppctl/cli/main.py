@@ -142,10 +142,7 @@ def _unknown_command(name: str) -> Problem:
 
 
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
-    """The arguments of command `name`, which is `module`.
-
-    A command with overrides gets its words sorted as `args.line`, and reports their problems with those of the config.
-    """
+    """The arguments of command `name`, which is `module`; with overrides their words, sorted, are `args.line`."""
     parser = parser_of(name, module)
     if not COMMANDS[name].overrides:
         # argparse allows words on both sides of an option only in parsers without subcommands.

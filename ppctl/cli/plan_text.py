@@ -81,10 +81,8 @@ def _chunk(stage: StageSpec) -> Chunk:
 
 
 def table(plan: Plan, width: int) -> str:
-    """The layers and costs of each pp_rank, no wider than `width` if it can be.
-
-    If numbers differ within a row, the row shows the first rank's and the last rank's number.
-    """
+    """The layers and costs of each pp_rank, no wider than `width` if it can be; where numbers differ within a row,
+    those of its first and its last rank."""
     unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
     rows = _rows(plan)

@@ -121,10 +121,7 @@ def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
 
 
 def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
-    """One problem for each change of what is computed: from the next step on, the numbers would be another run's.
-
-    `before` is the run's config without the changes.
-    """
+    """One problem for each change of what is computed, from the config `before`: the numbers would be another run's."""
     reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     effect = effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:

@@ -211,8 +211,7 @@ def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
 
 
 def _comparison_text(compared: dict[str, Any], columns: int) -> str:
-    """The comparison in tables of at most `columns` columns: keys, then a dozen steps from the first common one to the
-    last."""
+    """Keys that differ, then a dozen steps from the first common one to the last, in at most `columns` columns."""
     named = aligned(zip("AB", compared["ids"], strict=True))
     lines = [named, "", _keys(compared["keys"], columns) if compared["keys"] else "no key differs", ""]
     steps = compared["steps"]

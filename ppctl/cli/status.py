@@ -125,8 +125,7 @@ def _text(report: dict[str, Any], columns: int) -> str:
 
 
 def _tells(report: dict[str, Any]) -> bool:
-    """Whether the ranks' last heartbeats say more than the steps on record: those of a run that was lost between two of
-    them may be older than its last step."""
+    """Whether the ranks' last heartbeats say more than the steps on record: those of a lost run may be older."""
     lost, rows = report["state"] == LOST, report["ranks"]
     return bool(rows) and (report["state"] in STARTED or (lost and max(r["step"] for r in rows) >= report["step"]))
 
@@ -188,10 +187,7 @@ def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
-    """A row per rank: where it was when its host published last, for how long, and which rank it waited for.
-
-    For a silent host the time is counted until now.
-    """
+    """A row per rank: where it was when its host published last, since when, and what it waits for."""
     table = [["rank", "host", "step", "last done", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"

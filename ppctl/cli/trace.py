@@ -85,8 +85,7 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
 
 
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
-    """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) if the run has none,
-    or not this one, or a damaged one."""
+    """The step that was asked for, and its plan. Raises ConfigError (PP-E643) if the run has none, or a damaged one."""
     files = run.measured_steps()
     if not files:
         raise ConfigError(_none_traced(run))

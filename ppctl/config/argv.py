@@ -58,10 +58,7 @@ class Arguments:
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
-    """Sort and rewrite `tokens`, the command line after the command's name.
-
-    `own` maps each flag of the command itself to whether it takes a value. Nothing is raised: problems are collected.
-    """
+    """Sort and rewrite the words after a command's name; `own` maps its own flags to whether they take a value."""
     sorter = _Sorter(tokens, own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))

@@ -110,11 +110,8 @@ def check(
 
 
 def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    """The findings, each with a remedy that breaks no other rule: those lines of the finding's own remedy, or a key's
-    usual value.
-
-    A remedy that is a key alone stands for the usual value of that key.
-    """
+    """The findings, each with the lines of its remedy that break no other rule, else a key's usual value. A remedy that
+    is a key alone stands for its usual value."""
     findings = _findings(config)
     before = {(keys, message) for keys, message, _ in findings}
 
@@ -183,9 +180,8 @@ def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
-    """The finding of a value beyond its limit; the remedy is the word that was meant, else the usual value, and instead
-    of null an example: who typed a value meant to have one.
-    """
+    """The finding of a value beyond its limit. Its remedy is the word that was meant, else the usual value, and instead
+    of null an example."""
     key = text_keys()[name]
     message, meant = key.misfit(value)
     fitting = _usual(name, usual) if meant is None else meant

@@ -158,20 +158,14 @@ class Draft:
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
     def _unite_micro_batch(self) -> None:
-        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value, the value of the stronger source.
-
-        With equally strong sources both stay, and `checks.py` reports a difference.
-        """
+        """Give both names of the micro batch size the stronger source's value; as strong ones are compared later."""
         ranks = [self._strength(key) for key in MICRO_BATCH]
         if ranks[0] != ranks[1]:
             stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
             self.put(weaker, self.values[stronger], f"derived: {stronger}")
 
     def _count_steps(self) -> None:
-        """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
-
-        If both are as strong both stay, and `batch_sizes` reports it.
-        """
+        """Set train.steps by the run's samples or tokens, if their source is stronger; as strong ones are compared."""
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
             return
@@ -328,8 +322,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
 
 
 def _miniature(draft: Draft, scale: str) -> dict[str, Any]:
-    """The values that make the run small. The model's are in proportion to those of files: values on the command line
-    are meant for the miniature."""
+    """The values that make the run small, in proportion to those of files: typed ones are meant for the miniature."""
     small = SCALES[scale]
     full = replace(draft, values=dict(draft.values))
     for key in small(draft.config(), draft.typed):

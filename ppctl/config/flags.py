@@ -174,10 +174,8 @@ _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 
 
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
-    """One problem for several flags at once; `line` is the command line with keys instead of these flags.
-
-    Its place ends with Megatron's defaults if the line leaves others; `given` are its keys and values.
-    """
+    """One problem for several flags; `line` is the command line with keys instead, `given` its keys and values. Its
+    place ends with Megatron's defaults if the line leaves others."""
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {one.override or _left_out(one)}" for one in flags]
     message = f"{len(flags)} flags are keys in ppctl or have no meaning in it; the remedy is the whole command line"

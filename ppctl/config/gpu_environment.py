@@ -35,8 +35,7 @@ def gpu_environment(
 ) -> tuple[dict[str, str], list[Problem]]:
     """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
 
-    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in whoever's
-    code.
+    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in any code.
     """
     added = dict(launch_env)
     if QUEUES not in environ:

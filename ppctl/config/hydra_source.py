@@ -203,10 +203,8 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
-    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there.
-
-    A text may name another one twice, and that one a third: some lines would take hours, and fill the memory.
-    """
+    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there. A text may
+    name another one twice, and that one a third: some lines would take hours, and fill the memory."""
     if path not in known:
         known[path] = 0
         named = _NAMED.findall(texts[path])

@@ -50,10 +50,7 @@ class ModelParallelConfigError(ConfigError, ValueError):
 
 
 def dtype_name(value: Any) -> str | None:
-    """The canonical name of a dtype: of `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
-
-    Raises ValueError for anything else, naming what is accepted.
-    """
+    """The canonical name of `torch.bfloat16`, `"bf16"`, ...; None for None. Raises ValueError for what is no dtype."""
     if value is None:
         return None
     text = str(value).removeprefix("torch.").lower()

@@ -125,11 +125,8 @@ class Batches:
 
 
 def positions(tokens: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
-    """How far each of `tokens` [..., s] is from the first of its document.
-
-    A mark belongs to the document that it ends; a sample that begins or stops within a document has a part of it, which
-    counts as a document.
-    """
+    """How far each of `tokens` [..., s] is from the first of its document: a mark belongs to the one that it ends, and
+    a sample that begins or stops within a document has a part of it, which counts as one."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     begins = np.zeros_like(tokens)
     begins[..., 1:] = np.where(tokens[..., :-1] == end, places[..., 1:], 0)
@@ -145,10 +142,8 @@ def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
 def find_documents(
     tokens: torch.Tensor, end: DocumentEnd, places: npt.NDArray[np.int64] | None = None
 ) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
-    """A StepBatch's `positions` and `documents`, each None if `end` does not ask for it.
-
-    From its `tokens`, unless the data itself says the `places` of tokens in their documents.
-    """
+    """A StepBatch's `positions` and `documents`, each None if `end` does not ask for it: from its `tokens`, unless the
+    data itself says the `places` of tokens in their documents."""
     if not (end.restarts_positions or end.separates):
         return None, None
     restarting = positions(tokens.numpy(), end.token) if places is None else places
@@ -187,10 +182,8 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class RankData:
-    """What one of `dp_size` data-parallel ranks reads of a run's data; `data` is None if its stages need no tokens.
-
-    `config` is the run's, with the size of its whole batch.
-    """
+    """The part of a run's data that one of `dp_size` data-parallel ranks reads; `data` is None if its stages need no
+    tokens. `config` is the run's, with the size of its whole batch."""
 
     config: RunConfig
     data: Data | None

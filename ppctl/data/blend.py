@@ -24,9 +24,7 @@ from ppctl.data.sampler import Ids
 @dataclass(frozen=True, eq=False)
 class Blend:
     """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas they are drawn as of one corpus.
-
-    Sample ids count through all corpora in order.
-    """
+    Sample ids count through all corpora in order."""
 
     corpora: tuple[Corpus | ConversationRows, ...]
     quotas: tuple[int, ...] | None = None

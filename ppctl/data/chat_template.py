@@ -53,10 +53,8 @@ class ChatTemplate:
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans | None]:
-        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell.
-
-        Raises RenderingFailed with the template's own words, or if it takes too much time or memory.
-        """
+        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell. Raises
+        RenderingFailed with the template's own words, or if it takes too much time or memory."""
         self._process = self._process or self._start()
         text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
         return text, spans
@@ -98,10 +96,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
-    """The template in `file` (`data.chat_template`), or else the template that belongs to `data.tokenizer`.
-
-    Raises DataError (PP-E419) if there is none.
-    """
+    """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) without one."""
     directory = Path(tokenizer).expanduser()
     directory = directory.parent if directory.is_file() else directory
     settings = read_settings(directory / _SETTINGS) if tokenizer != "byte" else {}

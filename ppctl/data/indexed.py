@@ -224,10 +224,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: Tokens, end: Sequence[int] = (), place: str = "") -> None:
-        """Append a document and the marks at its end: one sequence, or none if it has no token.
-
-        `place` names it if it is too long for the format (DataError).
-        """
+        """Append a document and its end marks: one sequence, or none without a token. Raises DataError with `place`."""
         size = len(tokens) + len(end)
         if size > _LONGEST:
             message = f"a document has {size:,} tokens, and a .idx can say {_LONGEST:,} at most"

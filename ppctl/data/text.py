@@ -49,9 +49,7 @@ def standard_library() -> tuple[list[Path], str]:
 
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
     """The .txt and .jsonl files that `pattern` means, in the order of their names, and a line that describes them.
-
-    `form` is how messages write the pattern. Raises DataError if there are no files.
-    """
+    `form` is how messages write the pattern. Raises DataError if there are no files."""
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
     paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
@@ -92,11 +90,8 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong if one cannot be read.
-
-    A .txt file is a document; of a .jsonl file every line that is not blank, an object whose `text_key` it is.
-    `progress` is called with the number of bytes read since its last call.
-    """
+    """All documents in order, empty ones too, and what is wrong if one cannot be read: a .txt file, or of a .jsonl file
+    the `text_key` of every line that is not blank. `progress` takes the bytes read since its last call."""
     for item in _read_all(files, progress):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
@@ -195,12 +190,8 @@ def encode_files(
     progress: Callable[[int], None] = lambda size: None,
     text_key: str = "text",
 ) -> Iterator[tuple[Tokens, str]]:
-    """The tokens of every document of `files` in order, those without one too, and its place for messages.
-
-    There is no mark at a document's end.
-
-    Raises DataError as `encoded` does.
-    """
+    """The tokens of every document of `files` in order, those without one too, and its place for messages. There is no
+    mark at a document's end. Raises DataError as `encoded` does."""
 
     def encode(batch: Sequence[Document]) -> Iterator[tuple[Tokens, str]]:
         for ids, document in zip(tokenizer.encode_documents(batch), batch, strict=True):
@@ -215,10 +206,8 @@ Made = TypeVar("Made")
 
 
 def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], Iterable[Made]]) -> Iterator[Made]:
-    """Yield what `encode` returns for the items, which it gets in batches.
-
-    Raises DataError with the problems of all items, the first twenty; what was yielded before is to be thrown away.
-    """
+    """The results of `encode` for the items, which it gets in batches. Raises DataError with the problems of all items,
+    the first twenty; what was yielded before is to be thrown away."""
     problems: list[Problem] = []
     for batch in _batches(items, problems):
         if not problems:

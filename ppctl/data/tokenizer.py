@@ -63,10 +63,8 @@ def tokenizer_path(name: str) -> str | None:
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes themselves; three ids beyond them mark documents and padding.
-
-    A model's `vocab_size` must be at least `vocab_size`; the ids between the two are never produced.
-    """
+    """Ids 0..255 are the bytes themselves; three ids beyond them mark documents and padding. A model may have more
+    rows: their ids are never produced."""
 
     bos = 256
     eos: int | None = 257
@@ -111,11 +109,8 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 
 class HuggingFaceTokenizer:
-    """Encodes as the directory's own pipeline does: the tokens that it puts around every text (a bos, say) included.
-
-    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; if neither names one, the only
-    special token that is usual for it.
-    """
+    """Encodes as the directory's own pipeline does, with the tokens that it puts around every text (a bos, say). `eos`
+    is the `eos_token` of its settings; if these name none, the only special token that is usual for it."""
 
     def __init__(self, library: Library, eos: int | None) -> None:
         library.no_truncation()

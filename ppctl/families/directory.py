@@ -97,11 +97,8 @@ def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def quantised_note(path: Path) -> str:
-    """A line about a directory whose config says that its weights are quantised and that stores them as plain floats;
-    empty for others.
-
-    Who turns weights of few bits into floats often leaves the config as it was. transformers would go by the config.
-    """
+    """A line about a directory whose config says that its weights are quantised and that stores them as plain floats,
+    as whoever turns them into floats often leaves it (transformers would go by the config); empty for others."""
     said = read_config_file(path).get("quantization_config")
     dtypes = {stored.dtype for stored in read_directory(path).values()} if said and has_weights(path) else set()
     if not dtypes or not dtypes <= {*_FLOATS}:

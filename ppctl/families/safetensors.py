@@ -84,8 +84,7 @@ def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
 
 
 def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
-    """A line for each tensor whose bytes do not fit its shape and dtype, or do not begin where the tensor before
-    ends."""
+    """A line for each tensor whose bytes do not fit its shape and dtype, or do not begin where the one before ends."""
     for name, each in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         bits, type_ = math.prod(each.shape) * _SIZES.get(each.dtype, 0), f"{each.dtype}{list(each.shape)}"
         if each.dtype not in _SIZES:

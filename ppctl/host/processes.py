@@ -71,10 +71,7 @@ def is_stopped(pid: int) -> bool:
 
 @contextmanager
 def unwinding_on_term() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit(143), so that unfinished files and started processes go with this one.
-
-    In the main thread only.
-    """
+    """Let SIGTERM raise SystemExit(143) in the main thread, so that files and processes end with this one."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

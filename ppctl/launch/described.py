@@ -82,8 +82,7 @@ def absent_for(model: ModelConfig) -> list[Problem]:
 
 
 def other_version(model: ModelConfig) -> str | None:
-    """A note if the transformers of this machine is another one than a model was proved with, as a run or checkpoint
-    from elsewhere may have been; None if it is the same, or not here."""
+    """A note if a model from elsewhere was proved with another transformers than this machine has."""
     foreign = foreign_of(model)
     with suppress(metadata.PackageNotFoundError):
         here = metadata.version("transformers")
@@ -116,8 +115,7 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
-    """A digest of all that an answer depends on: proof and costs of both dtypes, with the loss that every run has and
-    the attention that the config names."""
+    """A digest of all that an answer depends on: it has proof and costs of both dtypes, with the loss of every run."""
     # Commits of one version differ in the files that make an answer.
     code = [package_digest(Path(ppctl.__file__).parent / name) for name in _CODE]
     versions = [VERSION, ppctl.__version__, *code]

@@ -41,10 +41,8 @@ def _is_unread(composed: Composed) -> bool:
 def plan_of(
     composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
-    """The plan of a composed config, and all problems: those that were known before, and the plan's.
-
-    `before` is the plan of the run's last start, whose schedule is kept if one was searched for.
-    """
+    """The plan of a composed config, and all problems, the known ones among them; of the plan `before`, that of the
+    run's last start, a schedule that was searched for is kept."""
     try:
         with _patience_asked():
             plan = plan_checked(composed.config, composed.provenance, problems, before=before)

@@ -244,9 +244,7 @@ class Watch:
 
     def _ask(self, number: int) -> None:
         """Ask the ranks to save and leave: each once, but a rank that is still starting ignores it and is asked again.
-
-        Never more often: the signal would kill a rank that has saved and is about to exit.
-        """
+        Never more often: the signal would kill a rank that has saved and is about to exit."""
         for rank in self._alive():
             if rank.rank in self._to_ask:
                 state = heartbeat.read(self.job.directory, rank.rank)

@@ -30,8 +30,7 @@ class MetricsFile:
         self._tail = None if last is None else max(_TAIL, last * _MOST_OF_A_RECORD)
 
     def read(self) -> list[dict[str, Any]]:
-        """The records, without lines that are none. A last line without an end is still being written, or was cut by a
-        crash."""
+        """The records, without lines that are none; a last line without an end is still being written, or was cut."""
         try:
             with open_regular(self._path, follow=False) as file:
                 return [record for _, record in self._added(file)]
@@ -42,8 +41,7 @@ class MetricsFile:
             return []
 
     def drop_from(self, step: int) -> None:
-        """Cut the file before its first record of `step` or later, and before a last line without an end. It is read
-        from the end on. Raises OSError if it is no file."""
+        """Cut the file before its first record of `step` or later, reading from the end. Raises OSError for no file."""
         with open_regular(self._path, follow=False) as file:
             size, self._tail = os.fstat(file.fileno()).st_size, _TAIL
             while True:

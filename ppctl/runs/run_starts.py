@@ -155,8 +155,7 @@ def start_name(run: RunDir) -> str:
 
 
 def set_aside(run: RunDir) -> None:
-    """Keep plan, config, environment, errors and result of the last start, as plan-1.json and so on. Raises OSError,
-    and ConfigError (PP-E559) if one is no file."""
+    """Keep the last start's files as plan-1.json and so on. Raises OSError, ConfigError (PP-E559) if one is no file."""
     run.check_files()
     number = _free_number(run)
     for name in ("plan.json", "config.yaml", "env.json", "result.json"):

@@ -258,8 +258,7 @@ class RunDir:
         return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
     def plan_of(self, digest: str) -> Plan:
-        """The plan with this digest: plan.json, or the plan of an earlier start in another cut. Raises LookupError, and
-        as `read_plan`."""
+        """The plan with this digest, of this or an earlier start. Raises LookupError, and as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):
                 if _digest(path) == digest:
@@ -267,10 +266,8 @@ class RunDir:
         raise LookupError("the plan that it follows is not in the run's directory")
 
     def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
-        """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends.
-
-        The batch script requeues if this file is there, and prints `why`, one line.
-        """
+        """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends:
+        the batch script requeues if this file is there, and prints `why`, one line."""
         self._write(f"requeue.{start}", f"{','.join(exclude)}\n{why}\n")
 
     # Paths for other writers
