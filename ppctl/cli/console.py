@@ -108,16 +108,10 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty() or not total:
         yield lambda size: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress("{task.description}", *columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(visible(what), total=total)
         yield lambda size: bar.advance(task, size)
 
@@ -144,11 +138,8 @@ def fits(text: str, width: int) -> bool:
 def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[str]]:
     """Rows that `aligned` makes no wider than `width`, if that can be: last cells go on in rows below at `mark`s."""
     rows = [list(row) for row in rows]
-    room = (
-        width
-        - len(mark.rstrip())
-        - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
-    )
+    ahead_of_last = zip(*(row[:-1] for row in rows), strict=True)
+    room = width - len(mark.rstrip()) - sum(max(map(len, column)) + 2 for column in ahead_of_last)
     lines_of_all = []
     for *ahead, last in rows:
         lines = [""]

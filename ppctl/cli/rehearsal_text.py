@@ -110,17 +110,12 @@ def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _state(rehearsal: Rehearsal) -> _Part:
-    rows = [
-        [
-            f"rank {rank} {what}",
-            *map(_MIB.of, pair),
-            f"{'-+'[pair[1] > pair[0]]}{size_text(abs(pair[1] - pair[0]))}",
-        ]
-        for rank, what, *pair in _state_of(rehearsal)
-        if pair[0] != pair[1]
-    ]
-    head = ["", "planned", "measured", "difference"]
-    return (["State in MiB, where it is not as planned"] if rows else []), aligned([head, *rows], right=4)
+    rows = [["", "planned", "measured", "difference"]]
+    for rank, what, planned, measured in _state_of(rehearsal):
+        if planned != measured:
+            more = f"{'-+'[measured > planned]}{size_text(abs(measured - planned))}"
+            rows.append([f"rank {rank} {what}", _MIB.of(planned), _MIB.of(measured), more])
+    return (["State in MiB, where it is not as planned"] if len(rows) > 1 else []), aligned(rows, right=4)
 
 
 def _stages(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsed, StageMemory]]:

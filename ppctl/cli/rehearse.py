@@ -180,9 +180,9 @@ def _live() -> Iterator[_Shown]:
     if not sys.stderr.isatty():
         yield lambda rank: nullcontext()
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True) as lines:
 
         @contextmanager

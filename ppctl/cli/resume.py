@@ -111,13 +111,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
     """One problem for each change that cannot take effect: a run stays in its directory."""
-    return [
-        Problem(
-            "PP-E617", f"{key} was {changes[key][0]}, and a resumed run keeps its directory; leave it out", place=key
-        )
-        for key in ("log.name", "log.dir")
-        if key in changes
-    ]
+    moved = [key for key in ("log.name", "log.dir") if key in changes]
+    why = "and a resumed run keeps its directory; leave it out"
+    return [Problem("PP-E617", f"{key} was {changes[key][0]}, {why}", place=key) for key in moved]
 
 
 def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
@@ -126,16 +122,11 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
     effect = effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:
         reasons[_MICRO_BATCH] = f"{effect}, and "
-    return [
-        Problem(
-            "PP-E617",
-            f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other "
-            "mathematics",
-            pasted("ppctl", "resume", *_typed(args), "--allow"),
-            f"{key} (command line)",
-        )
-        for key, reason in reasons.items()
-    ]
+    allowed, problems = pasted("ppctl", "resume", *_typed(args), "--allow"), []
+    for key, reason in reasons.items():
+        message = f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other"
+        problems.append(Problem("PP-E617", f"{message} mathematics", allowed, f"{key} (command line)"))
+    return problems
 
 
 def _typed(args: argparse.Namespace) -> list[str]:

@@ -53,10 +53,8 @@ def run(args: argparse.Namespace) -> int:
     shown = _seen(run_dir, args)
     if args.other is not None:
         if args.timeline is not None:
-            message = "--timeline draws one run"
-            raise ConfigError(
-                Problem("PP-E129", message, f"ppctl trace {pasted(args.run)} --timeline step.html", "command line")
-            )
+            one = f"ppctl trace {pasted(args.run)} --timeline step.html"
+            raise ConfigError(Problem("PP-E129", "--timeline draws one run", one, "command line"))
         other = _seen(find_run(args.other, args.dir), args)
         compared = both(shown, other)
         print(json.dumps(compared) if args.json else compared_text(compared))
@@ -92,11 +90,8 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
     step = max(files) if asked is None else asked
     if step not in files:
         there = ", ".join(map(str, files))
-        raise ConfigError(
-            Problem(
-                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(files)}", str(run.path)
-            )
-        )
+        message = f"step {step} was not traced; traced steps: {there}"
+        raise ConfigError(Problem("PP-E643", message, f"--step {max(files)}", str(run.path)))
     try:
         record = read_json(files[step], dict[str, Any], _MOST_OF_A_STEP)
         measured = MeasuredStep.from_json(record)
@@ -139,11 +134,8 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
 
 def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
     if not 0 <= rank < plan.sizes.world:
-        raise ConfigError(
-            Problem(
-                "PP-E129", f"--pipeline {rank}: ranks are 0 to {plan.sizes.world - 1}", "--pipeline 0", "command line"
-            )
-        )
+        message = f"--pipeline {rank}: ranks are 0 to {plan.sizes.world - 1}"
+        raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
     return RankGrid(plan.sizes).group_of("pp", rank)
 
 
@@ -242,25 +234,12 @@ def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> l
     shown = [_by_rank(ledger, pipeline) for ledger in ledgers]
     names = list(dict.fromkeys(name for rows in shown for name in rows))
     waits = [name for name in (f"waiting for rank {rank}" for rank in pipeline) if name in names]
-    ordered = [
-        "compute",
-        "gradients",
-        *waits,
-        *(name for name in names if name not in ("compute", "gradients", *waits)),
-    ]
     table = [["ms", *(f"rank {rank}" for rank in pipeline)]]
-    for name in ordered:
+    for name in dict.fromkeys(("compute", "gradients", *waits, *names)):
         seconds = [rows.get(name, 0.0) for rows in shown]
         if any(seconds):
-            table.append(
-                [
-                    name,
-                    *(
-                        f"{1e3 * each:.1f} {each / ledger.total:4.0%}"
-                        for each, ledger in zip(seconds, ledgers, strict=True)
-                    ),
-                ]
-            )
+            parts = zip(seconds, ledgers, strict=True)
+            table.append([name, *(f"{1e3 * each:.1f} {each / ledger.total:4.0%}" for each, ledger in parts)])
     return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in ledgers)]]
 
 
@@ -279,19 +258,18 @@ def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
     rows = [_means(seen.ledgers) for seen in sides]
     names = dict.fromkeys([*rows[0], *rows[1]])
     changes = [report(seen)["stages"] for seen in sides]
-    alike = len(changes[0]) == len(changes[1])
+    stages = None
+    if len(changes[0]) == len(changes[1]):
+        parts = ("forward", "backward")
+        pairs = zip(*changes, strict=True)
+        stages = [{"stage": a["stage"], **{part: [a[part], b[part]] for part in parts}} for a, b in pairs]
     return {
         "runs": [seen.run for seen in sides],
         "steps": [seen.step for seen in sides],
         "step_time_s": [seen.seconds for seen in sides],
         "bubble_fraction": [bubble_fraction(seen.trace) for seen in sides],
         "ledger": {name: [row.get(name, 0.0) for row in rows] for name in names},
-        "stages": [
-            {"stage": a["stage"], **{part: [a[part], b[part]] for part in ("forward", "backward")}}
-            for a, b in zip(*changes, strict=True)
-        ]
-        if alike
-        else None,
+        "stages": stages,
     }
 
 

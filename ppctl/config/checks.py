@@ -237,11 +237,8 @@ def not_trained(config: RunConfig) -> list[Problem]:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
     message = f"this release can plan this config but not train it yet; missing: {listed}"
-    return [
-        Problem(
-            "PP-E118", message, f"ppctl plan {pasted(f'+recipe={config.recipe}')}" if config.recipe else "ppctl plan"
-        )
-    ]
+    recipe = [f"+recipe={config.recipe}"] if config.recipe else []
+    return [Problem("PP-E118", message, pasted("ppctl", "plan", *recipe))]
 
 
 def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:

@@ -218,19 +218,15 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
         names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
         known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
         return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
-    if known_flag.override:
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", known_flag.override, place)
+    why, remedy = known_flag.why, known_flag.override
+    message = f"{flag} is no flag of ppctl; {why or 'the setting is a key'}"
     if known_flag.code == "PP-E108":
-        return Problem(
-            "PP-E108",
-            f"{flag} asks for a feature that this release does not have ({known_flag.why}); leave it out",
-            place=place,
-        )
-    if known_flag.code == "PP-E109":
-        return Problem("PP-E109", f"{flag} has no meaning in ppctl: {known_flag.why}; leave it out", place=place)
-    return Problem(
-        "PP-E107", f"{flag} is no flag of ppctl; {known_flag.why}", f"ppctl explain {known_flag.why.split()[0]}", place
-    )
+        message = f"{flag} asks for a feature that this release does not have ({why}); leave it out"
+    elif known_flag.code == "PP-E109":
+        message = f"{flag} has no meaning in ppctl: {why}; leave it out"
+    elif not remedy:
+        remedy = f"ppctl explain {why.split()[0]}"
+    return Problem(known_flag.code, message, remedy, place)
 
 
 def _override(key: Key, value: str) -> str:

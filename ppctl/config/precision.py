@@ -75,11 +75,8 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
         return
     if weight_dtype(parallel) == "float64":
         keys = ("parallel.enable_autocast", "parallel.params_dtype")
-        yield (
-            keys,
-            "autocast computes float32 weights in 16 bits, not float64 weights",
-            "parallel.enable_autocast=false",
-        )
+        message = "autocast computes float32 weights in 16 bits, not float64 weights"
+        yield keys, message, "parallel.enable_autocast=false"
     elif cast == "float32":
         keys = ("parallel.enable_autocast", name)
         message = "forwards are cast to float32, which they are computed in anyway"

@@ -241,12 +241,6 @@ def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:
     if len(set(checksums.values())) <= 1:
         return
     seen = ", ".join(f"rank {rank}: {value:08x}" for rank, value in sorted(checksums.items()))
-    raise TrainingError(
-        Problem(
-            "PP-E407",
-            f"the ranks that read data drew different samples for step {step}: their inputs and labels do not belong "
-            "together",
-            place=seen,
-            remedy="compare data_digest of the ranks in their logs: same files and same Python on every host",
-        )
-    )
+    message = f"the ranks that read data drew different samples for step {step}: their inputs and labels do not belong"
+    remedy = "compare data_digest of the ranks in their logs: same files and same Python on every host"
+    raise TrainingError(Problem("PP-E407", f"{message} together", remedy, seen))

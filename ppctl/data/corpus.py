@@ -181,11 +181,7 @@ def _refuse_beyond(corpus: Corpus, tokens: Tokens, begin: int, vocab_size: int) 
 
 
 def _too_short(corpus: Corpus, seq_length: int) -> Problem:
-    tokens = len(corpus.tokens)
-    return Problem(
-        "PP-E404",
-        f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs "
-        f"{seq_length + 1} (its inputs and the label of the last)",
-        remedy=f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY,
-        place=corpus.description,
-    )
+    tokens, needed = len(corpus.tokens), f"{seq_length + 1} (its inputs and the label of the last)"
+    message = f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs {needed}"
+    remedy = f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY
+    return Problem("PP-E404", message, remedy, corpus.description)

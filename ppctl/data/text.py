@@ -19,7 +19,6 @@ READABLE = (".txt", ".jsonl")
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 """Directories of the standard library that are tests, a GUI that some systems leave out, or not the library at all."""
 MOST_PROBLEMS = 20
-_OWN_DATA = "data.path='texts/**/*.txt'"
 READ_LIBRARY = "data.path=null"
 """Reads the running interpreter's own library."""
 _MANY = 1024
@@ -35,14 +34,8 @@ def standard_library() -> tuple[list[Path], str]:
         folders[:] = [name for name in folders if name not in LEFT_OUT]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(
-            Problem(
-                "PP-E405",
-                "the running Python has no library sources to train on (they are zipped or were left out)",
-                remedy=_OWN_DATA,
-                place=str(root),
-            )
-        )
+        message = "the running Python has no library sources to train on (they are zipped or were left out)"
+        raise DataError(Problem("PP-E405", message, "data.path='texts/**/*.txt'", str(root)))
     files.sort(key=lambda file: file.relative_to(root).as_posix())
     return files, f"the standard library of Python {sysconfig.get_python_version()} ({len(files)} files)"
 
