@@ -99,7 +99,6 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 
 def _as_rank(started: Started) -> dict[str, Any]:
-    """Take part in the measurement as a rank that torchrun, SLURM or another scheduler started."""
     environment = os.environ | dict(started.variables)
     command = python(_PROBE)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE, check=False)

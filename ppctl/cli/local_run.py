@@ -134,7 +134,6 @@ def _asked_device(config: RunConfig, plan: Plan) -> str:
 
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
-    """The problem of a launcher that has started another number of ranks than the plan has."""
     typed = typed_again("train", arguments)
     how = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
     remedy = how.get(started.by, f"WORLD_SIZE={world}")
@@ -184,7 +183,6 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
 
 
 def _with_loaded(config: RunConfig, load: str) -> RunConfig:
-    """`config` with the checkpoint that `checkpoint.load` finds; as it is if the run begins."""
     checkpoint = checkpoint_if_any(load, Path(config.log.dir))
     outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
     note(f"note: checkpoint.load={load}: {outcome}")

@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _log(path: Path) -> Iterator[str]:
-    """The text that has been added to a log file since the last time, again and again."""
     at = 0
     while True:
         text = ""

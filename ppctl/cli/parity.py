@@ -129,7 +129,6 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
 
 
 def _show_step(line: str) -> None:
-    """Print a line of rank 0's output that is about a step; leave out others."""
     if line.startswith("step ") or line[:1].isdigit():
         note(_BEFORE_A_STEP + line.removesuffix("\n"))
 
@@ -178,7 +177,6 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
-    """Losses, norms, gradients and what was handed on, by step."""
     first, second = sides
     metrics = [{record["step"]: record for record in side.run.metrics()} for side in sides]
     kept = set(kept_steps(first.run.gradients)) & set(kept_steps(second.run.gradients))
@@ -222,7 +220,6 @@ def _close(values: Sequence[float | None], allowed: float) -> bool:
 
 
 def _gradients(differences: StepDifferences) -> dict[str, Any]:
-    """The gradients of a step as JSON. A relative difference of values that are not finite is null."""
     action = None if differences.action is None else differences.action._asdict()
     different = [each._asdict() for each in differences.parameters]
     found = {"equal": differences.equal, "missing": differences.missing, "unlike": differences.unlike}

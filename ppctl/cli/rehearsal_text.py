@@ -71,7 +71,6 @@ def _fits(rehearsal: Rehearsal, peak: int) -> str:
 
 
 def _within(pairs: Iterable[tuple[int, int]]) -> str:
-    """How far apart planned and measured are at most."""
     shares = [abs(_share(*pair)) for pair in pairs if pair[0] != pair[1]]
     return f"within {ceil(1000 * max(shares)) / 1000:.1%}" if shares else _EQUAL
 

@@ -107,7 +107,6 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
 
 
 def _none_traced(run: RunDir) -> Problem:
-    """The problem of steps that a run has not reached yet: resuming it is enough."""
     done, config = run.status().get("step") or 0, run.read_config()
     message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {pasted(short_path(run.path))}"
     asked = config.log.trace

@@ -300,7 +300,6 @@ def sweep_values(key: str, value: str) -> list[str] | None:
 
 
 def _range(text: str) -> list[str]:
-    """Hydra's `range(start, stop, step)` of whole numbers."""
     bounds = [int(part) for part in text.split(",") if part.strip()]
     if len(bounds) == 3 and bounds[2] == 0:
         bounds.pop()

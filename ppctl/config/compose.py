@@ -118,7 +118,6 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool) -> Composed:
-    """The config of a draft. Raises RefusedError with all problems of its words, its values and their relations."""
     draft.adjust()
     config, wrong = convert(draft.values, draft.place)
     named = {problem.place.partition(" (")[0]: problem for problem in wrong}

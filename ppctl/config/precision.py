@@ -106,7 +106,6 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:
-    """Key -> a width that a layer's product has because of it."""
     heads = model.num_attention_heads
     widths = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
     if model.multi_latent_attention:
@@ -124,7 +123,6 @@ def _widths(model: ModelConfig) -> dict[str, int]:
 
 
 def _loss_scale(config: RunConfig) -> Iterator[Finding]:
-    """A loss scale that is fixed does not move, and one that moves begins above its minimum."""
     optim = config.optim
     for field in _LOSS_SCALE if optim.loss_scale is not None else ():
         key = f"optim.{field}"

@@ -59,8 +59,7 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
     values: dict[str, Any] = {f"model.{name}": value for name, value in _model(config.model).items()}
     for axis in ("tensor_model", "context", "expert_model"):
         values[f"parallel.{axis}_parallel_size"] = 1
-    values |= {name: text_keys()[name].default for name in _DEFAULTS}
-    return values | {
+    values |= {
         "parallel.data_parallel_size": 1,
         "parallel.expert_tensor_parallel_size": None if parallel.expert_tensor_parallel_size is None else 1,
         "data.seq_length": SEQUENCE,
@@ -74,6 +73,7 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
         "checkpoint.interval": 0,
         "log.name": f"{config.log.name}_smoke",
     }
+    return values | {name: text_keys()[name].default for name in _DEFAULTS}
 
 
 def steps(config: RunConfig, num_microbatches: int) -> int:
@@ -183,7 +183,6 @@ def _in_proportion(value: int, new: int, old: int, multiple: int = 1) -> int:
 
 
 def _divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is at most `at_most`."""
     return max(d for d in range(1, max(1, at_most) + 1) if number % d == 0)
 
 

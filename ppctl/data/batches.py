@@ -17,9 +17,7 @@ from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, Data, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
-
-Lengths = tuple[tuple[int, ...], ...]
-"""For each row the lengths of its documents, in order; they add up to the row."""
+from ppctl.sequence_halves import Lengths
 
 
 @dataclass(frozen=True, slots=True)

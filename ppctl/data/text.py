@@ -155,7 +155,6 @@ def _document(line: Line, text_key: str) -> Document | Problem:
 
 
 def _meant(value: Mapping[str, Any], text_key: str) -> str:
-    """Return the key that reads such a line; else how a line looks that is read."""
     if "messages" in value or "conversations" in value:
         return "data.format=chat"
     if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):

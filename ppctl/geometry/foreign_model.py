@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.foreign_costs import PartCosts, measured_for
+from ppctl.geometry.foreign_costs import PartCosts
 from ppctl.geometry.rows import Parameter
 from ppctl.records.json_reader import read
 
@@ -141,10 +141,6 @@ class ForeignModel(NamedTuple):
         if kind == "decoder":
             return self.kinds[structure].rows
         return {"embedding": self.first, "loss": self.last}.get(kind, ())
-
-    def measured_in(self, element: int, length: int) -> PartCosts:
-        """Costs of the parts in numbers of `element` bytes, in sequences of this length."""
-        return measured_for(self.measured, element, length)
 
     def to_text(self) -> str:
         """Return the model as JSON, equal for equal models."""

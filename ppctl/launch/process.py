@@ -149,7 +149,6 @@ def copy_lines(source: IO[bytes] | None, show: Callable[[str], None]) -> threadi
 
 
 def _warn_of_lost_lines(error: Exception) -> None:
-    """Print on stderr, if it still works, that the lines are lost and the run is not."""
     why = error.strerror if isinstance(error, OSError) else error
     with suppress(OSError, ValueError):
         text = f"note: stdout cannot be written any more ({why}); the run goes on: `ppctl logs -f` shows it, `kill"

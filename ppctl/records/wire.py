@@ -61,7 +61,6 @@ def _refusing() -> Iterator[None]:
 
 @cache
 def _converts(kind: Any) -> tuple[Convert, Convert]:
-    """The two directions of a kind."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _WAYS:
         return _WAYS[kind]
@@ -193,7 +192,6 @@ def _mapping(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
 
 
 def _record(kind: Any) -> tuple[Convert, Convert]:
-    """A named tuple or a dataclass, by its fields in their order."""
     names = [each.name for each in fields(kind)] if is_dataclass(kind) else list(kind._fields)
     hints = get_type_hints(kind)
     to, back = _row(lambda values: kind(*values), [hints[name] for name in names])
