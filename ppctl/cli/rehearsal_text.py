@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
+from ppctl.checkpoint.tensor_parts import spans
 from ppctl.cli.console import aligned, prose
 from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, size_text, unit_for
 from ppctl.plan.rehearsal import Rehearsal
@@ -56,7 +57,7 @@ def _verdict(rehearsal: Rehearsal) -> _Part:
 def _rehearsed(rehearsal: Rehearsal) -> str:
     plan, (short, whole) = rehearsal.plan, rehearsal.microbatches
     covered = [peak.pp_rank for peak in rehearsal.peaks]
-    kinds = "one of each kind" if len(covered) == len(plan.pp_ranks) else f"for pp_rank {_runs(covered)}"
+    kinds = "one of each kind" if len(covered) == len(plan.pp_ranks) else f"for pp_rank {', '.join(spans(covered))}"
     count = f"{short} of a step's {whole} microbatches" if short < whole else f"all {whole} microbatches"
     return f"rehearsed: {len(rehearsal.ranks)} of {plan.sizes.world} ranks, {kinds}, with {count}"
 
@@ -131,7 +132,7 @@ def _kept(rehearsal: Rehearsal) -> _Part:
     text = (
         "Activations of a microbatch in MiB: kept from forward to backward, and what is needed besides while these run"
     )
-    return [text], aligned([head, *([_runs(stages), *cells] for cells, stages in rows.items())], right=6)
+    return [text], aligned([head, *([", ".join(spans(stages)), *cells] for cells, stages in rows.items())], right=6)
 
 
 def _waits(rehearsal: Rehearsal) -> _Part:
@@ -217,15 +218,4 @@ def _range(counts: Sequence[int]) -> str:
 
 def _ranks(rehearsal: Rehearsal, ranks: Iterable[int]) -> str:
     numbers = list(ranks)
-    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {_runs(numbers)}"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """`1-12, 14`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {', '.join(spans(numbers))}"

@@ -48,15 +48,11 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
     )
     if report["state"] in (*STARTED, LOST):
         _add_waits(run, report["ranks"])
-    report["next"] = _next(run, report)
     if job is not None:
-        report["job"] = {"job": job.job, **dict.fromkeys(("state", "reason", "nodes", "starts", "never"))}
-        if job.state:
-            report["job"] |= {"state": job.state, "reason": job.reason, "nodes": job.nodes}
-            report["job"] |= {"starts": job.start, "never": job.never}
-            report["state"] = combined_state(report["state"], job)
-            report["next"] = _next(run, report)
-    return report
+        known = {"state": job.state, "reason": job.reason, "nodes": job.nodes, "starts": job.start, "never": job.never}
+        report["job"] = {"job": job.job, **(known if job.state else dict.fromkeys(known))}
+        report["state"] = combined_state(report["state"], job) if job.state else report["state"]
+    return report | {"next": _next(run, report)}
 
 
 def _progress(run: RunDir) -> dict[str, Any]:
