@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
 
 DIFFERENT, BROKEN = 1, 3
-_SHOWN = 20
-"""Tensors that `diff` shows by default."""
+_SHOWN_TENSORS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="compare two checkpoints of any cut; exit 1 if they differ")
     for name in ("A", "B"):
         diff.add_argument(name.lower(), metavar=name, help=one)
-    words = f"show the first N tensors that differ (default: {_SHOWN}; 0: all)"
-    diff.add_argument("--limit", type=int, default=_SHOWN, metavar="N", help=words)
+    words = f"show the first N tensors that differ (default: {_SHOWN_TENSORS}; 0: all)"
+    diff.add_argument("--limit", type=int, default=_SHOWN_TENSORS, metavar="N", help=words)
 
     average = actions.add_parser("average", help="write the mean of the weights of checkpoints")
     average.add_argument("paths", nargs="+", metavar="PATH", help=one)

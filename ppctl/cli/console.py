@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _PLACE_INDENT = 2
 PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
-_WIDEST = 1000
-"""Columns of any drawing."""
+_WIDEST_DRAWING = 1000
 UNFOLDED = sys.maxsize
 """Columns of lines of words that go into a pipe: what reads them takes them line by line."""
 
@@ -90,7 +89,7 @@ def width(piped: int = PIPE_WIDTH) -> int:
         piped = shutil.get_terminal_size().columns
     elif piped != UNFOLDED and columns.isdecimal() and int(columns) > 0:
         piped = int(columns)
-    return piped if piped == UNFOLDED else min(piped, _WIDEST)
+    return piped if piped == UNFOLDED else min(piped, _WIDEST_DRAWING)
 
 
 def console(*, stderr: bool = False) -> Console:

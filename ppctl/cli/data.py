@@ -11,8 +11,7 @@ from ppctl.cli.console import UNFOLDED, aligned, byte_progress, folded, note, wi
 from ppctl.errors import DataError, Problem, pasted
 from ppctl.host.processes import unwinding_on_term
 
-_SHOWN = 20
-"""The tokens of a document that `show` prints by default."""
+_SHOWN_TOKENS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "the path of .bin and .idx without these endings; with --format, a .jsonl file or a quoted glob"
     show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
-    words = f"the number of its tokens to show (default: {_SHOWN})"
-    show.add_argument("--tokens", type=int, default=_SHOWN, metavar="N", help=words)
+    words = f"the number of its tokens to show (default: {_SHOWN_TOKENS})"
+    show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, metavar="N", help=words)
     show.add_argument("--tokenizer", metavar="DIR", help="byte, or a directory: also show the document as text")
     words = "read conversations (chat), or prompts with completions; + marks tokens that are trained on"
     show.add_argument("--format", choices=("chat", "completion"), help=words)

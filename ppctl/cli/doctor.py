@@ -31,10 +31,8 @@ from ppctl.launch.machine import gpu_devices
 from ppctl.launch.weights import unread_weights
 
 _PROBE = "ppctl.reach.probe"
-_DEADLINE = 240.0
-"""Seconds for all ranks to start and measure."""
-_SIZE = 64 * 2**20
-"""Bytes written to measure the disk."""
+_DEADLINE_S = 240.0
+_WRITTEN_BYTES = 64 * 2**20
 _SLOW_DISK, _SLOW_SYNC = 50e6, 0.5
 _OLDEST_TORCH = (2, 11)
 _SMALL_SHM = 64 * 2**20
@@ -88,9 +86,9 @@ def _measure(ranks: int) -> dict[str, Any]:
                 subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True)
             )
         try:
-            out, error = started[0].communicate(timeout=_DEADLINE)
+            out, error = started[0].communicate(timeout=_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            out, error = "", f"no result after {_DEADLINE:.0f} s"
+            out, error = "", f"no result after {_DEADLINE_S:.0f} s"
         finally:
             for process in started:
                 process.kill()
@@ -101,7 +99,7 @@ def _measure(ranks: int) -> dict[str, Any]:
 def _as_rank(started: Started) -> dict[str, Any]:
     environment = os.environ | dict(started.variables)
     command = python(_PROBE)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     return _read(done.stdout, done.stderr) if started.rank == 0 else {}
 
 
@@ -125,7 +123,7 @@ def _disk(where: Path) -> dict[str, Any]:
     try:
         with open(where / f".ppctl-doctor-{secrets.token_hex(8)}", "xb") as file:
             os.unlink(file.name)
-            disk["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
+            disk["bytes_per_s"] = _WRITTEN_BYTES / _synced(file, [os.urandom(2**20)] * (_WRITTEN_BYTES // 2**20))
             disk["sync_s"] = _synced(file, [b"x"])
     except OSError as error:
         disk |= {"bytes_per_s": None, "error": error.strerror}

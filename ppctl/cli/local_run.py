@@ -46,8 +46,7 @@ from ppctl.runs.rundir import RunDir
 
 _CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
 """(pp, vpp) that a run which has ended proposes, the first that fits."""
-_SIZES = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
-"""Keys of a cut."""
+_CUT_KEYS = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
 
 
 @contextmanager
@@ -294,6 +293,6 @@ def _another_cut(launch: Launch, overrides: Sequence[str]) -> str | None:
     for pp, vpp in _CUTS:
         cut = {"pp": pp, "vpp": vpp, "layout": None}
         if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and fits(config, plan.provenance, cut):
-            kept = [override for override in overrides if override.partition("=")[0] not in _SIZES]
+            kept = [override for override in overrides if override.partition("=")[0] not in _CUT_KEYS]
             return retyped([*kept, f"pp={pp}", f"vpp={vpp}"])
     return None

@@ -181,8 +181,7 @@ def _table(runs: list[dict[str, Any]], time_form: str) -> str:
 # --compare: the keys in which two runs differ, and their losses and speeds side by side
 
 
-_ROWS = 12
-"""The most steps that the table shows."""
+_MOST_STEPS_SHOWN = 12
 
 
 def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
@@ -217,7 +216,11 @@ def _comparison_text(compared: dict[str, Any], columns: int) -> str:
     steps = compared["steps"]
     if steps:
         last = len(steps) - 1
-        chosen = sorted({round(n * last / (_ROWS - 1)) for n in range(_ROWS)}) if last >= _ROWS else range(last + 1)
+        chosen = (
+            sorted({round(n * last / (_MOST_STEPS_SHOWN - 1)) for n in range(_MOST_STEPS_SHOWN)})
+            if last >= _MOST_STEPS_SHOWN
+            else range(last + 1)
+        )
         heads = ("step", "loss A", "loss B", "difference", "tokens/s A", "tokens/s B")
         lines.append(aligned([heads, *(_row(steps[n]) for n in chosen)], 6))
     else:

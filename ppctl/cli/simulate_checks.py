@@ -32,8 +32,7 @@ _FEW_RANKS, _MANY_CHUNKS = 32, 8
 """Up to here it is the microbatches that are too many; from there on the chunks."""
 
 _PLACE = "command line"
-_USUAL = {"--pp": 4, "--microbatches": 8}
-"""Sizes to begin with."""
+_USUAL_SIZES = {"--pp": 4, "--microbatches": 8}
 
 
 def memory(args: argparse.Namespace) -> float:
@@ -49,7 +48,7 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the schedule file {args.schedule} cannot be read: {reason}"
-        sizes = [f"{name} {size}" for name, size in _USUAL.items() if getattr(args, name[2:]) is None]
+        sizes = [f"{name} {size}" for name, size in _USUAL_SIZES.items() if getattr(args, name[2:]) is None]
         remedy = " ".join(["--schedule 1f1b", *sizes])
         raise ConfigError([Problem(CODE, message, remedy, _PLACE), *problems]) from None
     except ScheduleError as error:
@@ -73,7 +72,7 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
     sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
     if missing := [name for name, size in sizes.items() if size is None]:
         message = f"{' and '.join(missing)}: required unless --schedule is a FILE.csv"
-        yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL[name]}" for name in missing), _PLACE)
+        yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL_SIZES[name]}" for name in missing), _PLACE)
         return
     if args.compare and args.extra_warmup:
         message = "--extra-warmup does not go with --compare"

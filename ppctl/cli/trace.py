@@ -30,8 +30,7 @@ from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
 from ppctl.topology import RankGrid
 
-_MOST_OF_A_STEP = 2**27
-"""Bytes of the trace's file."""
+_MOST_BYTES_OF_A_STEP = 2**27
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +92,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
         message = f"step {step} was not traced; traced steps: {there}"
         raise ConfigError(Problem("PP-E643", message, f"--step {max(files)}", str(run.path)))
     try:
-        record = read_json(files[step], dict[str, Any], _MOST_OF_A_STEP)
+        record = read_json(files[step], dict[str, Any], _MOST_BYTES_OF_A_STEP)
         measured = MeasuredStep.from_json(record)
         plan = run.plan_of(read(str, record.get("plan"))).at_step(step - 1)
         _check(measured, step, plan)

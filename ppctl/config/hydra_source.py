@@ -38,7 +38,7 @@ class PpctlSource(ConfigSource):
     path: str = ""
     chosen: Recipe | None = None
     """The recipe that was asked for, which need not be in a recipe directory."""
-    files: dict[str, YamlFile] = field(default_factory=dict)
+    files: dict[str, YamlFile | None] = field(default_factory=dict)
 
     @staticmethod
     def scheme() -> str:
@@ -53,10 +53,7 @@ class PpctlSource(ConfigSource):
         """The file behind a config path such as `recipe/quickstart`, or none."""
         name = config_path.removesuffix(".yaml")
         if name not in self.files:
-            file = self._find(name)
-            if file is None:
-                return None
-            self.files[name] = file
+            self.files[name] = self._find(name)
         return self.files[name]
 
     def _find(self, name: str) -> YamlFile | None:

@@ -37,7 +37,7 @@ AXIS = 2
 """The number of ranks along each axis."""
 
 
-_DEFAULTS = (
+_LEFT_AT_DEFAULTS = (
     *("parallel.sequence_parallel", "parallel.hierarchical_context_parallel_sizes", "parallel.expert_dispatch"),
     *("data.path", "data.tokenizer", "data.format", "data.chat_template", "data.pack"),
     *("model.mtp_loss_scaling_pieces", "train.batch_rampup", "train.samples", "train.tokens"),
@@ -45,7 +45,6 @@ _DEFAULTS = (
     *("optim.lr_wsd_decay_steps", "optim.lr_pieces"),
     *("launch.nodes", "launch.gpus_per_node", "launch.device_memory"),
 )
-"""Keys that a miniature has at their defaults."""
 
 
 def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
         "checkpoint.interval": 0,
         "log.name": f"{config.log.name}_smoke",
     }
-    return values | {name: text_keys()[name].default for name in _DEFAULTS}
+    return values | {name: text_keys()[name].default for name in _LEFT_AT_DEFAULTS}
 
 
 def steps(config: RunConfig, num_microbatches: int) -> int:

@@ -27,8 +27,7 @@ _BITS = {
 }
 """Bits of one value -> every dtype of the format."""
 _SIZES = {dtype: bits for bits, dtypes in _BITS.items() for dtype in dtypes}
-_MOST_OF_A_HEADER = 100_000_000
-"""Bytes that the format allows a header."""
+_MOST_BYTES_OF_A_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,10 @@ def read_header(file: Path) -> dict[str, Stored]:
             size = file.stat().st_size
             if length > size - 8:
                 raise _damaged(file, f"has {size} bytes, which end within its header")
-            if length > _MOST_OF_A_HEADER:
-                raise _damaged(file, f"has no header of safetensors, which has at most {_MOST_OF_A_HEADER:,} bytes")
+            if length > _MOST_BYTES_OF_A_HEADER:
+                raise _damaged(
+                    file, f"has no header of safetensors, which has at most {_MOST_BYTES_OF_A_HEADER:,} bytes"
+                )
             header = json.loads(stream.read(length))
         texts = (header.pop("__metadata__", None) or {}).values()
         tensors = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}

@@ -44,8 +44,7 @@ _ONE_PRESS = 1.0
 """Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already."""
 _AFTER_KILL = 5.0
 """Seconds to wait for a process that was killed; one in an uninterruptible system call may stay."""
-_PROGRESS_INTERVAL = 1.0
-"""Seconds between two checks whether anything moves."""
+_PROGRESS_INTERVAL_S = 1.0
 _STACKS = 2.0
 """Seconds that ranks have to write stacks and flight records, on a machine where the other ranks are busy."""
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -202,7 +201,7 @@ class Watch:
         return [rank for rank in self._ranks if rank.rank not in self.exits]
 
     def _timeout(self) -> float | None:
-        waits = [] if self._progress is None or self._deadline is not None else [_PROGRESS_INTERVAL]
+        waits = [] if self._progress is None or self._deadline is not None else [_PROGRESS_INTERVAL_S]
         if self._deadline is not None:
             waits.append(max(0.0, self._deadline - time.monotonic()))
         if self._to_ask and self.cause is None:

@@ -31,8 +31,7 @@ _COUNT = struct.Struct("=q")
 _PID_AT, _STATE_AT, _STEP_AT, _EXCHANGES_AT = 8, 24, 32, 64
 _MARK = b"ppctl-4\0"
 _NONE = (0,) * len(EXCHANGING_AXES)
-_MOST_OF_A_FAILURE = 2**24
-"""Bytes of a failure, whose traceback is the longest part."""
+_MOST_BYTES_OF_A_FAILURE = 2**24
 _monotonic = time.monotonic
 
 
@@ -117,7 +116,7 @@ def take_failures(directory: Path, ranks: Iterable[int]) -> list[RankFailure]:
     failures = []
     for path in (_path(directory, rank, "failure") for rank in ranks):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            failures.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_OF_A_FAILURE))))
+            failures.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_BYTES_OF_A_FAILURE))))
             private_files.remove(path)
     return failures
 
