@@ -16,6 +16,9 @@ from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
 
+_UNREAD = ("PP-E101", "PP-E105", "PP-E107")
+"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
+
 
 def planned(
     overrides: Sequence[str] | Arguments, *, for_training: bool = False
@@ -28,7 +31,8 @@ def planned(
         if any(problem.code == "PP-E104" for problem in problems) or _is_unread(error.composed):
             # Without the recipe or the directory, the plan would be of something else.
             return error.composed, None, list(dict.fromkeys(problems))
-        return error.composed, *plan_of(error.composed, problems)
+        plan, problems = plan_of(error.composed, problems)
+        return error.composed, None if any(each.code in _UNREAD for each in problems) else plan, problems
     return composed, *plan_of(composed, [])
 
 
