@@ -109,10 +109,7 @@ def show(args: argparse.Namespace) -> int:
     from ppctl.data.load import load_tokenizer
 
     indexed = open_indexed(as_prefix(args.prefix) or args.prefix)
-    if not 0 <= args.document < max(indexed.num_documents, 1):
-        last = indexed.num_documents - 1
-        message = f"{bin_path(indexed.prefix)} has documents 0 to {last}, and {args.document} is not one of them"
-        raise DataError(Problem("PP-E415", message, f"ppctl data show {pasted(args.prefix)}", "command line"))
+    _check_document(args, f"{bin_path(indexed.prefix)} has documents", max(indexed.num_documents, 1))
     tokens = indexed.document(args.document) if indexed.num_documents else indexed.tokens
     shown = tokens[: max(args.tokens, 0)].tolist()
     largest = int(indexed.tokens.max(initial=0))
@@ -138,6 +135,12 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_document(args: argparse.Namespace, there: str, number: int) -> None:
+    if not 0 <= args.document < number:
+        message = f"{there} 0 to {number - 1}, and {args.document} is not one of them"
+        raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
+
+
 def show_conversation(args: argparse.Namespace) -> int:
     """Print the counts of conversations, and one of them: lines that are learned begin with +."""
     from ppctl.data.chat_template import open_template
@@ -152,11 +155,7 @@ def show_conversation(args: argparse.Namespace) -> int:
         raise DataError(
             Problem("PP-E422", "there is no conversation in the data", f"wc {pasted(args.prefix)}", args.prefix)
         )
-    if not 0 <= args.document < len(conversations):
-        message = (
-            f"{args.prefix} has conversations 0 to {len(conversations) - 1}, and {args.document} is not one of them"
-        )
-        raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
+    _check_document(args, f"{args.prefix} has conversations", len(conversations))
     one = conversations[args.document]
     counts = {
         "conversations": len(conversations),

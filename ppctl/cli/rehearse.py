@@ -30,6 +30,7 @@ from ppctl.launch.machine import with_overrides
 from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import Rehearsal, kinds_of, shortened
+from ppctl.records.json_reader import read
 from ppctl.records.rehearsal_record import Rehearsed
 from ppctl.runs.rundir import RunDir
 
@@ -164,7 +165,7 @@ class _Ranks:
             self.end()
             raise self.failure
         note(f"  rank {rank}: {time.monotonic() - started:.0f} s")
-        return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
+        return read(Rehearsed, json.loads(out.splitlines()[-1]))
 
     def end(self) -> None:
         """End what is still running, and let nothing start any more."""

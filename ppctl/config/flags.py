@@ -86,16 +86,13 @@ def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
     typed = pasted(*filter(None, (flag, value)))
     if flag in FIXED:
         return TranslatedFlag(typed, FIXED[flag])
-    if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
-        return TranslatedFlag(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
-    if flag in _IN_SAMPLES:
-        in_steps = _IN_SAMPLES[flag]
+    if (in_steps := _IN_SAMPLES.get(flag)) is not None:
+        if value.isdigit() and batch.isdigit() and int(batch):
+            return TranslatedFlag(typed, f"{in_steps}={-(-int(value) // int(batch))}")
         in_tokens = in_steps.replace("_steps", "_tokens")
         tokens = f": {in_tokens} = samples x data.seq_length" if in_tokens in text_keys() else ""
-        return TranslatedFlag(
-            typed,
-            why=f"{in_steps} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})",
-        )
+        why = f"{in_steps} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})"
+        return TranslatedFlag(typed, why=why)
     if AGREED.get(flag) == value:
         return TranslatedFlag(typed, why="it is so in any case", code="PP-E109")
     if same := _keys_of(flag):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import Key, keys, mapping_with, members, nearest, sections, text_keys, type_text
+from ppctl.config.keys import keys, mapping_with, members, nearest, sections, text_keys, type_text
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -92,7 +92,8 @@ def convert(
             if len(unknown) <= MOST_UNKNOWN:
                 problems.append(unknown_key(name, place(name)))
         elif key.is_callable:
-            problems.append(python_only(key, place(name)))
+            message = f"{name} takes a Python object, which only a program that calls the API can give; leave it out"
+            problems.append(Problem("PP-E113", message, place=place(name)))
         else:
             try:
                 config[name] = converted_value(name, value)
@@ -116,12 +117,6 @@ def not_a_section(name: str, place: str) -> Problem:
     """The problem of one value for a whole section."""
     message = f"{name} is a section, not a value: set its keys, as {name}.KEY=VALUE"
     return Problem("PP-E102", message, f"ppctl explain {name}", place)
-
-
-def python_only(key: Key, place: str) -> Problem:
-    """The problem of a key whose value is a Python object."""
-    message = f"{key.name} takes a Python object, which only a program that calls the API can give; leave it out"
-    return Problem("PP-E113", message, place=place)
 
 
 def converted_value(name: str, value: Any) -> Any:
