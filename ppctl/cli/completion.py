@@ -153,6 +153,6 @@ def _takes_runs(command: str, action: str = "", *after: str) -> bool:
     """Whether runs may follow the action of a command."""
     if command == "ckpt" and action == "export":
         return after[-1:] in (("--hf",), ("--dcp",))
-    return (command, action) == ("runs", "show") or (
-        command == "ckpt" and action != "import" and after[-1:] != ("--out",)
-    )
+    if command == "ckpt":
+        return action in ("inspect", "verify", "diff", "average", "prune") and after[-1:] != ("--out",)
+    return (command, action) == ("runs", "show")
