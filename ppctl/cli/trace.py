@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppctl.checkpoint.tensor_parts import spans
 from ppctl.cli.console import UNFOLDED, aligned, in_blocks, note, prose, width
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import add_run_arguments, named_run, program, short_path
@@ -152,12 +153,8 @@ class SeenStep(NamedTuple):
 
     @property
     def named_ranks(self) -> str:
-        """The pipeline's ranks, which stand apart if others share its stages: `ranks 0, 2`."""
-        first, *rest = self.pipeline
-        if not rest:
-            return f"rank {first}"
-        evenly = self.pipeline == tuple(range(first, first + len(self.pipeline)))
-        return f"ranks {first} to {rest[-1]}" if evenly else f"ranks {', '.join(map(str, self.pipeline))}"
+        """The pipeline's ranks, which stand apart if others share its stages: `ranks 0-3`, `ranks 0, 2`."""
+        return f"rank{'s' * (len(self.pipeline) > 1)} {', '.join(spans(self.pipeline))}"
 
     @property
     def seconds(self) -> float:
