@@ -120,3 +120,8 @@ def test_beside_a_word_that_means_nothing_there_is_no_plan_of_something_else(cap
     assert main(["plan", "+recipe=quickstart", word]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("no plan: 1 problem") and "error PP-E10" in err
+
+
+def test_a_size_that_cannot_be_read_is_the_only_problem(capsys) -> None:
+    assert main(["plan", "+recipe=deepseek_v3", "gpus_per_node=x", "optim.lr=-1"]) == 2
+    assert capsys.readouterr().out.strip() == "no plan: 2 problems, PP-E102, PP-E103"
