@@ -6,14 +6,23 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 
-from ppctl.schedule.action import Action, Channel, Edge, Op, Schedule
-from ppctl.schedule.simulate import Costs, simulate
-from ppctl.schedule.trace import Span, step_time
+from ppctl.schedule.action import PASSED_ON, Action, Channel, F, Op, Schedule, lane
+from ppctl.schedule.executor import Execution
+from ppctl.schedule.simulate import Costs, run_of
+
+_Rule = Callable[[Op, Op], bool]
+"""Whether a message that the first operation makes moves after the second one, which comes next on its rank."""
+
+_RULES: tuple[tuple[bool, _Rule], ...] = (
+    (True, lambda made, then: False),
+    (False, lambda made, then: made is F and then is not F),
+    (False, lambda made, then: True),
+)
+"""The choices that are tried: whether a backward has its price or a forward's in the order of events, and the rule."""
 
 
 def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
@@ -27,59 +36,92 @@ def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
     ScheduleError if the schedule hangs.
     """
     schedule = replace(schedule, pairs=frozenset())
-    even = replace(costs, backward=costs.forward)
-    spans = {priced: simulate(schedule, costs if priced else even).spans for priced in (True, False)}
-    tried = (
-        _placed(schedule, spans[True], lambda made, then: False),
-        _placed(schedule, spans[False], lambda made, then: made.op is Op.F and then.op is not Op.F),
-        _placed(schedule, spans[False], lambda made, then: True),
-    )
-    return min(tried, key=lambda one: step_time(simulate(one, costs)))
+    runs = {True: run_of(schedule, costs), False: run_of(schedule, replace(costs, backward=costs.forward))}
+    tried = (_placed(schedule, runs[priced], rule) for priced, rule in _RULES)
+    return min(tried, key=lambda one: run_of(one, costs).seconds)
 
 
-def _placed(schedule: Schedule, spans: tuple[Span, ...], deferred: Callable[[Action, Action], bool]) -> Schedule:
+class _Line:
+    """One channel's messages on their way into both ends' lists, and how many were received before their use."""
+
+    __slots__ = ("channel", "first", "most", "posted", "source", "target")
+
+    def __init__(self, channel: Channel, rows: Sequence[list[Action]]) -> None:
+        self.channel = channel
+        self.source, self.target = rows[channel.source], rows[channel.target]
+        self.posted = self.most = self.first = 0
+
+    def move(self, send: Action, receive: Action) -> None:
+        """Put a message into the lists."""
+        self.source.append(send)
+        self.target.append(receive)
+        self.posted += 1
+        if self.posted > self.most:
+            self.most = self.posted
+            self.first = self.first or len(self.target)
+
+
+_Route = tuple[_Line, Sequence[Action], Sequence[Action], list[float]]
+"""The line of an edge, its sends and receives by microbatch, and when each message is used."""
+
+
+def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> Schedule:
     """The batched schedule of one choice.
 
     A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
     the two, after what comes then, if it is not needed before.
     """
-    place = schedule.placement
-    edges = {(op, edge.sender): edge for edge in schedule.edges for op in edge.ops}
-    starts = {span.action: span.start for span in spans}
-    then = {before.action: after for before, after in pairwise(spans) if before.pp_rank == after.pp_rank}
+    rows = [list[Action]() for _ in schedule.actions]
+    lines = {edge.channel: _Line(edge.channel, rows) for edge in schedule.edges}
+    goes, comes = _routes(schedule, run, lines)
+    times: list[float] = []
+    moved: list[tuple[_Line, Action, Action]] = []
+    computed: list[tuple[list[Action], Action, _Line | None]] = []
+    for own, row, starts, ends in zip(rows, schedule.actions, run.starts, run.ends, strict=True):
+        last = len(row) - 1
+        computed += [(own, action, comes[action[0]][action[1]]) for action in row]
+        for index, (op, stage, mb) in enumerate(row):
+            if (route := goes[op][stage]) is not None:
+                line, sends, receives, needed = route
+                at = ends[index]
+                if index < last and starts[index + 1] <= at and deferred(op, row[index + 1][0]):
+                    at = min(ends[index + 1], needed[mb])
+                times.append(at)
+                moved.append((line, sends[mb], receives[mb]))
+    times += chain.from_iterable(run.starts)
+    # A message stands before what starts at the same time: sorting leaves what is equal in its order.
+    for number in sorted(range(len(times)), key=times.__getitem__):
+        if number < len(moved):
+            line, send, receive = moved[number]
+            line.move(send, receive)
+        else:
+            own, action, used = computed[number - len(moved)]
+            own.append(action)
+            if used is not None:
+                used.posted -= 1
+    capacities = {
+        line.channel: 2 * line.most - 1
+        for line in sorted(lines.values(), key=lambda line: (line.channel.target, line.first))
+        if line.most
+    }
+    return replace(schedule, actions=tuple(map(tuple, rows)), batched=True, capacities=capacities)
 
-    def moment(span: Span, edge: Edge) -> float:
-        following = then.get(span.action)
-        if following is None or following.start > span.end or not deferred(span.action, following.action):
-            return span.end
-        users = (Action(op, edge.receiver, span.action.mb) for op in edge.ops)
-        return min(following.end, next(starts[user] for user in users if user in starts))
 
-    events: list[tuple[float, int, int, tuple[Action, ...]]] = []
-    for number, span in enumerate(spans):
-        events.append((span.start, 1, number, (span.action,)))
-        if (edge := edges.get(span.action[:2])) is not None:
-            mb = span.action.mb
-            message = Action(edge.send, edge.sender, mb), Action(edge.receive, edge.receiver, mb)
-            events.append((moment(span, edge), 0, number, message))
-    rows: list[list[Action]] = [[] for _ in schedule.actions]
-    for *_, actions in sorted(events):
-        for action in actions:
-            rows[place.rank_of(action.stage)].append(action)
-    batched = replace(schedule, actions=tuple(map(tuple, rows)), batched=True)
-    return replace(batched, capacities=_least_capacities(batched))
-
-
-def _least_capacities(schedule: Schedule) -> dict[Channel, int]:
-    """The least capacities whose receive slots hold what the lists receive before it is used."""
-    receives = {(edge.receive, edge.receiver): edge.channel for edge in schedule.edges}
-    uses = {(op, edge.receiver): edge.channel for edge in schedule.edges for op in edge.ops}
-    posted: Counter[Channel] = Counter()
-    most: dict[Channel, int] = {}
-    for op, stage, _ in chain.from_iterable(schedule.actions):
-        if (channel := receives.get((op, stage))) is not None:
-            posted[channel] += 1
-            most[channel] = max(most.get(channel, 0), posted[channel])
-        elif (used := uses.get((op, stage))) is not None:
-            posted[used] -= 1
-    return {channel: 2 * slots - 1 for channel, slots in most.items()}
+def _routes(
+    schedule: Schedule, run: Execution, lines: Mapping[Channel, _Line]
+) -> tuple[dict[Op, list[_Route | None]], dict[Op, list[_Line | None]]]:
+    """By operation and stage, where a result goes, and the line by which an input comes; None stands for no edge."""
+    count, stages = schedule.num_microbatches, schedule.placement.num_stages
+    begun = [[[0.0] * count for _ in range(stages)] for _ in range(2)]
+    for row, starts in zip(schedule.actions, run.starts, strict=True):
+        for (op, stage, mb), start in zip(row, starts, strict=True):
+            if op in PASSED_ON:
+                begun[op is F][stage][mb] = start
+    goes: dict[Op, list[_Route | None]] = {op: [None] * stages for op in Op}
+    comes: dict[Op, list[_Line | None]] = {op: [None] * stages for op in Op}
+    for edge in schedule.edges:
+        messages = lane(edge.send, edge.sender, count), lane(edge.receive, edge.receiver, count)
+        for op in edge.ops:
+            goes[op][edge.sender] = (lines[edge.channel], *messages, begun[op is F][edge.receiver])
+            comes[op][edge.receiver] = lines[edge.channel]
+    return goes, comes
