@@ -112,13 +112,12 @@ def rank_pricer(
     def halves() -> Ends | None:
         return halves_of(config, stages, setting, alive)
 
-    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, samples: int) -> RankCost:
+    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, calls: int) -> RankCost:
         actions, rank = schedule.actions[pp_rank], ranks[pp_rank]
         state = rank.state
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
         if rank.passing is not None:
-            calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
             held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
             state = State(rank.always + held.weights, held.gradients, state.optimizer)
             in_step = held.total + rank.always + state.optimizer
@@ -144,7 +143,9 @@ def rank_pricer(
         for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
-        return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
+        calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
+        lists = schedule if schedule.shorter is None else schedule.shorter  # a further round holds what the others hold
+        return tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
 
     return price
 

@@ -40,7 +40,7 @@ from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
 from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
-from ppctl.schedule.trace import Span, Trace, busy_time, step_time
+from ppctl.schedule.trace import Trace, busy_time, step_time
 from ppctl.topology import ParallelSizes
 
 
@@ -180,19 +180,11 @@ def step_timing(
 ) -> Timing:
     """All times of `calls` schedule calls and one optimizer step."""
     device = device_of(config)
-    pipeline = step_time(trace)
-    optimizer = max(
-        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
-        + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
-        for r in ranks
-    )
+    pipeline, optimizer = step_time(trace), seconds_after(config, stages, sizes, ranks)
     step = calls * pipeline + optimizer
     tokens = config.train.global_batch_size * config.data.seq_length
     flops = sum(s.flops for s in stages) * schedule.num_microbatches * calls * sizes.dp
     rate = flops / step / sizes.world if pipeline else 0.0
-    rows: list[list[Span]] = [[] for _ in range(trace.pp)]
-    for span in trace.spans:
-        rows[span.pp_rank].append(span)
     return Timing(
         priced_by=priced_by,
         pipeline_s=pipeline,
@@ -201,9 +193,21 @@ def step_timing(
         tokens_per_s_per_device=tokens / step / sizes.world if pipeline else 0.0,
         tflops_per_device=rate / 1e12,
         mfu=rate / device.bf16_flops if device.name != "cpu" else None,
-        bubbles=tuple(1 - busy_time(row) / pipeline for row in rows) if pipeline else (),
+        bubbles=tuple(1 - busy_time(row) / pipeline for row in trace.rows()) if pipeline else (),
         critical=tuple(seconds_by_kind(critical_path(trace)).items()),
         stages=tuple(costs),
+    )
+
+
+def seconds_after(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, ranks: Sequence[RankCost]
+) -> float:
+    """Seconds of the optimizer step that follows on the pipeline."""
+    device = device_of(config)
+    return max(
+        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
+        + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
+        for r in ranks
     )
 
 

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
 
-from ppctl.schedule.action import PASSED_ON, Action, Channel, F, Op, Schedule, lane
+from ppctl.schedule.action import BACKWARDS, MESSAGES, PASSED_ON, Action, Channel, F, Op, Placement, Schedule, lane
 from ppctl.schedule.executor import Execution
+from ppctl.schedule.repetition import rounds, stretched
 from ppctl.schedule.simulate import Costs, run_of
 
 _Rule = Callable[[Op, Op], bool]
 """Whether a message that the first operation makes moves after the second one, which comes next on its rank."""
+
+_LEFT = 4
+"""Rounds of one microbatch that a shortened schedule keeps: enough for what is repeated to have settled."""
 
 _RULES: tuple[tuple[bool, _Rule], ...] = (
     (True, lambda made, then: False),
@@ -25,20 +32,91 @@ _RULES: tuple[tuple[bool, _Rule], ...] = (
 """The choices that are tried: whether a backward has its price or a forward's in the order of events, and the rule."""
 
 
-def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
+class Prices(NamedTuple):
+    """Seconds of a forward and a whole backward of any stage, and of a message."""
+
+    forward: float
+    backward: float
+    message: float
+
+
+def batch_messages(schedule: Schedule, prices: Prices) -> Schedule:
     """Put every message of a compute-only schedule into both ends' lists, at one moment of a common order of events.
 
     The events are those of a simulation without limits, in which a message has some moment between the end of what
     makes it and the start of what uses it. All lists follow the one order. That gives the two ranks of a pair the same
     sequence, and it excludes a deadlock: of the events that are not over the first one can always go on, and to start a
-    message together with later ones only lets it go earlier. Several choices of the moments are tried at `costs`; the
+    message together with later ones only lets it go earlier. Several choices of the moments are tried at `prices`; the
     fastest one stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises
     ScheduleError if the schedule hangs.
     """
     schedule = replace(schedule, pairs=frozenset())
-    runs = {True: run_of(schedule, costs), False: run_of(schedule, replace(costs, backward=costs.forward))}
-    tried = (_placed(schedule, runs[priced], rule) for priced, rule in _RULES)
-    return min(tried, key=lambda one: run_of(one, costs).seconds)
+    for size in sorted({1, schedule.placement.pp}):
+        if (batched := _from_fewer(schedule, prices, size)) is not None:
+            return batched
+    return min(_tried(schedule, prices), key=itemgetter(0))[1]
+
+
+def _from_fewer(schedule: Schedule, prices: Prices, size: int) -> Schedule | None:
+    """The batched schedule that follows from those of fewer rounds of `size` microbatches.
+
+    None unless one round more makes every choice longer by the round that it had, in every list: only then each
+    further round does, too, and takes as many seconds more.
+    """
+    out = rounds(schedule, size) - (_LEFT if size == 1 else 2)
+    if out < 2:
+        return None
+    fewer, more = (_kept(stretched(schedule, size, left - out), prices) for left in (0, 1))
+    for (_, one), (_, other) in zip(fewer, more, strict=True):
+        if one.capacities != other.capacities or rounds(one, size) < 2:
+            return None
+        if stretched(one, size, 1).actions != other.actions:
+            return None
+    seconds = [before + out * (after - before) for (before, _), (after, _) in zip(fewer, more, strict=True)]
+    return stretched(more[seconds.index(min(seconds))][1], size, out - 1)
+
+
+_Tried = list[tuple[float, Schedule]]
+"""The batched schedule of each of the rules, and the seconds that it takes."""
+
+
+def _tried(schedule: Schedule, prices: Prices) -> _Tried:
+    stages, tried = schedule.placement.num_stages, _Tried()
+    costs, even = (
+        Costs.uniform(stages, prices.forward, backward, prices.message)
+        for backward in (prices.backward, prices.forward)
+    )
+    runs = {True: run_of(schedule, costs), False: run_of(schedule, even)}
+    for priced, rule in _RULES:
+        batched = place_gradient_sync(_placed(schedule, runs[priced], rule))
+        tried.append((run_of(batched, costs).seconds, batched))
+    return tried
+
+
+def _kept(schedule: Schedule, prices: Prices) -> _Tried:
+    """`_tried`, which is the same for all schedules that differ in the number of their rounds, and so remembered."""
+    return _remembered(schedule.name, schedule.placement, schedule.num_microbatches, schedule.actions, prices)
+
+
+@lru_cache(32)
+def _remembered(
+    name: str, placement: Placement, count: int, actions: tuple[tuple[Action, ...], ...], prices: Prices
+) -> _Tried:
+    return _tried(Schedule(name, placement, count, actions), prices)
+
+
+def place_gradient_sync(schedule: Schedule) -> Schedule:
+    """REDUCE_GRAD of every stage right after its last backward, and after the messages that follow it."""
+    rows: list[tuple[Action, ...]] = []
+    for row in schedule.actions:
+        last = {action.stage: index for index, action in enumerate(row) if action.op in BACKWARDS}
+        synced = list(row)
+        for index, stage in sorted(((index, stage) for stage, index in last.items()), reverse=True):
+            while index + 1 < len(row) and row[index + 1].op in MESSAGES:
+                index += 1  # what a neighbour waits for goes first
+            synced.insert(index + 1, Action(Op.REDUCE_GRAD, stage))
+        rows.append(tuple(synced))
+    return replace(schedule, actions=tuple(rows))
 
 
 class _Line:

@@ -42,7 +42,9 @@ _BEFORE, _AFTER = 2, 2
 def verify(schedule: Schedule, run: Execution | None = None) -> list[Problem]:
     """The problems of a schedule; empty means that every rank can run its list to the end.
 
-    `run` is its execution, at whatever costs, if there is one: where ranks are stuck is read there.
+    `run` is its execution, at whatever costs, if there is one: where ranks are stuck is read there. Of a schedule
+    whose middle repeats the rounds of a `shorter` one, that one's lists are judged: each further round adds the same
+    actions in the same order, shifted. The execution is always that of the whole.
 
     The rules: every (stage, microbatch) has one F, and one B or one I and W (in a forward-only schedule neither), on
     the rank that owns the stage and after its dependencies. In a lowered schedule every edge between ranks has its
@@ -57,13 +59,18 @@ def verify(schedule: Schedule, run: Execution | None = None) -> list[Problem]:
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
         return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
+    wrong = list(_wrong_lists(schedule if schedule.shorter is None else schedule.shorter))
+    return wrong or _hanging(schedule, run) or [*wrong_pairs(schedule)]
+
+
+def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
+    """What is wrong with the lists, but for deadlocks and pairs."""
     wanted = _wanted(schedule)
     lanes = [_lanes_of(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
     complete = [own for own in lanes if own is not None]
-    if len(complete) < pp:
-        return list(_incomplete(schedule, [set(chain.from_iterable(own.values())) for own in wanted]))
-    wrong = [*_disordered(schedule, complete), *_crossed(schedule, complete), *_beyond_slots(schedule, complete)]
-    return wrong or _hanging(schedule, run) or [*wrong_pairs(schedule)]
+    if len(complete) < len(lanes):
+        return _incomplete(schedule, [set(chain.from_iterable(own.values())) for own in wanted])
+    return chain(_disordered(schedule, complete), _crossed(schedule, complete), _beyond_slots(schedule, complete))
 
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
