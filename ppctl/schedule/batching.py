@@ -6,6 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +14,21 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from ppctl.schedule.action import BACKWARDS, MESSAGES, PASSED_ON, Action, Channel, F, Op, Placement, Schedule, lane
+from ppctl.schedule.action import (
+    BACKWARDS,
+    MESSAGES,
+    PASSED_ON,
+    Action,
+    B,
+    Channel,
+    F,
+    I,
+    Op,
+    Placement,
+    Schedule,
+    W,
+    lane,
+)
 from ppctl.schedule.executor import Execution
 from ppctl.schedule.repetition import rounds, stretched
 from ppctl.schedule.simulate import Costs, run_of
@@ -41,7 +56,7 @@ class Prices(NamedTuple):
 
 
 def batch_messages(schedule: Schedule, prices: Prices) -> Schedule:
-    """Put every message of a compute-only schedule into both ends' lists, at one moment of a common order of events.
+    """Add gradient sync, and every message to both ends' lists, at one moment of a common order of events.
 
     The events are those of a simulation without limits, in which a message has some moment between the end of what
     makes it and the start of what uses it. All lists follow the one order. That gives the two ranks of a pair the same
@@ -54,7 +69,7 @@ def batch_messages(schedule: Schedule, prices: Prices) -> Schedule:
     for size in sorted({1, schedule.placement.pp}):
         if (batched := _from_fewer(schedule, prices, size)) is not None:
             return batched
-    return min(_tried(schedule, prices), key=itemgetter(0))[1]
+    return place_gradient_sync(min(_tried(schedule, prices), key=itemgetter(0))[1])
 
 
 def _from_fewer(schedule: Schedule, prices: Prices, size: int) -> Schedule | None:
@@ -73,24 +88,20 @@ def _from_fewer(schedule: Schedule, prices: Prices, size: int) -> Schedule | Non
         if stretched(one, size, 1).actions != other.actions:
             return None
     seconds = [before + out * (after - before) for (before, _), (after, _) in zip(fewer, more, strict=True)]
-    return stretched(more[seconds.index(min(seconds))][1], size, out - 1)
+    return stretched(place_gradient_sync(more[seconds.index(min(seconds))][1]), size, out - 1)
 
 
 _Tried = list[tuple[float, Schedule]]
-"""The batched schedule of each of the rules, and the seconds that it takes."""
+"""The batched schedule of each of the rules, without gradient sync, and the seconds that it takes."""
 
 
 def _tried(schedule: Schedule, prices: Prices) -> _Tried:
-    stages, tried = schedule.placement.num_stages, _Tried()
-    costs, even = (
-        Costs.uniform(stages, prices.forward, backward, prices.message)
-        for backward in (prices.backward, prices.forward)
-    )
-    runs = {True: run_of(schedule, costs), False: run_of(schedule, even)}
-    for priced, rule in _RULES:
-        batched = place_gradient_sync(_placed(schedule, runs[priced], rule))
-        tried.append((run_of(batched, costs).seconds, batched))
-    return tried
+    stages = schedule.placement.num_stages
+    runs = {
+        priced: run_of(schedule, Costs.uniform(stages, prices.forward, backward, prices.message))
+        for priced, backward in ((True, prices.backward), (False, prices.forward))
+    }
+    return [_placed(schedule, runs[priced], rule, prices) for priced, rule in _RULES]
 
 
 def _kept(schedule: Schedule, prices: Prices) -> _Tried:
@@ -119,45 +130,62 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
+class _Row:
+    """The list of one rank as it grows: when its last operation ends, and when the last message since then is over."""
+
+    __slots__ = ("actions", "clock", "through")
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.clock = self.through = 0.0
+
+
 class _Line:
-    """One channel's messages on their way into both ends' lists, and how many were received before their use."""
+    """One channel's messages on their way into both ends' lists, and how many were received before their use.
 
-    __slots__ = ("channel", "first", "most", "posted", "source", "target")
+    `free_at` says when the last message of the two ranks in this direction was over, whichever channel's it was.
+    """
 
-    def __init__(self, channel: Channel, rows: Sequence[list[Action]]) -> None:
-        self.channel = channel
+    __slots__ = ("channel", "first", "free_at", "most", "posted", "source", "target")
+
+    def __init__(self, channel: Channel, rows: Sequence[_Row], free_at: list[float]) -> None:
+        self.channel, self.free_at = channel, free_at
         self.source, self.target = rows[channel.source], rows[channel.target]
         self.posted = self.most = self.first = 0
 
-    def move(self, send: Action, receive: Action) -> None:
-        """Put a message into the lists."""
-        self.source.append(send)
-        self.target.append(receive)
+    def move(self, send: Action, receive: Action, seconds: float) -> None:
+        """Put a message into the lists. It starts when both ends have ended what stands before their batch."""
+        source, target, free_at = self.source, self.target, self.free_at
+        source.actions.append(send)
+        target.actions.append(receive)
         self.posted += 1
         if self.posted > self.most:
             self.most = self.posted
-            self.first = self.first or len(self.target)
+            self.first = self.first or len(target.actions)
+        free_at[0] = at = max(source.clock, target.clock, free_at[0]) + seconds
+        source.through, target.through = max(source.through, at), max(target.through, at)
 
 
 _Route = tuple[_Line, Sequence[Action], Sequence[Action], list[float]]
 """The line of an edge, its sends and receives by microbatch, and when each message is used."""
 
 
-def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> Schedule:
-    """The batched schedule of one choice.
+def _placed(schedule: Schedule, run: Execution, deferred: _Rule, prices: Prices) -> tuple[float, Schedule]:
+    """The batched schedule of one choice, and the seconds that it takes.
 
     A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
     the two, after what comes then, if it is not needed before.
     """
-    rows = [list[Action]() for _ in schedule.actions]
-    lines = {edge.channel: _Line(edge.channel, rows) for edge in schedule.edges}
+    rows, free_at = [_Row() for _ in schedule.actions], defaultdict[tuple[int, int], list[float]](lambda: [0.0])
+    lines = {edge.channel: _Line(edge.channel, rows, free_at[edge.channel[:2]]) for edge in schedule.edges}
+    seconds = dict.fromkeys((I, W), prices.backward / 2) | {F: prices.forward, B: prices.backward}
     goes, comes = _routes(schedule, run, lines)
     times: list[float] = []
     moved: list[tuple[_Line, Action, Action]] = []
-    computed: list[tuple[list[Action], Action, _Line | None]] = []
+    computed: list[tuple[_Row, Action, float, _Line | None]] = []
     for own, row, starts, ends in zip(rows, schedule.actions, run.starts, run.ends, strict=True):
         last = len(row) - 1
-        computed += [(own, action, comes[action[0]][action[1]]) for action in row]
+        computed += [(own, action, seconds[action[0]], comes[action[0]][action[1]]) for action in row]
         for index, (op, stage, mb) in enumerate(row):
             if (route := goes[op][stage]) is not None:
                 line, sends, receives, needed = route
@@ -171,10 +199,11 @@ def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> Schedule:
     for number in sorted(range(len(times)), key=times.__getitem__):
         if number < len(moved):
             line, send, receive = moved[number]
-            line.move(send, receive)
+            line.move(send, receive, prices.message)
         else:
-            own, action, used = computed[number - len(moved)]
-            own.append(action)
+            own, action, took, used = computed[number - len(moved)]
+            own.actions.append(action)
+            own.clock = max(own.clock, own.through) + took
             if used is not None:
                 used.posted -= 1
     capacities = {
@@ -182,7 +211,8 @@ def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> Schedule:
         for line in sorted(lines.values(), key=lambda line: (line.channel.target, line.first))
         if line.most
     }
-    return replace(schedule, actions=tuple(map(tuple, rows)), batched=True, capacities=capacities)
+    actions = tuple(tuple(own.actions) for own in rows)
+    return max(own.clock for own in rows), replace(schedule, actions=actions, batched=True, capacities=capacities)
 
 
 def _routes(

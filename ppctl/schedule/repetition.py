@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import sub
+from operator import and_, eq, is_, sub
 
-from ppctl.schedule.action import Action, Op, Schedule
+from ppctl.schedule.action import Action, Schedule
 
-_NUMBER = {op: number for number, op in enumerate(Op)}
 _new_action = partial(tuple.__new__, Action)
 
 
@@ -46,9 +45,10 @@ def _later(actions: Iterable[Action], by: int) -> Iterable[Action]:
 
 def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, int]:
     """Where a list's repetition begins, how many rounds it has one after another, and how many actions a round has."""
-    length = size * sum(action[2] == count // 2 for action in row)
-    codes = [(_NUMBER[op] << 20 | stage) * 4 * count + mb for op, stage, mb in row]
-    alike = bytes(map(size.__eq__, map(sub, codes[length:], codes)))
+    ops, stages, mbs = zip(*row, strict=True) if row else ((), (), ())
+    length = size * mbs.count(count // 2)
+    same = map(and_, map(is_, ops[length:], ops), map(eq, stages[length:], stages))
+    alike = bytes(map(and_, same, map(size.__eq__, map(sub, mbs[length:], mbs))))
     middle = len(alike) // 2
     begin, end = alike.rfind(0, 0, middle) + 1, alike.find(0, middle)
     run = (len(alike) if end < 0 else end) - begin
