@@ -146,7 +146,8 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
     for segment, steps, batch in derivation.smaller:
         count, config = batch.num_microbatches, at_size(values.config, segment.size)
         if count not in proofs:
-            proofs[count] = proved(values, derivation.compute_only(count)[0], derivation.frozen_stages, costs)
+            plain, _ = derivation.compute_only(count)
+            proofs[count] = proved(values, plain, derivation.frozen_stages, costs, full)
         proof = proofs[count]
         trace = _trace(proof, costs)
         ranks = derivation.rank_costs(proof.schedule, segment.size)

@@ -31,7 +31,7 @@ from ppctl.cost.state import (
     state_bytes,
 )
 from ppctl.geometry.canonical_names import embedding_uses
-from ppctl.geometry.layers import NUMBERED, Layer
+from ppctl.geometry.layers import NUMBERED, Layer, alike
 from ppctl.host.accelerators import Device, preset
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
@@ -99,7 +99,12 @@ def rank_pricer(
 ) -> RankPricer:
     """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
-    alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
+    kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
+    by_kind = {
+        kind: stage_activations(config.model, stage.layers, setting, stage.stage)
+        for kind, stage in dict(zip(kinds, stages, strict=True)).items()
+    }
+    alive = [by_kind[kind] for kind in kinds]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
     offloaded = [each.offloaded for each in alive]
     received = [message_bytes(stage.receives) for stage in stages]
@@ -107,6 +112,8 @@ def rank_pricer(
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
     ranks = [_rank(config, stages, own, sizes, setting) for own in of_rank]
+
+    last: tuple[Schedule, object, tuple[RankCost, ...]] | None = None
 
     @cache
     def halves() -> Ends | None:
@@ -139,13 +146,17 @@ def rank_pricer(
         )
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
+        nonlocal last
         ends = halves() if schedule.split else None
         for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
         lists = schedule if schedule.shorter is None else schedule.shorter  # a further round holds what the others hold
-        return tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
+        if last is None or last[0] is not lists or last[1] != (calls, messages):
+            held = tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
+            last = lists, (calls, messages), held
+        return last[2]
 
     return price
 

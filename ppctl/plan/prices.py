@@ -7,7 +7,7 @@ prices. Must not know how schedules are made or how closed forms work (`ppctl.co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -28,10 +28,10 @@ from ppctl.cost.times import (
     optimizer_seconds,
     reduce_seconds,
 )
-from ppctl.cost.traffic import stage_passes
+from ppctl.cost.traffic import Traffic, stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import Kind, Layer, alike, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
@@ -57,7 +57,14 @@ def stage_costs(
     """
     price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(own) for own in layers]
-    return tuple(price(stage, own, stage == len(held) - 1) for stage, own in enumerate(held))
+    known: dict[Hashable, StageCost] = {}
+    costs = []
+    for stage, own in enumerate(held):
+        last = stage == len(held) - 1
+        if (kind := (alike(config.model, config.train, stage, own), last)) not in known:
+            known[kind] = price(stage, own, last)
+        costs.append(known[kind])
+    return tuple(costs)
 
 
 def pricer(
@@ -249,11 +256,13 @@ def step_traffic(
     sp = config.parallel.sequence_parallel
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     layers = [[stage.layers for stage in own] for own in by_rank]
-    exchanges = []
+    exchanges, passes = [], dict[Hashable, Traffic]()
     for pp_rank, (own, held) in enumerate(zip(by_rank, Stages.each(model, layers), strict=True)):
         total = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
         for stage in own:
-            total.add(stage_passes(model, stage.layers, setting, stage.stage).all, microbatches)
+            if (kind := alike(model, config.train, stage.stage, stage.layers)) not in passes:
+                passes[kind] = stage_passes(model, stage.layers, setting, stage.stage).all
+            total.add(passes[kind], microbatches)
             for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):
                 if edge and stages[other].pp_rank != pp_rank:
                     total.note("pp", "send", microbatches * message_bytes(edge), microbatches * len(edge))

@@ -245,12 +245,18 @@ class ProvedSchedule(NamedTuple):
     """How it was run to its end, at the costs that were given."""
 
 
-def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0, costs: Costs | None = None) -> ProvedSchedule:
+def proved(
+    values: ConfigValues,
+    plain: Schedule,
+    frozen_stages: int = 0,
+    costs: Costs | None = None,
+    like: ProvedSchedule | None = None,
+) -> ProvedSchedule:
     """The lowered schedule, without what frozen stages do not need, and all that is wrong with it, or with its
     forward-only twin if a capacity is set.
 
     `plain` has all backwards; only a file may be without those of the frozen stages. The proof runs the schedule, at
-    `costs` if there are any.
+    `costs` if there are any. Lists that repeat those of a proof that it is `like` need no second proof.
     """
     capacity = values[CAPACITY]
     if plain.name == FROM_FILE and frozen_stages and verify(plain):
@@ -267,7 +273,7 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0, costs:
     schedule = free if capacity is None or free.batched else lower(plain, capacity=capacity)
     schedule = without_frozen(schedule, frozen_stages)
     run = None if costs is None else attempted(schedule, costs)
-    wrong = verify(schedule, run)
+    wrong = verify(schedule, run, None if like is None or like.wrong else like.schedule.shorter)
     if capacity is None or schedule.batched:
         return ProvedSchedule(plain, schedule, wrong, run)
     twin = forwards_alone(schedule.placement, plain.num_microbatches)

@@ -73,22 +73,36 @@ def batch_messages(schedule: Schedule, prices: Prices) -> Schedule:
 
 
 def _from_fewer(schedule: Schedule, prices: Prices, size: int) -> Schedule | None:
-    """The batched schedule that follows from those of fewer rounds of `size` microbatches.
-
-    None unless one round more makes every choice longer by the round that it had, in every list: only then each
-    further round does, too, and takes as many seconds more.
-    """
+    """The batched schedule that follows from those of fewer rounds of `size` microbatches; None if none does."""
     out = rounds(schedule, size) - (_LEFT if size == 1 else 2)
     if out < 2:
         return None
-    fewer, more = (_kept(stretched(schedule, size, left - out), prices) for left in (0, 1))
-    for (_, one), (_, other) in zip(fewer, more, strict=True):
+    few = stretched(schedule, size, -out)
+    settled = _settled(few.name, few.placement, few.num_microbatches, few.actions, size, prices)
+    if not settled:
+        return None
+    _, longer = min(settled, key=lambda each: each[0][0] + (out - 1) * each[0][1])
+    return stretched(longer, size, out - 1)
+
+
+@lru_cache(64)
+def _settled(
+    name: str, placement: Placement, count: int, actions: tuple[tuple[Action, ...], ...], size: int, prices: Prices
+) -> list[tuple[tuple[float, float], Schedule]]:
+    """For each of the rules the seconds of one round more than these `actions` and of that round, and its schedule.
+
+    Empty unless the round makes every list of every choice longer by the round before it: only then each further round
+    does, too, and takes as many seconds. Remembered, as it is the same for any number of rounds.
+    """
+    few = Schedule(name, placement, count, actions)
+    settled = []
+    for (before, one), (after, other) in zip(_tried(few, prices), _tried(stretched(few, size, 1), prices), strict=True):
         if one.capacities != other.capacities or rounds(one, size) < 2:
-            return None
+            return []
         if stretched(one, size, 1).actions != other.actions:
-            return None
-    seconds = [before + out * (after - before) for (before, _), (after, _) in zip(fewer, more, strict=True)]
-    return stretched(place_gradient_sync(more[seconds.index(min(seconds))][1]), size, out - 1)
+            return []
+        settled.append(((after, after - before), place_gradient_sync(other)))
+    return settled
 
 
 _Tried = list[tuple[float, Schedule]]
@@ -102,18 +116,6 @@ def _tried(schedule: Schedule, prices: Prices) -> _Tried:
         for priced, backward in ((True, prices.backward), (False, prices.forward))
     }
     return [_placed(schedule, runs[priced], rule, prices) for priced, rule in _RULES]
-
-
-def _kept(schedule: Schedule, prices: Prices) -> _Tried:
-    """`_tried`, which is the same for all schedules that differ in the number of their rounds, and so remembered."""
-    return _remembered(schedule.name, schedule.placement, schedule.num_microbatches, schedule.actions, prices)
-
-
-@lru_cache(32)
-def _remembered(
-    name: str, placement: Placement, count: int, actions: tuple[tuple[Action, ...], ...], prices: Prices
-) -> _Tried:
-    return _tried(Schedule(name, placement, count, actions), prices)
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
