@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
@@ -35,7 +36,16 @@ from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, prove
 from ppctl.plan.schedule_search import least_held
 from ppctl.plan.stages import tie_groups
 from ppctl.plan.types import Derived, RankCost, SmallerBatch, StageCost, StageSpec
-from ppctl.plan.violations import ConfigValues, Judge, Overrides, Violation, Violations, as_problems, parse_overrides
+from ppctl.plan.violations import (
+    ConfigValues,
+    Judge,
+    Overrides,
+    Rule,
+    Violation,
+    Violations,
+    as_problems,
+    parse_overrides,
+)
 from ppctl.schedule.simulate import Costs, traced
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 
@@ -182,8 +192,12 @@ def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides)
 
 def _judge(values: ConfigValues) -> Judge:
     """Returns a judge of other configs, which leaves out what the rules on values report of this one already."""
-    known = {violation.rule for violation in _checked(values)}
-    return lambda other: [violation for violation in _judged(other) if violation.rule not in known]
+
+    @cache
+    def known() -> set[Rule]:
+        return {violation.rule for violation in _checked(values)}
+
+    return lambda other: [violation for violation in _judged(other) if violation.rule not in known()]
 
 
 def _judged(values: ConfigValues) -> Violations:

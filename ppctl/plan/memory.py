@@ -7,7 +7,7 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -93,26 +93,29 @@ class _LastingBytes(NamedTuple):
     """Another use's gradient, beside the state; None if allocators know nothing of backwards."""
     buffers: int
 
+    def at(self, stages: Mapping[int, int]) -> _LastingBytes:
+        """The bytes of a rank with `stages[s]` in place of s, and the same layers."""
+        passing = None if self.passing is None else {stages[s]: each for s, each in self.passing.items()}
+        return self._replace(passing=passing, summed={stages[s]: size for s, size in self.summed.items()})
+
 
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
     """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
-    kinds = [alike(config.model, config.train, stage.stage, stage.layers) for stage in stages]
-    by_kind = {
-        kind: stage_activations(config.model, stage.layers, setting, stage.stage)
-        for kind, stage in dict(zip(kinds, stages, strict=True)).items()
+    by_kind = {_kind(config, stage): stage for stage in stages}
+    priced_kinds = {
+        kind: stage_activations(config.model, stage.layers, setting, stage.stage) for kind, stage in by_kind.items()
     }
-    alive = [by_kind[kind] for kind in kinds]
+    alive = [priced_kinds[_kind(config, stage)] for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
     offloaded = [each.offloaded for each in alive]
     received = [message_bytes(stage.receives) for stage in stages]
     of_rank: list[list[StageSpec]] = [[] for _ in range(sizes.pp)]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
-    ranks = [_rank(config, stages, own, sizes, setting) for own in of_rank]
-
+    ranks = _ranks(config, stages, of_rank, sizes, setting)
     last: tuple[Schedule, object, tuple[RankCost, ...]] | None = None
 
     @cache
@@ -159,6 +162,30 @@ def rank_pricer(
         return last[2]
 
     return price
+
+
+def _kind(config: RunConfig, stage: StageSpec) -> Hashable:
+    return alike(config.model, config.train, stage.stage, stage.layers)
+
+
+def _ranks(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    of_rank: Sequence[list[StageSpec]],
+    sizes: ParallelSizes,
+    setting: Setting,
+) -> list[_LastingBytes]:
+    """`_rank` of every pp_rank; ranks with alike stages are priced once."""
+    known: dict[Hashable, tuple[list[StageSpec], _LastingBytes]] = {}
+    ranks = []
+    for own in of_rank:
+        # Which matrices Muon moves where depends on more than their shapes.
+        key = (*(_kind(config, stage) for stage in own), *(own if config.optim.name == "muon" else ()))
+        if key not in known:
+            known[key] = own, _rank(config, stages, own, sizes, setting)
+        like, lasting = known[key]
+        ranks.append(lasting.at({there.stage: here.stage for there, here in zip(like, own, strict=True)}))
+    return ranks
 
 
 def _rank(

@@ -256,11 +256,14 @@ def step_traffic(
     sp = config.parallel.sequence_parallel
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     layers = [[stage.layers for stage in own] for own in by_rank]
-    exchanges, passes = [], dict[Hashable, Traffic]()
+    exchanges, passes, after = [], dict[Hashable, Traffic](), dict[Hashable, Traffic]()
     for pp_rank, (own, held) in enumerate(zip(by_rank, Stages.each(model, layers), strict=True)):
-        total = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
-        for stage in own:
-            if (kind := alike(model, config.train, stage.stage, stage.layers)) not in passes:
+        kinds = tuple(alike(model, config.train, stage.stage, stage.layers) for stage in own)
+        if (rank := (kinds, pp_rank * sums.owned)) not in after:
+            after[rank] = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
+        total = Traffic().add(after[rank])
+        for stage, kind in zip(own, kinds, strict=True):
+            if kind not in passes:
                 passes[kind] = stage_passes(model, stage.layers, setting, stage.stage).all
             total.add(passes[kind], microbatches)
             for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):
