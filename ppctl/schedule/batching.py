@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
 
+from ppctl.errors import ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
+    COMPUTE,
     MESSAGES,
     PASSED_ON,
     Action,
@@ -33,6 +34,7 @@ from ppctl.schedule.executor import Execution
 from ppctl.schedule.repetition import rounds, stretched
 from ppctl.schedule.simulate import Costs, run_of
 
+_Actions = tuple[tuple[Action, ...], ...]
 _Rule = Callable[[Op, Op], bool]
 """Whether a message that the first operation makes moves after the second one, which comes next on its rank."""
 
@@ -47,75 +49,73 @@ _RULES: tuple[tuple[bool, _Rule], ...] = (
 """The choices that are tried: whether a backward has its price or a forward's in the order of events, and the rule."""
 
 
-class Prices(NamedTuple):
-    """Seconds of a forward and a whole backward of any stage, and of a message."""
-
-    forward: float
-    backward: float
-    message: float
+FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
+"""The prices at which capacities and batches are chosen: every stage alike, messages that are short but not free."""
+_SECONDS = {F: FORWARD_SECONDS, B: BACKWARD_SECONDS, I: BACKWARD_SECONDS / 2, W: BACKWARD_SECONDS / 2}
 
 
-def batch_messages(schedule: Schedule, prices: Prices) -> Schedule:
+def batch_messages(schedule: Schedule) -> Schedule:
     """Add gradient sync, and every message to both ends' lists, at one moment of a common order of events.
 
     The events are those of a simulation without limits, in which a message has some moment between the end of what
     makes it and the start of what uses it. All lists follow the one order. That gives the two ranks of a pair the same
     sequence, and it excludes a deadlock: of the events that are not over the first one can always go on, and to start a
-    message together with later ones only lets it go earlier. Several choices of the moments are tried at `prices`; the
-    fastest one stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises
-    ScheduleError if the schedule hangs.
+    message together with later ones only lets it go earlier. Several choices of the moments are tried; the fastest one
+    stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises ScheduleError if
+    the schedule hangs.
     """
-    schedule = replace(schedule, pairs=frozenset())
-    for size in sorted({1, schedule.placement.pp}):
-        if (batched := _from_fewer(schedule, prices, size)) is not None:
-            return batched
-    return place_gradient_sync(min(_tried(schedule, prices), key=itemgetter(0))[1])
+    return _batched(schedule.name, schedule.placement, schedule.num_microbatches, schedule.actions)
 
 
-def _from_fewer(schedule: Schedule, prices: Prices, size: int) -> Schedule | None:
-    """The batched schedule that follows from those of fewer rounds of `size` microbatches; None if none does."""
-    out = rounds(schedule, size) - (_LEFT if size == 1 else 2)
-    if out < 2:
-        return None
-    few = stretched(schedule, size, -out)
-    settled = _settled(few.name, few.placement, few.num_microbatches, few.actions, size, prices)
-    if not settled:
-        return None
-    _, longer = min(settled, key=lambda each: each[0][0] + (out - 1) * each[0][1])
-    return stretched(longer, size, out - 1)
+@lru_cache(16)
+def _batched(name: str, placement: Placement, count: int, actions: _Actions) -> Schedule:
+    schedule = Schedule(name, placement, count, actions)
+    for size in sorted({1, placement.pp}):
+        out = rounds(schedule, size) - (_LEFT if size == 1 else 2)
+        if out > 1:
+            few, more = stretched(schedule, size, -out), stretched(schedule, size, 1 - out)
+            choices = _settled(name, placement, few.num_microbatches, few.actions, more.actions, size)
+            seconds = [all_ + (out - 1) * of_round for all_, of_round, _ in choices]
+            if choices:
+                batched = stretched(choices[seconds.index(min(seconds))][2], size, out - 1)
+                if tuple(tuple(a for a in row if a[0] in COMPUTE) for row in batched.actions) == actions:
+                    return batched
+    return place_gradient_sync(min(_tried(schedule), key=itemgetter(0))[1])
+
+
+_Settled = list[tuple[float, float, Schedule]]
+"""The batched schedules of all choices of a round more: seconds, those of the round, and the schedule."""
 
 
 @lru_cache(64)
-def _settled(
-    name: str, placement: Placement, count: int, actions: tuple[tuple[Action, ...], ...], size: int, prices: Prices
-) -> list[tuple[tuple[float, float], Schedule]]:
-    """For each of the rules the seconds of one round more than these `actions` and of that round, and its schedule.
+def _settled(name: str, placement: Placement, count: int, actions: _Actions, more: _Actions, size: int) -> _Settled:
+    """What the choices come to with `more` actions, those of a round of `size` microbatches.
 
     Empty unless the round makes every list of every choice longer by the round before it: only then each further round
-    does, too, and takes as many seconds. Remembered, as it is the same for any number of rounds.
+    does, too, and takes as many seconds.
     """
-    few = Schedule(name, placement, count, actions)
-    settled = []
-    for (before, one), (after, other) in zip(_tried(few, prices), _tried(stretched(few, size, 1), prices), strict=True):
+    settled, few = _Settled(), Schedule(name, placement, count, actions)
+    try:
+        choices = zip(_tried(few), _tried(Schedule(name, placement, count + size, more)), strict=True)
+    except ScheduleError:
+        return []
+    for (before, one), (after, other) in choices:
         if one.capacities != other.capacities or rounds(one, size) < 2:
             return []
         if stretched(one, size, 1).actions != other.actions:
             return []
-        settled.append(((after, after - before), place_gradient_sync(other)))
+        settled.append((after, after - before, place_gradient_sync(other)))
     return settled
 
 
-_Tried = list[tuple[float, Schedule]]
-"""The batched schedule of each of the rules, without gradient sync, and the seconds that it takes."""
-
-
-def _tried(schedule: Schedule, prices: Prices) -> _Tried:
+def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
+    """The seconds that each of the choices takes, and its batched schedule without gradient sync."""
     stages = schedule.placement.num_stages
     runs = {
-        priced: run_of(schedule, Costs.uniform(stages, prices.forward, backward, prices.message))
-        for priced, backward in ((True, prices.backward), (False, prices.forward))
+        priced: run_of(schedule, Costs.uniform(stages, FORWARD_SECONDS, backward, MESSAGE_SECONDS))
+        for priced, backward in ((True, BACKWARD_SECONDS), (False, FORWARD_SECONDS))
     }
-    return [_placed(schedule, runs[priced], rule, prices) for priced, rule in _RULES]
+    return [_placed(schedule, runs[priced], rule) for priced, rule in _RULES]
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
@@ -155,7 +155,7 @@ class _Line:
         self.source, self.target = rows[channel.source], rows[channel.target]
         self.posted = self.most = self.first = 0
 
-    def move(self, send: Action, receive: Action, seconds: float) -> None:
+    def move(self, send: Action, receive: Action) -> None:
         """Put a message into the lists. It starts when both ends have ended what stands before their batch."""
         source, target, free_at = self.source, self.target, self.free_at
         source.actions.append(send)
@@ -164,7 +164,7 @@ class _Line:
         if self.posted > self.most:
             self.most = self.posted
             self.first = self.first or len(target.actions)
-        free_at[0] = at = max(source.clock, target.clock, free_at[0]) + seconds
+        free_at[0] = at = max(source.clock, target.clock, free_at[0]) + MESSAGE_SECONDS
         source.through, target.through = max(source.through, at), max(target.through, at)
 
 
@@ -172,7 +172,7 @@ _Route = tuple[_Line, Sequence[Action], Sequence[Action], list[float]]
 """The line of an edge, its sends and receives by microbatch, and when each message is used."""
 
 
-def _placed(schedule: Schedule, run: Execution, deferred: _Rule, prices: Prices) -> tuple[float, Schedule]:
+def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[float, Schedule]:
     """The batched schedule of one choice, and the seconds that it takes.
 
     A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
@@ -180,14 +180,13 @@ def _placed(schedule: Schedule, run: Execution, deferred: _Rule, prices: Prices)
     """
     rows, free_at = [_Row() for _ in schedule.actions], defaultdict[tuple[int, int], list[float]](lambda: [0.0])
     lines = {edge.channel: _Line(edge.channel, rows, free_at[edge.channel[:2]]) for edge in schedule.edges}
-    seconds = dict.fromkeys((I, W), prices.backward / 2) | {F: prices.forward, B: prices.backward}
     goes, comes = _routes(schedule, run, lines)
     times: list[float] = []
     moved: list[tuple[_Line, Action, Action]] = []
     computed: list[tuple[_Row, Action, float, _Line | None]] = []
     for own, row, starts, ends in zip(rows, schedule.actions, run.starts, run.ends, strict=True):
         last = len(row) - 1
-        computed += [(own, action, seconds[action[0]], comes[action[0]][action[1]]) for action in row]
+        computed += [(own, action, _SECONDS[action[0]], comes[action[0]][action[1]]) for action in row]
         for index, (op, stage, mb) in enumerate(row):
             if (route := goes[op][stage]) is not None:
                 line, sends, receives, needed = route
@@ -201,7 +200,7 @@ def _placed(schedule: Schedule, run: Execution, deferred: _Rule, prices: Prices)
     for number in sorted(range(len(times)), key=times.__getitem__):
         if number < len(moved):
             line, send, receive = moved[number]
-            line.move(send, receive, prices.message)
+            line.move(send, receive)
         else:
             own, action, took, used = computed[number - len(moved)]
             own.actions.append(action)

@@ -31,11 +31,14 @@ from ppctl.schedule.action import (
     receive_slots,
     send_slots,
 )
-from ppctl.schedule.batching import Prices, batch_messages, place_gradient_sync
+from ppctl.schedule.batching import (
+    BACKWARD_SECONDS,
+    FORWARD_SECONDS,
+    MESSAGE_SECONDS,
+    batch_messages,
+    place_gradient_sync,
+)
 from ppctl.schedule.simulate import Costs, simulate
-
-FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
-"""The prices at which capacities and batches are chosen: every stage alike, messages that are short but not free."""
 
 
 def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = False) -> Schedule:
@@ -48,7 +51,7 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     if any(action.op not in COMPUTE for row in schedule.actions for action in row):
         raise ScheduleError(Problem("PP-E307", f"schedule {schedule.name} is lowered already"))
     if batched:
-        return batch_messages(schedule, Prices(FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS))
+        return batch_messages(schedule)
     if capacity is None:
         return add_messages(place_gradient_sync(schedule), least_capacities(schedule))
     if capacity < 1:

@@ -49,7 +49,5 @@ def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, i
     length = size * mbs.count(count // 2)
     same = map(and_, map(is_, ops[length:], ops), map(eq, stages[length:], stages))
     alike = bytes(map(and_, same, map(size.__eq__, map(sub, mbs[length:], mbs))))
-    middle = len(alike) // 2
-    begin, end = alike.rfind(0, 0, middle) + 1, alike.find(0, middle)
-    run = (len(alike) if end < 0 else end) - begin
-    return begin, run // length + 1 if run >= length > 0 else 0, length
+    run = max(alike.split(b"\0"), key=len)
+    return alike.find(run), len(run) // length + 1 if len(run) >= length > 0 else 0, length
