@@ -24,7 +24,7 @@ def rounds(schedule: Schedule, size: int) -> int:
 def stretched(schedule: Schedule, size: int, more: int) -> Schedule:
     """The schedule with so many rounds of `size` microbatches more in its middle, or fewer, if `more` is negative.
 
-    Every list must have `rounds`, more of them than are left out.
+    Every list must have `rounds`, more of them than are left out. It must have no pairs.
     """
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
