@@ -40,7 +40,7 @@ def stretched(schedule: Schedule, size: int, more: int) -> Schedule:
 
 def _later(actions: Iterable[Action], by: int) -> Iterable[Action]:
     """The actions for microbatches that come `by` later, and those of a whole stage."""
-    return map(_new_action, [(op, stage, mb + by if mb >= 0 else mb) for op, stage, mb in actions])
+    return [_new_action((op, stage, mb + by if mb >= 0 else mb)) for op, stage, mb in actions]
 
 
 def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 
 from ppctl.schedule.action import INPUT_GRADIENTS, Action, I, Op, Pair, Placement, Schedule, W
 from ppctl.schedule.schedule_table import get_schedule_table
@@ -124,13 +124,30 @@ class _Words:
 
     def add(self, phase: str, times: int = 1) -> None:
         """Add the actions of the words in `phase`, `times` times."""
-        for word in phase.split() * times:
+        words = phase.split()
+        if times > 1 and "W" not in phase and "I" not in phase:
+            self._rounds(words, times)
+            return
+        for word in words * times:
             if "+" in word:
                 self.pairs.append(Pair(*map(self._one, word.split("+"))))
             elif word != "W":
                 self._one(word)
             elif self.owed:
                 self.actions.append(self.owed.popleft())
+
+    def _rounds(self, words: list[str], times: int) -> None:
+        """Add as many rounds of words, each of which counts microbatches of its own, at C speed."""
+        columns: list[list[Action]] = []
+        for word in words:
+            own = list[list[Action]]()
+            for op, chunk, counted in map(_parsed, word.split("+")):
+                first = self.made[counted]
+                self.made[counted] += times
+                own.append([Action(op, self.stages[chunk], mb) for mb in range(first, first + times)])
+            self.pairs += map(Pair, *own) if len(own) > 1 else ()
+            columns += own
+        self.actions += chain.from_iterable(zip(*columns, strict=True))
 
     def _one(self, word: str) -> Action:
         op, chunk, counted = _parsed(word)
