@@ -109,6 +109,12 @@ def _settled(name: str, placement: Placement, count: int, actions: _Actions, mor
     return settled
 
 
+def forget() -> None:
+    """Forget the schedules that were batched before, so that the next ones take as long as in a new process."""
+    _batched.cache_clear()
+    _settled.cache_clear()
+
+
 def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:
     """The seconds that each of the choices takes, and its batched schedule without gradient sync."""
     stages = schedule.placement.num_stages
