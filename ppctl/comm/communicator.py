@@ -84,8 +84,8 @@ class Communicator:
         """Whether no channel connects on a message of the engine's."""
         self._ends: dict[Channel, DirectEnd] = dict(ends or {})
         if ends is None:
-            if on_device and not self.fused:
-                _refuse_one_queue(self.pp)
+            if on_device and not self.fused and (message := why_one_queue_blocks(self.pp, os.environ.get(QUEUES))):
+                raise ConfigError(Problem("PP-E608", message, f"unset {QUEUES}", "environment"))
             wanted = loop_channels(self.pp) if channels is None else channels
             over = GroupTransport(pp_group, self.device) if self.fused else None
             self._ends = make_ends(pp_group, self.device, wanted, over=over, variable=modes.variable, connect=connect)
@@ -144,10 +144,3 @@ class Communicator:
             remedy = "P2PCommunicator(pp_group, config, channels=schedule.capacities)"
             raise ScheduleError(Problem("PP-E390", message, remedy))
         return self._ends[channel]
-
-
-def _refuse_one_queue(pp: int) -> None:
-    """A run's launcher and ranks have looked before; scripts and Megatron's users come here first."""
-    message = why_one_queue_blocks(pp, os.environ.get(QUEUES))
-    if message is not None:
-        raise ConfigError(Problem("PP-E608", message, f"unset {QUEUES}", "environment"))

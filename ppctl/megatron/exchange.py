@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,9 @@ class NeighbourExchange:
         for name in wanted:
             self._check_receive(name, shape)
         shapes = self._shapes(sends, receives) if self._modes.variable else dict.fromkeys(wanted, shape)
-        got = {name: self._empty(shapes[name]) for name in wanted}
+        # New tensors: the caller keeps them, so that they cannot come from a pool.
+        new = partial(torch.empty, dtype=self._modes.dtype, device=self._device, requires_grad=True)
+        got: dict[str, torch.Tensor] = {name: new(tuple(shapes[name])) for name in wanted}
         handles = self._start(moves | {name: tensor.detach() for name, tensor in got.items()})
         if wait:
             self._finish(handles)
@@ -148,10 +151,6 @@ class NeighbourExchange:
         if self._modes.dtype is None:
             message = f"{name} needs to know what dtype it receives, and the config has no pipeline_dtype"
             raise MessageError(Problem("PP-E716", message, "parallel.pipeline_dtype=float32"))
-
-    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
-        """A new tensor to receive into: the caller keeps it, so that it cannot come from a pool."""
-        return torch.empty(tuple(shape), dtype=self._modes.dtype, device=self._device, requires_grad=True)
 
     # --- how it moves ------------------------------------------------------------------------------------------------
 

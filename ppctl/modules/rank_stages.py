@@ -81,7 +81,7 @@ class RankStages:
         owner = {name: next(iter(uses)) for uses in self._source.ties for name in uses}
         own = self.state_dict()
         first = {n: state[of] for n, of in owner.items() if n != of and of in state and n in state}
-        unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not _equal(each, state[n])]
+        unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not torch.equal(each, state[n].to(each))]
         if unequal:
             raise CheckpointError(_unequal(unequal, "PP-E537"))
         held = {name: state.get(name, state.get(owner.get(name, name))) for name in own}
@@ -205,10 +205,6 @@ class RankStages:
 def _unequal(names: list[str], code: str) -> Problem:
     message = "the model shares these parameters, and they were given different values"
     return Problem(code, message, "a model with tie_word_embeddings=False", listed(names))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other.to(one))
 
 
 def _bytes(tensor: Any) -> Any:

@@ -6,11 +6,13 @@ Knows torch's operators and the nodes of autograd's graph. Must not know what is
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ppctl.foreign.measured_pass import tensors_of
 
 _aten = torch.ops.aten
 _PRODUCTS = {
@@ -28,23 +30,14 @@ _READS_ROWS = {"index_select", "embedding", "gather", "index", "_embedding_bag"}
 _MARK = "ppctl.layer"
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument or a result, also those in lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
-
-
 def launches(func: Any, args: Sequence[Any], result: Any) -> bool:
     """Whether an operation makes or changes values on the device: memory without values and views need no kernel."""
-    made = [tensor for tensor in tensors_in(result) if tensor.is_meta]
+    made = [tensor for tensor in tensors_of(result) if tensor.is_meta]
     if not made or func.is_view or func._opname in _EMPTY:
         return False
     if func._schema.is_mutable:
         return True
-    read = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}  # `_unsafe_view` is no view by its schema
+    read = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}  # `_unsafe_view` is no view by its schema
     return any(tensor.untyped_storage()._cdata not in read for tensor in made)
 
 
@@ -59,11 +52,11 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
     Of operands that are expanded the elements in memory count, of rows that are looked up as many as are put out.
     """
-    written = sum(_size(tensor) for tensor in tensors_in(result))
+    written = sum(_size(tensor) for tensor in tensors_of(result))
     if func._opname in _WRITES_ONLY:
         args = args[1:]
     inside = [name for name in kwargs if name != "out"]
-    operands = {id(tensor): tensor for tensor in tensors_in([*args, *(kwargs[name] for name in inside)])}
+    operands = {id(tensor): tensor for tensor in tensors_of([*args, *(kwargs[name] for name in inside)])}
     read = [_size(tensor) for tensor in operands.values()]
     if func._opname in _READS_ROWS and read:
         read[0] = min(read[0], _rows_size(func, args, result))
@@ -74,7 +67,7 @@ def _rows_size(func: Any, args: Sequence[Any], result: Any) -> int:
     """Bytes of the rows that are looked up: of a sum over rows, each of them."""
     if func._opname == "_embedding_bag":
         return int(args[1].numel() * args[0].shape[1] * args[0].element_size())
-    return sum(_size(tensor) for tensor in tensors_in(result))
+    return sum(_size(tensor) for tensor in tensors_of(result))
 
 
 def _size(tensor: Tensor) -> int:
@@ -120,8 +113,8 @@ class LayerMarks:
 
 def _mark(output: Any, inputs: Sequence[Any], kind: str) -> None:
     """Name the layer in every node of its graph: from its output back to its inputs, or to nodes of a layer before."""
-    outside = {tensor.grad_fn for tensor in tensors_in(inputs)}
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+    outside = {tensor.grad_fn for tensor in tensors_of(inputs)}
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     while waiting:
         node = waiting.pop()
         if node is None or node in outside or _MARK in node.metadata:

@@ -21,7 +21,7 @@ import torch.distributed._tools.fake_collectives  # collectives of meta tensors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppctl.foreign.measured_pass import GROUPED, grouped
+from ppctl.foreign.measured_pass import GROUPED, grouped, tensors_of
 from ppctl.records.rehearsal_record import (
     BACKWARD,
     FORWARD,
@@ -32,7 +32,7 @@ from ppctl.records.rehearsal_record import (
     MeasuredTraffic,
     Operations,
 )
-from ppctl.rehearsal.layer_counts import LayerMarks, launches, moved_bytes, multiplies, tensors_in
+from ppctl.rehearsal.layer_counts import LayerMarks, launches, moved_bytes, multiplies
 
 BLOCK = 512
 """CUDA's caching allocator rounds every allocation up to a multiple of this."""
@@ -101,7 +101,7 @@ class DeviceLedger(TorchDispatchMode):
         if func.namespace != "c10d" and launches(func, args, result):
             self._launches[self.during] += 1
             self._kernel(func, args, kwargs, result)
-        for tensor in tensors_in(result):
+        for tensor in tensors_of(result):
             if tensor.is_meta:
                 self._own(tensor)
         return result
@@ -211,7 +211,7 @@ class DeviceLedger(TorchDispatchMode):
         group = next(_groups(args), None)
         if group is None:
             return
-        tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
+        tensors = [tensor for tensor in tensors_of(args) if tensor.is_meta]
         if tensors:
             kind = func._opname.strip("_")
             size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -241,4 +241,4 @@ def _groups(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
 
 
 def _on_device(args: Sequence[Any]) -> bool:
-    return any(tensor.is_meta for tensor in tensors_in(args))
+    return any(tensor.is_meta for tensor in tensors_of(args))

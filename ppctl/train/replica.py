@@ -156,6 +156,7 @@ def weights_and_sums(
 
         owned = _owned(config, rows, model, group_of)
         sharded = (GatheredWeights if full else ShardedWeights)(names, model, group_of, owned)
+        sharded.release_all()
         return sharded, GradientScatter(names, sharded)
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -225,16 +225,11 @@ class GatheredWeights(ShardedWeights):
     Between steps a rank has its parts of the masters and moments, and nothing else of a weight.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Iterable[str]],
-        model: Mapping[str, nn.Parameter],
-        group_of: GroupOf,
-        owned: Mapping[str, Runs],
-    ) -> None:
-        super().__init__(stages, model, group_of, owned)
-        self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
-        self.release_all()
+    @cached_property
+    def _nothing(self) -> dict[str, Tensor]:
+        """In place of weights: no memory, and values (NaN) that show where somebody computes with them."""
+        whole = self.model.items()
+        return {n: torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape) for n, p in whole}
 
     def release(self, stage: int) -> None:
         """Forget the stage's weights, after its last backward."""
@@ -247,11 +242,6 @@ class GatheredWeights(ShardedWeights):
         parameter = self.model[name]
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return parameter.data
-
-
-def _nothing(parameter: Tensor) -> Tensor:
-    """A tensor of the same shape that takes no memory, and whose values (NaN) show where somebody computes with it."""
-    return torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 class GradientScatter:
