@@ -117,8 +117,8 @@ class Communicator:
     def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
         if self.fused and self.modes.variable:
-            return AnnouncedBatch(self.end, self.device)
-        return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch(self.end)
+            return AnnouncedBatch(self.device)
+        return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch()
 
     def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
         """This rank's end of a channel as the engine uses it: its own, or a part of `batch`.
@@ -132,7 +132,7 @@ class Communicator:
                 "that read each other's headers would wait for each other"
             )
             raise ScheduleError(Problem("PP-E390", message, "Communicator(pp_group, modes, connect=True)"))
-        return self.end(channel) if batch is None else BatchedEnd(channel, batch)
+        return self.end(channel) if batch is None else BatchedEnd(self.end(channel), batch)
 
     def end(self, channel: Channel) -> DirectEnd:
         """This rank's end of a channel. Raises ScheduleError for a channel that was not made."""

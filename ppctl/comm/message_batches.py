@@ -5,7 +5,7 @@ Must not know which messages are neighbours in a schedule: the caller says when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import Message, MessageSpec, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, check_connection, wait_for
+from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
 from ppctl.comm.variable_shapes import empty_header, header, shapes_of
 from ppctl.schedule.action import Channel
 
@@ -21,20 +21,18 @@ from ppctl.schedule.action import Channel
 class LooseBatch:
     """Messages that each start on their channel as soon as they are added."""
 
-    def __init__(self, end: Callable[[Channel], DirectEnd]) -> None:
-        self._end = end
+    def __init__(self) -> None:
         self._arrivals: list[Arrival] = []
-        self._sends: list[tuple[Channel, list[Pending], Message]] = []
+        self._sends: list[tuple[Channel, Sequence[Pending], Message]] = []
 
-    def send(self, channel: Channel, message: Message) -> None:
+    def send(self, end: DirectEnd, message: Message) -> None:
         """Start sending."""
-        self._sends.append((channel, [*self._end(channel).start_send(message)], message))
+        self._sends.append((end.channel, end.start_send(message), message))
 
-    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+    def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
         """Start receiving."""
-        arrival = self._end(channel).post(shelf)
-        self._arrivals.append(arrival)
-        return arrival
+        self._arrivals.append(end.post(shelf))
+        return self._arrivals[-1]
 
     def settle(self) -> None:
         """Wait for the receives, then for the sends: a receive of unknown shape has yet to let its sender go on."""
@@ -44,10 +42,6 @@ class LooseBatch:
             wait_for(works, channel)
         self._arrivals.clear()
         self._sends.clear()
-
-    def check(self, channel: Channel) -> None:
-        """Raise PeerLost if the channel's connection was ended."""
-        self._end(channel).check()
 
 
 class GroupTransport:
@@ -90,14 +84,14 @@ class FusedBatch:
         self._ops: list[dist.P2POp] = []
         self._channels: list[Channel] = []
 
-    def send(self, channel: Channel, message: Message) -> None:
+    def send(self, end: DirectEnd, message: Message) -> None:
         """Add contiguous tensors to send."""
-        self._add(dist.isend, channel, channel.target, message)
+        self._add(dist.isend, end.channel, end.channel.target, message)
 
-    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+    def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
         """Add a message to receive."""
         message = shelf.take()
-        self._add(dist.irecv, channel, channel.source, message)
+        self._add(dist.irecv, end.channel, end.channel.source, message)
         return Arrival(message, shelf=shelf)
 
     def settle(self) -> None:
@@ -111,11 +105,6 @@ class FusedBatch:
         self._channels.clear()
         if self._sync is not None:
             torch.cuda.synchronize(self._sync)
-
-    def check(self, channel: Channel) -> None:
-        """Raise PeerLost if the group's connections were ended."""
-        for device in self._group._device_types:
-            check_connection(self._group._get_backend(device), channel)
 
     def _add(self, op: Callable[..., object], channel: Channel, peer: int, message: Message) -> None:
         self._ops += [dist.P2POp(op, tensor, group=self._group, group_peer=peer) for tensor in message]
@@ -131,19 +120,18 @@ class AnnouncedBatch:
     the first that is not over can always go on.
     """
 
-    def __init__(self, end: Callable[[Channel], DirectEnd], device: torch.device) -> None:
-        self._end = end
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._listed: list[Callable[[], None]] = []
 
-    def send(self, channel: Channel, message: Message) -> None:
+    def send(self, end: DirectEnd, message: Message) -> None:
         """Add contiguous tensors to send."""
-        self._listed.append(partial(self._send, self._end(channel), message))
+        self._listed.append(partial(self._send, end, message))
 
-    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+    def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
         """Add a message to receive; it has no tensors before the batch is over."""
         arrival = Arrival(())
-        self._listed.append(partial(self._receive, self._end(channel), arrival, shelf.spec))
+        self._listed.append(partial(self._receive, end, arrival, shelf.spec))
         return arrival
 
     def settle(self) -> None:
@@ -152,10 +140,6 @@ class AnnouncedBatch:
         for move in self._listed:
             move()
         self._listed.clear()
-
-    def check(self, channel: Channel) -> None:
-        """Raise PeerLost if the group's connections were ended."""
-        self._end(channel).check()
 
     def _send(self, end: DirectEnd, message: Message) -> None:
         wait_for(end.start_send((header(message, self._device),)), end.channel)
@@ -175,29 +159,26 @@ MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
 class BatchedEnd:
     """A channel's end if messages travel in batches."""
 
-    __slots__ = ("_batch", "channel")
+    __slots__ = ("_batch", "_end", "channel", "check")
 
-    def __init__(self, channel: Channel, batch: MessageBatch) -> None:
-        self.channel = channel
+    def __init__(self, end: DirectEnd, batch: MessageBatch) -> None:
+        self._end, self.channel = end, end.channel
         self._batch = batch
+        self.check = end.check
 
     def reserve(self, capacity: int) -> None:
         """Do nothing: no send is outstanding after a batch."""
 
     def post(self, shelf: Shelf) -> Arrival:
         """Add the receive of the next message."""
-        return self._batch.post(self.channel, shelf)
+        return self._batch.post(self._end, shelf)
 
     def send(self, message: Message) -> None:
         """Add a send."""
-        self._batch.send(self.channel, message)
+        self._batch.send(self._end, message)
 
     def flush(self) -> None:
         """Do nothing: no send is outstanding after a batch."""
-
-    def check(self) -> None:
-        """Raise PeerLost if the channel's connection was ended."""
-        self._batch.check(self.channel)
 
 
 ChannelEnd = DirectEnd | BatchedEnd

@@ -19,8 +19,9 @@ from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed
 from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
+from ppctl.modules.pipeline_parts import request_of
 from ppctl.modules.rank_agreement import CODE, agreed
-from ppctl.modules.sources import PipelineModel, wanted_policy
+from ppctl.modules.sources import PipelineModel
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.schedule.action import Placement
 from ppctl.schedule.policies import POLICIES
@@ -193,10 +194,11 @@ class RankStages:
 
     def _check_sync(self, config: PipelineConfig) -> None:
         shards = any(sync.shards for sync in self.sync.values())
-        splits = config.pp_schedule_csv is None and POLICIES[wanted_policy(config)].splits
+        request = request_of(config)
+        splits = request.given.split if request.given is not None else POLICIES[str(request.policy)].splits
         if shards and splits:
-            message = f"fully_shard reduces gradients in a whole backward, and {config.pp_schedule} splits it"
-            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b'"))
+            message = f"fully_shard reduces gradients in a whole backward, and {config.pp_schedule_csv or config.pp_schedule} splits it"
+            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b' pp_schedule_csv=None"))
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
             raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
