@@ -197,7 +197,8 @@ class RankStages:
         request = request_of(config)
         splits = request.given.split if request.given is not None else POLICIES[str(request.policy)].splits
         if shards and splits:
-            message = f"fully_shard reduces gradients in a whole backward, and {config.pp_schedule_csv or config.pp_schedule} splits it"
+            asked = config.pp_schedule_csv or config.pp_schedule
+            message = f"fully_shard reduces gradients in a whole backward, and {asked} splits it"
             raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b' pp_schedule_csv=None"))
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"

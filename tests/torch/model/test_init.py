@@ -1,9 +1,9 @@
 """Initial weights are a function of the seed and the canonical name, and of nothing else."""
 
 import hashlib
-import time
 import math
 import random
+import time
 from threading import Lock
 
 import pytest
