@@ -2,9 +2,9 @@
 
 groups           process groups from the grid of ranks, and numbers that all ranks learn over them
 communicator     the messages of a pipeline
-channels         one-way connections; buffers: what is received into
+channels         one-way connections, also for shapes that vary; buffers: what is received into
 connections      the backends that carry messages, and a rank's ends of the channels over them
-message_batches  messages that travel together; variable_shapes: messages with shapes that vary
+message_batches  messages that travel together
 modes            how a config wants messages to be sent
 turns            two pieces of work that alternate at their exchanges
 """

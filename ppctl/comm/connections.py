@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport
+from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport, VariableEnd
 from ppctl.comm.groups import limit_of
-from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 MAX_CTAS = 4

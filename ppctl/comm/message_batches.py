@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import Message, MessageSpec, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
-from ppctl.comm.variable_shapes import empty_header, header, shapes_of
+from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, empty_header, header, shapes_of, wait_for
 from ppctl.schedule.action import Channel
 
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.channels import PeerLost, Pending, wait_for
+from ppctl.comm.channels import MessageError, PeerLost, Pending, VariableEnd, empty_header, header, shapes_of, wait_for
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import HEADER_TAGS, TAGS, other_end
-from ppctl.comm.variable_shapes import MessageError, VariableEnd, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
 from ppctl.schedule.action import Channel
 

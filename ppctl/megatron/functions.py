@@ -33,11 +33,10 @@ from typing import Any
 from torch import nn
 
 from ppctl.megatron.call import Call, CallOnRank
-from ppctl.megatron.loaded import groups_or_own, pipeline_sizes
 from ppctl.megatron.message_shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.pipelines import agree, misplaced_on_v, pipeline_of
+from ppctl.megatron.pipelines import agree, groups_or_own, misplaced_on_v, pipeline_of, pipeline_sizes
 from ppctl.megatron.steps import ForwardStep
 from ppctl.schedule.action import Action, Placement, Schedule
 from ppctl.schedule.passes import lower, split_before_late_weights
