@@ -113,7 +113,6 @@ class CallOnRank:
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 
     def _enter(self, contexts: ExitStack) -> None:
-        """Enter what holds for the whole call."""
         contexts.enter_context(self._sync)
         if not self._call.forward_only and setting(self._call.config, "gradient_accumulation_fusion", False):
             contexts.enter_context(main_gradients(self._call.chunks))
@@ -123,7 +122,6 @@ class CallOnRank:
             split_products(self._call.chunks)
 
     def _program(self, chunk: int) -> StageProgram:
-        """The program that the engine runs for a chunk."""
         stage = self._stages[chunk]
         edges = self._edges(stage)
 

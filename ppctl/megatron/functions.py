@@ -267,7 +267,6 @@ def _must_agree(call: Call, *, varying: bool) -> dict[str, int | None]:
 
 
 def _edges(call: Call, num_stages: int, adjust: AdjustShapes | None) -> Callable[[int], Edges]:
-    """The edges of this rank's stages, by stage."""
     if num_stages == 1:
         return lambda stage: Edges((), ())
     seq_length, micro_batch_size, decoder_seq_length = call.sizes

@@ -227,7 +227,6 @@ class TorchSchedule(PipelineScheduleMulti):
     # --- how it runs -------------------------------------------------------------------------------------------------
 
     def _program(self, stage: Any, batch: _Batch, trains: bool) -> StageProgram:
-        """The program of one of torch's stages for one call of `step` or `eval`."""
         index, prepared = stage.stage_index, self._prepared[trains]
 
         def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:

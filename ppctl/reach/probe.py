@@ -111,7 +111,6 @@ def _program(schedule: Schedule, stage: int, weight: torch.Tensor, elements: int
 
 
 def _check(weight: torch.Tensor, schedule: Schedule) -> None:
-    """Every microbatch's loss is the product of all weights: the gradient of one is that over the weight."""
     expected = schedule.num_microbatches * _FACTOR ** (schedule.placement.num_stages - 1)
     assert weight.grad is not None  # the schedule has run its backwards
     if (found := weight.grad.item()) != expected:

@@ -36,7 +36,6 @@ _MOST_EVENTS = 100_000
 
 
 def _steps(asked: str | None) -> range:
-    """The steps that a key names."""
     return range(0) if asked is None else steps_of(asked)
 
 

@@ -117,7 +117,6 @@ def copies(session: Session) -> Iterator[HeldTensor]:
 
 
 def _part(session: Session, row: Parameter) -> int:
-    """Which part of a parameter this rank's model has."""
     part, parts = 0, session.model.parts
     for axis in parts.splits(row):
         part = part * parts.on(axis).size + parts.on(axis).rank
