@@ -12,8 +12,7 @@ from functools import partial
 
 from ppctl.comm.buffers import Message, Shelf
 from ppctl.comm.channels import Arrival
-from ppctl.comm.communicator import Communicator
-from ppctl.comm.message_batches import ChannelEnd, MessageBatch
+from ppctl.comm.communicator import ChannelEnd, Communicator, MessageBatch
 from ppctl.engine.engine_error import EngineError
 from ppctl.engine.pace import DevicePace, Heartbeat, HostPace, make_pace
 from ppctl.engine.pair_runner import PairRunner, pairs_of

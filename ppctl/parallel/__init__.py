@@ -2,7 +2,7 @@
 
 axis_groups      a rank's process groups, by the axes along which they go
 replicate        sums of gradients over replicas
-shard, owned     tensors in equal parts over ranks, or in runs that belong to one rank each
+shard            tensors in equal parts over ranks, or in runs that belong to one rank each
 ties             parameters that several stages share
 tensor           collectives of tensor and sequence parallelism; slices: tensors made whole
 context          attention to sequences that are divided over ranks (decision 42); context_gradients

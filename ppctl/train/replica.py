@@ -19,8 +19,8 @@ from ppctl.geometry.parts import Parts, tp_sums
 from ppctl.geometry.rows import Parameter
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.axis_groups import AxisGroups
-from ppctl.parallel.owned import Runs
 from ppctl.parallel.replicate import GradientReducer
+from ppctl.parallel.shard import Runs
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan

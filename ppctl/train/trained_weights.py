@@ -21,9 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce_sums, start_sending
 from ppctl.parallel.replicate import buckets
-from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
+from ppctl.parallel.shard import (
+    GatheredWholes,
+    OwnedWholes,
+    ReducedSums,
+    Runs,
+    ScatteredSums,
+    own_run,
+    part_of,
+    reduce_sums,
+    run_of,
+    scatter_sums,
+    start_gather,
+    start_sending,
+)
 from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.topology import BUCKET_ELEMENTS
 
