@@ -181,7 +181,6 @@ def _adapted(
 
 
 def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> str:
-    """A sentence that says how many parameters of adapters are trained."""
     trained = sum(row.size for rows in structures for row in rows if row.gradient != "none")
     where = f" in {len(adapters.layers)} of {len(structures)} layers" if adapters.layers else ""
     named = f"{trained:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)}{where}"

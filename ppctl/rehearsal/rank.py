@@ -111,7 +111,6 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _layers(session: Session) -> Iterator[tuple[nn.Module, str]]:
-    """The layers of the rank's stages, each with the name of its kind."""
     for stage in session.model.stages.values():
         layers = stage.decoder_layers()
         for module, kind in zip(layers.values(), layer_kinds(session.config.model, layers), strict=True):
