@@ -31,12 +31,6 @@ class Execution:
     ends: list[list[float]]
     stuck: dict[int, int]
 
-    @property
-    def seconds(self) -> float:
-        """From the first action's start to the last action's end over all pp_ranks."""
-        begins, ends = ([row[at] for row in rows if row] for rows, at in ((self.starts, 0), (self.ends, -1)))
-        return max(ends) - min(begins) if ends else 0.0
-
 
 class _ChannelState:
     """The running state of one channel.
