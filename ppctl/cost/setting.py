@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.cost.context_parallelism import Levels
 from ppctl.geometry.parameters import Sizes
+from ppctl.host.accelerators import MEGATRON, PPCTL
 from ppctl.topology import ParallelSizes
 
 
@@ -55,6 +56,9 @@ ALLOCATORS = {
     # Transformer Engine 2.11 keeps a dummy weight gradient per shape. Source: tests/golden/simumax_settings.json.
     "megatron_te_2.11": _MEGATRON._replace(name="megatron_te_2.11", dummy_weight_gradients=True),
 }
+
+ALLOCATOR_OF = {PPCTL: "torch", MEGATRON: "megatron"}
+"""A stack's own allocator."""
 
 TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
 """torch's CPU build runs RMSNorm step by step. Checked by tests/dist/train/test_plan_memory.py."""

@@ -2,8 +2,9 @@
 
 Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
 price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
-device's peak: nothing is taken to hide behind another, but context parallelism's ring behind its scores. Must not know
-schedules or stages.
+device's peak: nothing is taken to hide behind another, but context parallelism's ring behind its scores, and a share
+of tensor parallelism's collectives behind products in a stack that has kernels for it. Must not know schedules or
+stages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ppctl.geometry.foreign_costs import LayerCost
 from ppctl.geometry.layers import Kind, foreign_cost, made_again_by
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
-from ppctl.host.accelerators import Device, Efficiency, efficiency_of
+from ppctl.host.accelerators import MEGATRON, PPCTL, Device, Efficiency, efficiency_of
 from ppctl.topology import ParallelSizes
 
 ACCUMULATED = 8
@@ -171,6 +172,8 @@ class Dispatch(NamedTuple):
     inside: float
     at_once: bool
     """Whether messages over the network and over fast links run at the same time, not one after the other."""
+    narrow: bool = False
+    """Whether rows go to experts in 8 bits where products are; results come back in 16."""
 
 
 class Machine(NamedTuple):
@@ -184,7 +187,7 @@ class Machine(NamedTuple):
     weight_bytes: int
     """Bytes of a weight as products read it."""
     narrow: bool
-    """Whether products are 8-bit: inputs are cast before a product, and before the dispatch to experts."""
+    """Whether products are in 8 bits or less: inputs are cast before a product."""
     dispatch: Dispatch = Dispatch(1.0, 1.0, at_once=True)
 
     @property
@@ -199,15 +202,22 @@ class Machine(NamedTuple):
 
 
 def machine_of(
-    device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int | None = 1
+    device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1, stack: str = PPCTL
 ) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`; tokens go by `nodes`.
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as
+    `stack` uses it. ppctl's tokens go by `nodes`, in 16 bits.
 
-    None: as the kernels that Megatron uses send them (DeepEP), once to each domain, and to each rank there at once.
+    Megatron's go as DeepEP sends them: once to each domain, and to each rank there at once.
     """
-    efficiency, routing = efficiency_of(device), _dispatch(device, sizes, model, nodes)
-    if matmul_dtype == "fp8":
-        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, routing)
+    efficiency = efficiency_of(device, stack)
+    routing = _fused_dispatch(device, sizes, model) if stack == MEGATRON else _dispatch(device, sizes, model, nodes)
+    narrow_rates = {
+        "fp8": device.fp8_flops * efficiency.fp8_matmul,
+        "mxfp8": device.fp8_flops * efficiency.mxfp8_matmul,
+        "nvfp4": (device.fp4_flops or device.fp8_flops) * efficiency.nvfp4_matmul,
+    }
+    if matmul_dtype in narrow_rates:
+        return Machine(device, efficiency, sizes, narrow_rates[matmul_dtype], 1, True, routing)
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
         rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * efficiency.matmul
         return Machine(device, efficiency, sizes, rate, 8, False, routing)
@@ -216,17 +226,22 @@ def machine_of(
     return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
 
 
-def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int | None) -> Dispatch:
-    """How many copies of a token cross slow and fast links on the way to its experts. `nodes` None: one copy for each
-    rank reached; 1: one for each expert; more: by node."""
+def _fused_dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig) -> Dispatch:
+    """Copies of a token that a kernel sends which sends one for each rank reached, and one over the network for each
+    domain."""
     topk, group = model.moe_router_topk, sizes.ep * sizes.etp
     domains, near = max(1.0, group / device.domain), min(group, device.domain)
-    if nodes is None:
-        ranks = group * (1 - (1 - 1 / group) ** topk)
-        domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
-        if model.moe_router_num_groups and model.moe_router_group_topk:
-            domains_reached = min(domains_reached, model.moe_router_group_topk)
-        return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True)
+    ranks = group * (1 - (1 - 1 / group) ** topk)
+    domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
+    if model.moe_router_num_groups and model.moe_router_group_topk:
+        domains_reached = min(domains_reached, model.moe_router_group_topk)
+    return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True, narrow=True)
+
+
+def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int) -> Dispatch:
+    """Copies of a token that ppctl sends: with one node one for each expert, else by node."""
+    topk, group = model.moe_router_topk, sizes.ep * sizes.etp
+    domains, near = max(1.0, group / device.domain), min(group, device.domain)
     if nodes == 1:
         return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
     between = (reached(model, nodes) + reached(model, expert_runs(model).number)) / 2 * (nodes - 1) / nodes  # both ways
@@ -250,6 +265,10 @@ class PartSeconds(NamedTuple):
     forward: float
     input_gradient: float
     weight_gradient: float
+    exchanged: float = 0.0
+    """Of `forward`, the seconds of dispatch to experts and back."""
+    exchanged_back: float = 0.0
+    """Of `input_gradient`, the same."""
 
 
 def part_seconds(work: Work, machine: Machine) -> PartSeconds:
@@ -265,9 +284,10 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     sent, sent_back = (
         efficiency.tensor_exposed * size / machine.link(sizes.tp) for size in (work.tensor, work.tensor_back)
     )
-    dispatched = expert_seconds(work.experts / (2 if machine.narrow else 1), machine)
-    combined = expert_seconds(work.experts, machine)
-    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + dispatched + combined
+    rows_in_8_bits = machine.narrow and machine.dispatch.narrow
+    exchanged = expert_seconds(work.experts / (2 if rows_in_8_bits else 1), machine)
+    exchanged += expert_seconds(work.experts, machine)
+    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + exchanged
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent
@@ -279,20 +299,21 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
         ahead,
         product + max(again, 2 * ring) + gathered + plain + sent_back + work.traffic / machine.memory,
         work.matmul / rate + added,
+        exchanged,
+        exchanged,
     )
 
 
 def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collection[str] | None = ()) -> PartSeconds:
     """The sum over parts; `recomputed` parts (none: all) run their forward again before their input gradient."""
-    forward = backward = weights = 0.0
+    parts = []
     for work in works:
         one = part_seconds(work, machine)
-        forward += one.forward
-        backward += one.input_gradient
-        weights += one.weight_gradient
         if recomputed is None or made_again_by(work.module, recomputed) is not None:
-            backward += one.forward
-    return PartSeconds(forward, backward, weights)
+            again, sent_again = one.input_gradient + one.forward, one.exchanged_back + one.exchanged
+            one = one._replace(input_gradient=again, exchanged_back=sent_again)
+        parts.append(one)
+    return PartSeconds(*map(sum, zip(*parts, strict=True)))
 
 
 def host_seconds(size: float, machine: Machine) -> float:
@@ -302,8 +323,8 @@ def host_seconds(size: float, machine: Machine) -> float:
 
 def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
     """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
-    forward, inputs, weights = seconds
-    return PartSeconds(max(forward, copies), max(inputs, copies - weights), weights)
+    inputs = max(seconds.input_gradient, copies - seconds.weight_gradient)
+    return seconds._replace(forward=max(seconds.forward, copies), input_gradient=inputs)
 
 
 def message_seconds(size: float, machine: Machine) -> float:
@@ -323,11 +344,11 @@ def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Mac
     return total
 
 
-def newton_schulz_seconds(operations: float, device: Device) -> float:
+def newton_schulz_seconds(operations: float, device: Device, stack: str = PPCTL) -> float:
     """Seconds of `operations` operations of Muon's iteration, in bfloat16."""
-    return operations / (device.bf16_flops * efficiency_of(device).matmul)
+    return operations / (device.bf16_flops * efficiency_of(device, stack).matmul)
 
 
-def optimizer_seconds(weights: float, gradients: float, optimizer: float, device: Device) -> float:
+def optimizer_seconds(weights: float, gradients: float, optimizer: float, device: Device, stack: str = PPCTL) -> float:
     """An AdamW step over this much state: gradients are read, moments and masters read and written, weights written."""
-    return (weights + gradients + 2 * optimizer) / (device.memory_bandwidth * efficiency_of(device).memory)
+    return (weights + gradients + 2 * optimizer) / (device.memory_bandwidth * efficiency_of(device, stack).memory)

@@ -33,8 +33,14 @@ class Device(NamedTuple):
     te_workspace_mib: float = 32.0
     """One workspace of Transformer Engine."""
     cublas_workspace_mib: float = 32.0
+    fp4_flops: float = 0.0
+    """Dense matrix products per second in 4 bits; 0 if the device has none."""
     host_link: float = 63 * GIGA
     """Bytes per second one way to the host's memory. 63 GB/s: PCIe 5.0 with 16 lanes."""
+
+
+PPCTL, MEGATRON = STACKS = ("ppctl", "megatron")
+"""Whose program a plan prices."""
 
 
 class Efficiency(NamedTuple):
@@ -42,6 +48,8 @@ class Efficiency(NamedTuple):
 
     matmul: float
     fp8_matmul: float
+    mxfp8_matmul: float
+    nvfp4_matmul: float
     grouped: float
     """Rate of the experts' grouped products, relative to other products."""
     attention: float
@@ -77,18 +85,37 @@ _GPUS = (
     Device("h100", "H100", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("h800", "H800", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("h200", "H200", 989.4 * TERA, 1978.9 * TERA, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("b200", "B200", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("b300", "B300", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 100 * GIGA, 10e-6),
     Device(
-        "gb200", "GB200", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 50 * GIGA, 10e-6, host_link=450 * GIGA
+        "b200", "B200", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 50 * GIGA, 10e-6, fp4_flops=9000 * TERA
     ),
     Device(
-        "gb300", "GB300", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 100 * GIGA, 10e-6, host_link=450 * GIGA
+        "b300", "B300", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 100 * GIGA, 10e-6, fp4_flops=13500 * TERA
+    ),
+    Device(
+        *("gb200", "GB200", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 50 * GIGA, 10e-6),
+        fp4_flops=10000 * TERA,
+        host_link=450 * GIGA,
+    ),
+    Device(
+        *("gb300", "GB300", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 100 * GIGA, 10e-6),
+        fp4_flops=15000 * TERA,
+        host_link=450 * GIGA,
     ),
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(
-    "cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0, 5 * GIGA
+    "cpu",
+    "CPU",
+    50 * GIGA,
+    50 * GIGA,
+    10 * GIGA,
+    2.1 * GIGA,
+    1_000_000,
+    2.1 * GIGA,
+    200e-6,
+    0.0,
+    0.0,
+    host_link=5 * GIGA,
 )
 
 DEVICES = {device.name: device for device in (*_GPUS, _CPU)}
@@ -105,10 +132,29 @@ def device_called(text: str) -> Device | None:
     return next((device for device in _GPUS if device.title in words), None)
 
 
-def efficiency_of(device: Device) -> Efficiency:
-    """The stated efficiencies: one set for all GPUs, and all of the peak for the CPU, whose rates are measured."""
-    return _CPU_EFFICIENCY if device is _CPU else _GPU_EFFICIENCY
+def efficiency_of(device: Device, stack: str = PPCTL) -> Efficiency:
+    """The stated efficiencies of a stack's kernels: one set for all GPUs, and all of the peak for the CPU, whose rates
+    are measured."""
+    if device is _CPU:
+        return _CPU_EFFICIENCY
+    return _MEGATRON_EFFICIENCY if stack == MEGATRON else _PPCTL_EFFICIENCY
 
 
-_GPU_EFFICIENCY = Efficiency(0.75, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 0.5, 0.95, 5e-6)
-_CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)
+def whose_prices(device: Device, stack: str) -> str:
+    """Whose program a plan's seconds are of, and what is known of how true they are."""
+    if stack == MEGATRON:
+        return "what Megatron-core's kernels and overlaps take, which ppctl does not run; fitted to published steps"
+    known = MEASURED.get(device.name, f"no {device.title} has run it")
+    return f"what ppctl executes, uncalibrated: {known}"
+
+
+MEASURED = {
+    "h100": "measured once, on one H100 alone, on 2026-11-26: steps took 1.13 (dense) and 1.41 (MoE) times as long as "
+    "planned (benchmarks/results-gpu-2026-11-26.md)",
+    "cpu": "rates of one core of one server",
+}
+"""What is known of steps of ppctl's own, by device."""
+
+_PPCTL_EFFICIENCY = Efficiency(0.75, 0.60, 0.60, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 1.0, 0.95, 5e-6)
+_MEGATRON_EFFICIENCY = Efficiency(0.75, 0.60, 0.60, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 0.5, 0.95, 5e-6)
+_CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)

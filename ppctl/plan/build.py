@@ -17,6 +17,7 @@ from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, offloaded_layers
+from ppctl.host.accelerators import whose_prices
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.expert_dispatch import exchanged_again
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
@@ -117,7 +118,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *forwards_only(derivation.frozen_stages),
             *transport(config, sizes.pp, len(plain.pairs)),
             *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),
-            *origin(measured, cut.layout.canonical()),
+            *(origin(measured, cut.layout.canonical()) or whose_seconds(config)),
         ),
         provenance=dict(values.provenance),
         problems=tuple(dict.fromkeys([*proof.wrong, *(problem for _, wrong in of_sizes for problem in wrong)])),
@@ -201,6 +202,13 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
         return least_held(derivation.ways, derivation.batch.num_microbatches)
     plain, _ = derivation.compute_only(settled(values, derivation.choice, derivation.batch.num_microbatches))
     return derivation.rank_costs(presumed(values, plain, derivation.frozen_stages).schedule)
+
+
+def whose_seconds(config: RunConfig) -> tuple[Derived, ...]:
+    """A line on whose program the preset's seconds are of, and how far they can be trusted."""
+    stack = config.cost.stack
+    text = f"seconds: {whose_prices(device_of(config), stack)} (cost.stack={stack})"
+    return (Derived("cost.stack", stack, text),)
 
 
 def whose_code(model: ModelConfig) -> tuple[Derived, ...]:

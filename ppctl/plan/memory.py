@@ -16,7 +16,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameter_counts import largest_matrices, stage_count, trained_count, untrained_bytes
-from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
+from ppctl.cost.setting import ALLOCATOR_OF, ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
     Passing,
@@ -52,7 +52,7 @@ def device_of(config: RunConfig) -> Device:
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
     """The sizes and options on which the activations of a layer depend."""
-    parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator]
+    parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator or ALLOCATOR_OF[config.cost.stack]]
     levels = parallel.hierarchical_context_parallel_sizes
     if allocator.name == "torch" and device_of(config).name == "cpu":
         allocator = TORCH_ON_CPU

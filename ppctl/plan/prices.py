@@ -68,8 +68,7 @@ def pricer(
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
-    nodes = None if setting.allocator.transformer_engine else setting.nodes
-    machine = machine_of(device_of(config), products, sizes, model, nodes)
+    machine = machine_of(device_of(config), products, sizes, model, setting.nodes, config.cost.stack)
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
@@ -84,21 +83,23 @@ def pricer(
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
         for layer, kind in zip(held, layer_kinds(model, held), strict=True):
-            forward, inputs, weights = of_kind(kind, None if layer in runs else modules)
-            ahead, back = scales.get(kind, (1.0, 1.0))
-            seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
+            one, (ahead, back) = of_kind(kind, None if layer in runs else modules), scales.get(kind, (1.0, 1.0))
+            scale = (ahead, back, back, ahead, back)
+            seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
         alive = stage_activations(model, held, setting, stage)
         copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
+        ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
         return StageCost(
-            *beside_copies(whole, copies),
+            *(ahead, inputs, weights),
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
             alive.kept,
             _reduction(config, trained_count(model, held), machine),
             alive.offloaded,
             copies,
+            *(exchanged, exchanged_back, config.cost.overlapped_link),
         )
 
     return of_stage
@@ -156,6 +157,8 @@ def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) ->
         [cost.weight_grad_s for cost in costs],
         [cost.reduce_s if stage.vpp_rank == 0 else 0.0 for cost, stage in zip(costs, stages, strict=True)],
         messages=messages,
+        exchanges=[(cost.exchange_s, cost.exchange_back_s) for cost in costs],
+        overlapped_link=costs[0].overlapped_link if costs else 1.0,
     )
 
 
@@ -182,7 +185,7 @@ def step_timing(
     device = device_of(config)
     pipeline = step_time(trace)
     optimizer = max(
-        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
+        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
         + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
         for r in ranks
     )
@@ -226,7 +229,7 @@ def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: Paralle
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
     """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
-    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config))
+    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config), config.cost.stack)
 
 
 def step_traffic(

@@ -15,7 +15,7 @@ from itertools import pairwise
 from sys import maxsize
 from typing import NamedTuple
 
-from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Channel, Op, Schedule, send_slots
+from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Action, Channel, Op, Schedule, send_slots
 
 _Ready = list[float | None]
 """Per microbatch: when a stage's input, or the gradient of its output, is there; None until that is known."""
@@ -106,9 +106,13 @@ class _Lookup(NamedTuple):
 
 
 def execute(
-    schedule: Schedule, seconds: Mapping[Op, Sequence[float]], message_seconds: Callable[[Channel], float]
+    schedule: Schedule,
+    seconds: Mapping[Op, Sequence[float]],
+    message_seconds: Callable[[Channel], float],
+    saved: Mapping[Action, float] | None = None,
 ) -> Execution:
-    """Run every rank's list. `seconds[op][stage]` is what an operation takes; channels without capacity have no limit.
+    """Run every rank's list. `seconds[op][stage]` is what an operation takes, `saved` how much less some actions do;
+    channels without capacity have no limit.
 
     The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order
     and completeness are free: a rank that waits for ever is reported in `stuck`.
@@ -118,7 +122,7 @@ def execute(
     stuck = dict.fromkeys(awake, 0)
     starts: list[list[float]] = [[] for _ in awake]
     ends: list[list[float]] = [[] for _ in awake]
-    ranks = [_run(schedule, r, tables, starts[r], ends[r], stuck) for r in awake]
+    ranks = [_run(schedule, r, tables, starts[r], ends[r], stuck, saved or {}) for r in awake]
     while awake:
         pp_rank = awake.pop()
         waits_for = next(ranks[pp_rank], None)
@@ -128,7 +132,13 @@ def execute(
 
 
 def _run(
-    schedule: Schedule, pp_rank: int, tables: _Lookup, starts: list[float], ends: list[float], stuck: dict[int, int]
+    schedule: Schedule,
+    pp_rank: int,
+    tables: _Lookup,
+    starts: list[float],
+    ends: list[float],
+    stuck: dict[int, int],
+    saved: Mapping[Action, float],
 ) -> Iterator[_ChannelState]:
     """One rank, from its first action to its last; yields the line whose next message it waits for.
 
@@ -138,7 +148,8 @@ def _run(
     work, sends, receives = tables
     clock = 0.0
     batch: list[_Open] = []
-    for index, (op, stage, mb) in enumerate(schedule.actions[pp_rank]):
+    for index, action in enumerate(schedule.actions[pp_rank]):
+        op, stage, mb = action
         if op in work:
             if batch:
                 clock = yield from _through(batch, pp_rank, clock, stuck)
@@ -148,7 +159,7 @@ def _run(
                 yield line
             clock = ready if ready > clock else clock
             starts.append(clock)
-            clock += seconds
+            clock += seconds - saved[action] if action in saved else seconds
             ends.append(clock)
             if goes_by is not None:
                 goes_by.carry(clock, gives, mb)

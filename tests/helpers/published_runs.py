@@ -25,7 +25,7 @@ EVERYWHERE = (
     "mbs=1",
     "parallel.data_parallel_sharding=optimizer_gradients",
     "model.max_position_embeddings=8192",
-    "cost.allocator=megatron",
+    "cost.stack=megatron",
     "launch.transport=channels",  # Megatron overlaps its messages
     "parallel.cross_entropy_loss_fusion=true",
 )
