@@ -33,6 +33,9 @@ BACKWARD_SCORES = 2.5
 """A fused attention's backward makes the scores again: five products for the forward's two."""
 
 
+NARROWING = 6
+"""Kernels that narrow one expert's rows in a forward: amax, cast and transposed cast of two inputs."""
+
 NARROWED = 4
 """Bytes that making one 16-bit element an 8-bit one moves: read once, written for rows and for columns."""
 
@@ -53,6 +56,8 @@ class Work(NamedTuple):
     weights: float = 0.0
     """Parameters that are read, and whose gradients are added up."""
     kernels: int = 0
+    groups: float = 0.0
+    """Experts of the device: 8-bit products narrow the rows of each by kernels of their own."""
     tensor: float = 0.0
     """Bytes that a device sends to its tensor-parallel group in a forward."""
     tensor_back: float = 0.0
@@ -137,7 +142,7 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
     sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
     h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
     flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)
-    block = "moe" if moe else "feed_forward"
+    block, local = ("moe", sizes.experts / over.ep) if moe else ("feed_forward", 0.0)
     weights = _held([row for row in _rows(sizes, block, moe) if row.role in ("matrix", "expert")], over)
     if not moe:
         width = sizes.ffn / tp
@@ -148,7 +153,9 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
     copies = model.moe_router_topk * h * over.etp / tp
     beside = 2 * tokens * h * (matrices * sizes.shared + sizes.experts) / tp  # shared experts, and the router
     yield Work("moe", matmul=beside)
-    yield Work("experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12)
+    yield Work(
+        "experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12, groups=local
+    )
     moved = 2 * copies + copies + h / tp
     yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
     yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
@@ -217,12 +224,15 @@ def machine_of(
         "nvfp4": (device.fp4_flops or device.fp8_flops) * efficiency.nvfp4_matmul,
     }
     if matmul_dtype in narrow_rates:
-        return Machine(device, efficiency, sizes, narrow_rates[matmul_dtype], 1, True, routing)
+        rate = device.sustained * narrow_rates[matmul_dtype]
+        return Machine(device, efficiency, sizes, rate, 1, True, routing)
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
-        rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * efficiency.matmul
+        rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * device.sustained * efficiency.matmul
         return Machine(device, efficiency, sizes, rate, 8, False, routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
-    rate = device.bf16_flops * (1 if narrow else 0.5) * efficiency.matmul  # TF32 runs at half of bf16's rate
+    rate = (
+        device.bf16_flops * (1 if narrow else 0.5) * device.sustained * efficiency.matmul
+    )  # TF32 runs at half of bf16's rate
     return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
 
 
@@ -277,17 +287,19 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     rate = machine.matmul * (efficiency.grouped if work.module in ("moe", "experts") else 1.0)
     product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0
     product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
-    scores = work.scores / (device.bf16_flops * efficiency.attention)
+    peak = device.bf16_flops * device.sustained
+    scores = work.scores / (peak * efficiency.attention)
     ring = work.context.ring / machine.link(sizes.tp * sizes.cp)
     gathered = work.context.gathered / machine.link(sizes.tp * sizes.cp)
-    again = work.scores * BACKWARD_SCORES / (device.bf16_flops * efficiency.attention_backward)
+    again = work.scores * BACKWARD_SCORES / (peak * efficiency.attention_backward)
     sent, sent_back = (
         efficiency.tensor_exposed * size / machine.link(sizes.tp) for size in (work.tensor, work.tensor_back)
     )
     rows_in_8_bits = machine.narrow and machine.dispatch.narrow
     exchanged = expert_seconds(work.experts / (2 if rows_in_8_bits else 1), machine)
     exchanged += expert_seconds(work.experts, machine)
-    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + exchanged
+    kernels = work.kernels + (NARROWING * work.groups if machine.narrow else 0)
+    plain = work.traffic / machine.memory + kernels * efficiency.kernel + exchanged
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent

@@ -33,6 +33,8 @@ class Device(NamedTuple):
     te_workspace_mib: float = 32.0
     """One workspace of Transformer Engine."""
     cublas_workspace_mib: float = 32.0
+    sustained: float = 1.0
+    """Share of the rates of products that the device keeps up under its power limit."""
     fp4_flops: float = 0.0
     """Dense matrix products per second in 4 bits; 0 if the device has none."""
     host_link: float = 63 * GIGA
@@ -68,39 +70,31 @@ class Efficiency(NamedTuple):
 # with NVLink at 400 GB/s both ways (DeepSeek-V3 report, section 3.1). Networks: 200 Gbit/s for A100, 400 Gbit/s for
 # Hopper, B200 and GB200, 800 Gbit/s for B300 and GB300, one card per GPU. Latencies: facts/performance.md, section 5.
 # To the host: PCIe 4.0 with 16 lanes for A100, NVLink-C2C at 900 GB/s both ways for GB200 and GB300.
+# `sustained` is fitted (benchmarks/results-plan-2026-11-26.md): B200 and GB200 keep up less of their rates than B300
+# and GB300 of the same data sheet, and torchtitan's H100 of 96 GB HBM2e, limited to 500 W, less than an H100.
+_HOPPER = (989.4 * TERA, 1978.9 * TERA)
+_BLACKWELL, _IN_A_RACK = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
+_BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
+_SUSTAINED, _AT_500_W = 0.77, 0.60
+_C2C = 450 * GIGA
 _GPUS = (
     Device(
-        "a100",
-        "A100",
-        312 * TERA,
-        312 * TERA,
-        2.039 * TERA,
-        300 * GIGA,
-        8,
-        25 * GIGA,
-        10e-6,
-        4.0,
+        *("a100", "A100", 312 * TERA, 312 * TERA, 2.039 * TERA, 300 * GIGA, 8, 25 * GIGA, 10e-6, 4.0),
         host_link=31.5 * GIGA,
     ),
-    Device("h100", "H100", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("h800", "H800", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("h200", "H200", 989.4 * TERA, 1978.9 * TERA, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("h100", "H100", *_HOPPER, 3.35 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("h100_500w", "H100 of 500 W", *_HOPPER, 2.4 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6, sustained=_AT_500_W),
+    Device("h800", "H800", *_HOPPER, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("h200", "H200", *_HOPPER, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("b200", "B200", *_BLACKWELL, *_BOARD, 50 * GIGA, 10e-6, sustained=_SUSTAINED, fp4_flops=9000 * TERA),
+    Device("b300", "B300", *_BLACKWELL, *_BOARD, 100 * GIGA, 10e-6, fp4_flops=13500 * TERA),
     Device(
-        "b200", "B200", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 50 * GIGA, 10e-6, fp4_flops=9000 * TERA
-    ),
-    Device(
-        "b300", "B300", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 100 * GIGA, 10e-6, fp4_flops=13500 * TERA
-    ),
-    Device(
-        *("gb200", "GB200", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 50 * GIGA, 10e-6),
+        *("gb200", "GB200", *_IN_A_RACK, *_RACK, 50 * GIGA, 10e-6),
+        sustained=_SUSTAINED,
         fp4_flops=10000 * TERA,
-        host_link=450 * GIGA,
+        host_link=_C2C,
     ),
-    Device(
-        *("gb300", "GB300", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 100 * GIGA, 10e-6),
-        fp4_flops=15000 * TERA,
-        host_link=450 * GIGA,
-    ),
+    Device("gb300", "GB300", *_IN_A_RACK, *_RACK, 100 * GIGA, 10e-6, fp4_flops=15000 * TERA, host_link=_C2C),
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(
@@ -137,7 +131,7 @@ def efficiency_of(device: Device, stack: str = PPCTL) -> Efficiency:
     are measured."""
     if device is _CPU:
         return _CPU_EFFICIENCY
-    return _MEGATRON_EFFICIENCY if stack == MEGATRON else _PPCTL_EFFICIENCY
+    return EFFICIENCY[stack]
 
 
 def whose_prices(device: Device, stack: str) -> str:
@@ -155,6 +149,9 @@ MEASURED = {
 }
 """What is known of steps of ppctl's own, by device."""
 
-_PPCTL_EFFICIENCY = Efficiency(0.75, 0.60, 0.60, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 1.0, 0.95, 5e-6)
-_MEGATRON_EFFICIENCY = Efficiency(0.75, 0.60, 0.60, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 0.5, 0.95, 5e-6)
+EFFICIENCY = {
+    PPCTL: Efficiency(0.75, 0.60, 0.60, 0.60, 0.70, 0.44, 0.33, 0.55, 0.75, 1.0, 0.95, 12e-6),
+    MEGATRON: Efficiency(0.75, 0.75, 0.75, 0.75, 0.70, 0.44, 0.33, 0.92, 0.75, 0.5, 0.95, 12e-6),
+}
+"""By stack, for all GPUs."""
 _CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)

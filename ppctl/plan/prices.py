@@ -32,6 +32,7 @@ from ppctl.cost.traffic import stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.host.accelerators import MEGATRON
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
@@ -91,12 +92,15 @@ def pricer(
         copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
         ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
+        summing = _reduction(config, trained_count(model, held), machine)
+        if config.cost.stack == MEGATRON:  # bucket by bucket, beside the last backward and the next step's forward
+            summing = max(0.0, summing - ahead - inputs - weights)
         return StageCost(
             *(ahead, inputs, weights),
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
             alive.kept,
-            _reduction(config, trained_count(model, held), machine),
+            summing,
             alive.offloaded,
             copies,
             *(exchanged, exchanged_back, config.cost.overlapped_link),
@@ -135,7 +139,9 @@ def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
     """Seconds of summing fp32 gradients: on every rank, or in shards, whose ranks then send the new weights."""
     precision = precision_of(config)
     each = 2 * precision.gradient
-    if config.parallel.data_parallel_sharding != "none":
+    if config.cost.stack == MEGATRON:  # its recipes sum gradients in the weights' 16 bits
+        each = 2 * precision.weight
+    elif config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
     return reduce_seconds(*on_device(count, machine.sizes), each, machine)
 
