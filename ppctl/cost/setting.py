@@ -95,6 +95,13 @@ class Setting(NamedTuple):
     """Nodes by which tokens are dispatched to experts (`dispatch_nodes`)."""
     deferred: bool = False
     """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
+    narrow: bool = False
+    """Whether inputs of products are kept in 8 bits."""
+
+    @property
+    def operand(self) -> int:
+        """Bytes of an element that is kept as the input of a product."""
+        return 1 if self.narrow else self.element
 
     @property
     def wide(self) -> int:

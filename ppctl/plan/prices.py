@@ -139,9 +139,7 @@ def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
     """Seconds of summing fp32 gradients: on every rank, or in shards, whose ranks then send the new weights."""
     precision = precision_of(config)
     each = 2 * precision.gradient
-    if config.cost.stack == MEGATRON:  # its recipes sum gradients in the weights' 16 bits
-        each = 2 * precision.weight
-    elif config.parallel.data_parallel_sharding != "none":
+    if config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
     return reduce_seconds(*on_device(count, machine.sizes), each, machine)
 

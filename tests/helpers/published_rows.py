@@ -45,6 +45,10 @@ PRECISIONS = {
 }
 """What a source calls a precision (release 25.09 says none, and ran 8 bits) -> cost.matmul."""
 
+OFFLOADED = {("gb200", "bf16"): 20, ("gb200", "fp8"): 40, ("gb300", "bf16"): 30, ("gb300", "fp8"): 20}
+"""Layers whose activations the recipes of Llama 3 70B with FSDP leave to the host, which golden/published_rows.json
+does not say (the same source: perf_recipes/llama/gb200/llama3.py and gb300/llama3.py)."""
+
 _STAGES = {8: "Et*8|(t*8|)*6t*5{m}L", 16: "Et*4|(t*4|)*14t{m}L", 32: "Et|(tt|)*30{m}L"}
 """How 61 layers are spread over so many stages, where no source says it."""
 _ACCOUNTED = "parallel.account_for_embedding_in_pipeline_split=true parallel.account_for_loss_in_pipeline_split=true"
@@ -104,7 +108,7 @@ def newest(rows: list[Setting]) -> list[Setting]:
 
 def _name(row: dict[str, Any]) -> str:
     words = [row.get("model") or row["name"], row["gpus"], row["gpu"], row["precision"]]
-    sizes = [f"{axis}{row[axis]}" for axis in ("tp", "cp", "pp", "vpp", "ep") if (row.get(axis) or 1) > 1]
+    sizes = [f"{axis}{row[axis]}" for axis in ("tp", "cp", "pp", "vpp", "ep") if row.get(axis) not in (None, 0, 1)]
     batch = [f"mbs{row.get('mbs') or row.get('lbs')}", f"gbs{row['gbs']}"]
     release, notes = (row.get("release") or "").split(), row.get("notes") or row.get("variant") or ""
     return " ".join(map(str, [*words, *sizes, *batch, *release[:1], notes.split(";")[0]])).strip()
@@ -114,7 +118,9 @@ def _setting(row: dict[str, Any]) -> Setting:
     known = _known(row)
     gpus, layers = row["gpus"], known["model"]
     per_node = min(gpus, 4 if known["gpu"].startswith("gb") else 8)
-    sharding = "full" if (row.get("fsdp") or 0) > 1 or row.get("variant") == "fsdp" else "optimizer_gradients"
+    whole = layers == "llama3_70b" and row["pp"] == 1 and "name" in row  # these recipes use FSDP
+    fsdp = whole or (row.get("fsdp") or 0) > 1 or row.get("variant") == "fsdp"
+    sharding = "full" if fsdp else "optimizer_gradients"
     sizes = {axis: row.get(axis) or 1 for axis in ("tp", "cp", "pp", "vpp", "ep")}
     batch = {"mbs": row.get("mbs") or row.get("lbs"), "gbs": row["gbs"], "seq": row["seq"] or 4096}
     if known["source"].startswith("NVIDIA-NeMo/Automodel") and sizes["pp"] > 1:
@@ -126,6 +132,9 @@ def _setting(row: dict[str, Any]) -> Setting:
     if sizes["tp"] > 1:
         words.append("parallel.sequence_parallel=true")
     mtp = layers == "deepseek_v3" and "w/o" not in known["title"] and not known["source"].startswith("NVIDIA-NeMo/Auto")
+    number = OFFLOADED.get((known["gpu"], known["precision"])) if layers == "llama3_70b" else None
+    if sharding == "full" and number:
+        words += ["parallel.cpu_offloading=true", f"parallel.cpu_offloading_num_layers={number}"]
     if layers == "deepseek_v3" and not mtp:
         words.append("model.mtp_num_layers=null")
     stages, layout = sizes["pp"] * sizes["vpp"], row.get("layout")
@@ -157,7 +166,7 @@ def _known(row: dict[str, Any]) -> dict[str, str]:
         raise NotPlanned(f"no preset of {gpu}")
     if "LoRA" in str(row.get("section")):
         raise NotPlanned("adapters are planned for a model of transformers' own code alone")
-    if any(row.get(key) is None for key in ("tp", "pp", "gbs")) or not (row.get("mbs") or row.get("lbs")):
+    if not all(isinstance(row.get(key), int) for key in ("tp", "pp", "gbs")) or not (row.get("mbs") or row.get("lbs")):
         raise NotPlanned("its sizes are not known")
     names = {"model": model, "gpu": gpu, "precision": PRECISIONS[row["precision"]]}
     return {**names, "title": title, "source": str(row["source"])}
