@@ -33,7 +33,7 @@ from ppctl.plan.prices import pricer, simulation_costs
 from ppctl.schedule.action import Op
 from ppctl.schedule.simulate import critical_path, simulate
 
-PRODUCTS = ("matmul", "fp8_matmul", "mxfp8_matmul", "nvfp4_matmul")
+PRODUCTS = ("matmul", "fp8_matmul")
 SCORES = ("attention", "attention_backward")
 BLACKWELL = ("b200", "gb200")
 AT_MOST = {"products": 0.75, "memory": 0.92, "B200": 1.0, "h100 of 500 W": 1.0}

@@ -218,21 +218,16 @@ def machine_of(
     """
     efficiency = efficiency_of(device, stack)
     routing = _fused_dispatch(device, sizes, model) if stack == MEGATRON else _dispatch(device, sizes, model, nodes)
-    narrow_rates = {
-        "fp8": device.fp8_flops * efficiency.fp8_matmul,
-        "mxfp8": device.fp8_flops * efficiency.mxfp8_matmul,
-        "nvfp4": (device.fp4_flops or device.fp8_flops) * efficiency.nvfp4_matmul,
-    }
-    if matmul_dtype in narrow_rates:
-        rate = device.sustained * narrow_rates[matmul_dtype]
+    peaks = {"fp8": device.fp8_flops, "mxfp8": device.fp8_flops, "nvfp4": device.fp4_flops or device.fp8_flops}
+    if matmul_dtype in peaks:
+        rate = peaks[matmul_dtype] * device.sustained * efficiency.fp8_matmul
         return Machine(device, efficiency, sizes, rate, 1, True, routing)
+    rate = device.bf16_flops * device.sustained * efficiency.matmul
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
-        rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * device.sustained * efficiency.matmul
+        rate *= 0.5 if device.name == "cpu" else 1 / 16
         return Machine(device, efficiency, sizes, rate, 8, False, routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
-    rate = (
-        device.bf16_flops * (1 if narrow else 0.5) * device.sustained * efficiency.matmul
-    )  # TF32 runs at half of bf16's rate
+    rate *= 1 if narrow else 0.5  # TF32 runs at half of bf16's rate
     return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
 
 

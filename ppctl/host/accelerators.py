@@ -50,8 +50,7 @@ class Efficiency(NamedTuple):
 
     matmul: float
     fp8_matmul: float
-    mxfp8_matmul: float
-    nvfp4_matmul: float
+    """Of products in 8 bits or less."""
     grouped: float
     """Rate of the experts' grouped products, relative to other products."""
     attention: float
@@ -143,15 +142,19 @@ def whose_prices(device: Device, stack: str) -> str:
 
 
 MEASURED = {
-    "h100": "measured once, on one H100 alone, on 2026-11-26: steps took 1.13 (dense) and 1.41 (MoE) times as long as "
-    "planned (benchmarks/results-gpu-2026-11-26.md)",
+    "h100": "measured once, on one H100 alone, on 2026-11-26: a dense step took 0.97 times as long as planned, one "
+    "with experts 1.05 times (benchmarks/results-gpu-2026-11-26.md)",
     "cpu": "rates of one core of one server",
 }
 """What is known of steps of ppctl's own, by device."""
 
+# Fitted to published steps: the scores, the memory of fused kernels, and what a kernel costs; products stand at what
+# cuBLAS reaches (all in benchmarks/results-plan-2026-11-26.md). ppctl's memory: its two steps on an H100; its 8-bit
+# products are scaled row by row. Stated: links as NCCL's bus bandwidth, dispatch as DeepEP's README has it, grouped
+# products, and the half of tensor parallelism's collectives that Transformer Engine's overlap leaves.
 EFFICIENCY = {
-    PPCTL: Efficiency(0.75, 0.60, 0.60, 0.60, 0.70, 0.44, 0.33, 0.55, 0.75, 1.0, 0.95, 12e-6),
-    MEGATRON: Efficiency(0.75, 0.75, 0.75, 0.75, 0.70, 0.44, 0.33, 0.92, 0.75, 0.5, 0.95, 12e-6),
+    PPCTL: Efficiency(0.75, 0.60, 0.70, 0.44, 0.33, 0.55, 0.75, 1.0, 0.95, 12e-6),
+    MEGATRON: Efficiency(0.75, 0.75, 0.70, 0.44, 0.33, 0.92, 0.75, 0.5, 0.95, 12e-6),
 }
 """By stack, for all GPUs."""
-_CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)
+_CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)

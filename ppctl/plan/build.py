@@ -17,7 +17,7 @@ from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, offloaded_layers
-from ppctl.host.accelerators import whose_prices
+from ppctl.host.accelerators import MEGATRON, whose_prices
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.expert_dispatch import exchanged_again
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
@@ -80,7 +80,8 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
     smaller, of_sizes = _smaller(derivation, proof)
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
-    priced_by = device_of(config).title if measured is None else measured.path
+    of_megatron = " as Megatron-core runs it" * (config.cost.stack == MEGATRON)
+    priced_by = device_of(config).title + of_megatron if measured is None else measured.path
     times = step_timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
     return Plan(
         name=name,
