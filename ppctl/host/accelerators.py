@@ -74,7 +74,7 @@ class Efficiency(NamedTuple):
 _HOPPER = (989.4 * TERA, 1978.9 * TERA)
 _BLACKWELL, _IN_A_RACK = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
 _BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
-_SUSTAINED, _AT_500_W = 0.77, 0.60
+_SUSTAINED, _AT_500_W = 0.77, 0.57
 _C2C = 450 * GIGA
 _GPUS = (
     Device(
@@ -143,18 +143,19 @@ def whose_prices(device: Device, stack: str) -> str:
 
 MEASURED = {
     "h100": "measured once, on one H100 alone, on 2026-11-26: a dense step took 0.97 times as long as planned, one "
-    "with experts 1.05 times (benchmarks/results-gpu-2026-11-26.md)",
+    "with experts 1.07 times (benchmarks/results-gpu-2026-11-26.md)",
     "cpu": "rates of one core of one server",
 }
 """What is known of steps of ppctl's own, by device."""
 
 # Fitted to published steps: the scores, the memory of fused kernels, and what a kernel costs; products stand at what
 # cuBLAS reaches (all in benchmarks/results-plan-2026-11-26.md). ppctl's memory: its two steps on an H100; its 8-bit
-# products are scaled row by row. Stated: links as NCCL's bus bandwidth, dispatch as DeepEP's README has it, grouped
-# products, and the half of tensor parallelism's collectives that Transformer Engine's overlap leaves.
+# products are scaled row by row. Stated: links, and ppctl's dispatch, as NCCL's bus bandwidth; Megatron's dispatch as
+# DeepEP's (41 to 58 GB/s over a card of 50, arXiv 2505.09343); grouped products, and the half of tensor parallelism's
+# collectives that Transformer Engine's overlap leaves.
 EFFICIENCY = {
-    PPCTL: Efficiency(0.75, 0.60, 0.70, 0.44, 0.33, 0.55, 0.75, 1.0, 0.95, 12e-6),
-    MEGATRON: Efficiency(0.75, 0.75, 0.70, 0.44, 0.33, 0.92, 0.75, 0.5, 0.95, 12e-6),
+    PPCTL: Efficiency(0.75, 0.60, 0.70, 0.43, 0.32, 0.55, 0.75, 1.0, 0.75, 10e-6),
+    MEGATRON: Efficiency(0.75, 0.75, 0.70, 0.43, 0.32, 0.90, 0.75, 0.5, 1.0, 10e-6),
 }
 """By stack, for all GPUs."""
 _CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)
