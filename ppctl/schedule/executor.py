@@ -190,9 +190,7 @@ def _run(
             if ready > clock:
                 clock = ready
             starts.append(clock)
-            clock += seconds
-            if saved:
-                clock -= saved.get(Action(op, stage, mb), 0.0)
+            clock += seconds - saved.get(Action(op, stage, mb), 0.0) if saved else seconds
             ends.append(clock)
             goes_by.carry(clock, gives, mb)
             continue
