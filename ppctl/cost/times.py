@@ -232,8 +232,7 @@ def machine_of(
 
 
 def _fused_dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig) -> Dispatch:
-    """Copies of a token that a kernel sends which sends one for each rank reached, and one over the network for each
-    domain."""
+    """Copies of a token that a kernel sends: one to each rank reached, over the network one to each domain."""
     topk, group = model.moe_router_topk, sizes.ep * sizes.etp
     domains, near = max(1.0, group / device.domain), min(group, device.domain)
     ranks = group * (1 - (1 - 1 / group) ** topk)

@@ -71,9 +71,9 @@ class Efficiency(NamedTuple):
 # `sustained` is fitted (benchmarks/results-plan-2026-11-26.md): B200 and GB200 keep up less of their rates than B300
 # and GB300 of the same data sheet, and torchtitan's H100 of 96 GB HBM2e, limited to 500 W, less than an H100.
 _HOPPER = (989.4 * TERA, 1978.9 * TERA)
-_BLACKWELL, _IN_A_RACK = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
+_BLACKWELL, _GB = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
 _BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
-_SUSTAINED, _AT_500_W = 0.77, 0.57
+_KEPT, _AT_500_W = 0.77, 0.57
 _C2C = 450 * GIGA
 _GPUS = (
     Device(
@@ -84,15 +84,10 @@ _GPUS = (
     Device("h100_500w", "H100 of 500 W", *_HOPPER, 2.4 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6, sustained=_AT_500_W),
     Device("h800", "H800", *_HOPPER, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("h200", "H200", *_HOPPER, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("b200", "B200", *_BLACKWELL, *_BOARD, 50 * GIGA, 10e-6, sustained=_SUSTAINED, fp4_flops=9000 * TERA),
+    Device("b200", "B200", *_BLACKWELL, *_BOARD, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=9000 * TERA),
     Device("b300", "B300", *_BLACKWELL, *_BOARD, 100 * GIGA, 10e-6, fp4_flops=13500 * TERA),
-    Device(
-        *("gb200", "GB200", *_IN_A_RACK, *_RACK, 50 * GIGA, 10e-6),
-        sustained=_SUSTAINED,
-        fp4_flops=10000 * TERA,
-        host_link=_C2C,
-    ),
-    Device("gb300", "GB300", *_IN_A_RACK, *_RACK, 100 * GIGA, 10e-6, fp4_flops=15000 * TERA, host_link=_C2C),
+    Device("gb200", "GB200", *_GB, *_RACK, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=10000 * TERA, host_link=_C2C),
+    Device("gb300", "GB300", *_GB, *_RACK, 100 * GIGA, 10e-6, fp4_flops=15000 * TERA, host_link=_C2C),
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(

@@ -64,11 +64,8 @@ class Costs:
         }
 
     def saved(self, pairs: Iterable[Pair]) -> dict[Action, float]:
-        """Seconds by which the actions of pairs are shorter than alone.
-
-        The two take what both compute, or what both exchange at `overlapped_link`, whichever is longer, and no less
-        than either takes alone.
-        """
+        """Seconds by which pairs' actions are shorter than alone: the two take what both compute or what both exchange,
+        at `overlapped_link`, whichever is longer, and no less than either alone."""
         if self.exchanges is None:
             return {}
         seconds, less = self.seconds(), dict[Action, float]()
