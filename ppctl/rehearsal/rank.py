@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def main() -> int:
     except ConfigError as error:
         print(json.dumps({"problems": [problem.to_json() for problem in error.problems]}))
         return 1
-    print(json.dumps(measured.to_json()))
+    print(json.dumps(asdict(measured)))
     return 0
 
 
