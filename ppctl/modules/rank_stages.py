@@ -17,10 +17,10 @@ from xxhash import xxh3_128_hexdigest
 
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem, listed
+from ppctl.errors import CheckpointError, Problem, listed
 from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
 from ppctl.modules.pipeline_parts import request_of
-from ppctl.modules.rank_agreement import CODE, agreed
+from ppctl.modules.rank_agreement import agreed, misuse
 from ppctl.modules.sources import PipelineModel
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.schedule.action import Placement
@@ -199,10 +199,10 @@ class RankStages:
         if shards and splits:
             asked = config.pp_schedule_csv or config.pp_schedule
             message = f"fully_shard reduces gradients in a whole backward, and {asked} splits it"
-            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b' pp_schedule_csv=None"))
+            raise misuse(message, "pp_schedule='1f1b' pp_schedule_csv=None")
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
-            raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
+            raise misuse(message, "a model with tie_word_embeddings=False")
 
 
 def _unequal(names: list[str], code: str) -> Problem:

@@ -28,7 +28,7 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.engine.stage import AroundBackward, StageProgram
 from ppctl.errors import ConfigError, Problem
-from ppctl.modules.rank_agreement import CODE, agreed
+from ppctl.modules.rank_agreement import CODE, agreed, misuse
 from ppctl.schedule.action import BACKWARDS, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, forwards_alone
@@ -100,11 +100,6 @@ def found_schedule(schedule: Schedule, memory: float, measured: Sequence[Sequenc
     costs = Costs(forward, [i + w for i, w in zip(inputs, weights, strict=True)], inputs, weights)
     found = ScheduleRequest(AUTO, memory=memory, costs=costs).made(place, schedule.num_microbatches)
     return lower(found, batched=schedule.batched)
-
-
-def misuse(message: str, remedy: str) -> ConfigError:
-    """The error of stages or arguments that cannot be followed (PP-E130)."""
-    return ConfigError(Problem(CODE, message, remedy))
 
 
 class _Prepared(NamedTuple):
