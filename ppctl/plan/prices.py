@@ -67,9 +67,7 @@ def pricer(
     once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
-    products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
-    nodes = None if setting.allocator.transformer_engine else setting.nodes
-    machine = machine_of(device_of(config), products, sizes, model, nodes)
+    machine = machine_for(config, setting)
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
@@ -96,12 +94,19 @@ def pricer(
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
             alive.kept,
-            _reduction(config, trained_count(model, held), machine),
+            reduction(config, trained_count(model, held), machine),
             alive.offloaded,
             copies,
         )
 
     return of_stage
+
+
+def machine_for(config: RunConfig, setting: Setting) -> Machine:
+    """The config's device as its kernels find it."""
+    products = config.cost.matmul or ("fp8" if config.model.fp8 else precision_of(config).dtype)
+    nodes = None if setting.allocator.transformer_engine else setting.nodes
+    return machine_of(device_of(config), products, setting.sizes, config.model, nodes)
 
 
 def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:
@@ -130,7 +135,7 @@ def _scales(
     }
 
 
-def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
+def reduction(config: RunConfig, count: Count, machine: Machine) -> float:
     """Seconds of summing fp32 gradients: on every rank, or in shards, whose ranks then send the new weights."""
     precision = precision_of(config)
     each = 2 * precision.gradient
