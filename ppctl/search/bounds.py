@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ppctl.config.parallel_rules import in_batches
+from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
 from ppctl.cost.state import State, state_bytes
@@ -36,8 +37,8 @@ from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes
 
-_ROUNDS = 3
-"""Rounds of the pipeline after which a schedule repeats itself, and holds no less than before."""
+_ROUNDS = 6
+"""Rounds of the pipeline after which every schedule keeps its pace, or slows down, and holds no less than before."""
 _ALL_AT_ONCE = "gpipe"
 """The policy that holds every microbatch."""
 
@@ -149,13 +150,13 @@ class Share:
 class Division:
     """What depends on how many replicas there are: room, state, and the optimizer's step."""
 
-    def __init__(self, values: ConfigValues, sizes: ParallelSizes) -> None:
-        self.config, self.sizes = values.config, sizes
-        self.device, self.precision = device_of(values.config), precision_of(values.config)
-        limit = device_limit(values.config, sizes)
+    def __init__(self, config: RunConfig, sizes: ParallelSizes) -> None:
+        self.config, self.sizes = config, sizes
+        self.device, self.precision = device_of(config), precision_of(config)
+        limit = device_limit(config, sizes)
         self.available = float("inf") if limit is None else limit.available_bytes
-        setting = setting_of(values.config, sizes, 1)
-        self._machine = machine_for(values.config, setting)
+        setting = setting_of(config, sizes, 1)
+        self._machine = machine_for(config, setting)
         self.partial = setting.allocator.backward
         """Whether gradients that ranks share are counted only while they are there."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_alone
+from ppctl.plan.memory_limit import SHARDING
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
 from ppctl.search.bounds import Cut, Division, Pipeline, Rounds, Share, few_rounds
@@ -84,6 +85,9 @@ class Tree:
         self.heap: list[Branch] = []
         self._made = 0
         self._known: dict[Any, Any] = {}
+        sharded = {} if SHARDING in space.fixed else {SHARDING: "full"}
+        self._config = space.values.overridden(sharded).config
+        """With the least exchanges of gradients."""
 
     def _add(self, seconds: float, size: int, level: str, *parts: Any) -> None:
         self._made += 1
@@ -97,14 +101,14 @@ class Tree:
                 self.counts.rules += 1
                 self.counts.total += 1
                 continue
-            batches = space.batches(sizes)
+            batches = space.batches(sizes.dp)
             size = len(batches) * len(space.recomputations) * space.count(sizes)
             self.counts.total += size
             if not size:
                 continue
             of = axes._replace(recomputation=space.recomputations[0], micro_batch_size=space.largest_batch)
             of = of._replace(data_parallel_sharding=space.shardings(sizes)[-1])
-            division = Division(space.values_of(of), sizes)
+            division = Division(self._config, sizes)
             if self._state(division, of.data_parallel_sharding) / sizes.pp > division.available:
                 self.counts.memory += size
                 continue
@@ -115,8 +119,7 @@ class Tree:
     def of_axes(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every microbatch size and recomputation, as if the model's layers were divided exactly."""
         space, size = self.space, self.space.count(sizes)
-        vpp = space.chunks(sizes.pp)[0]
-        if not space.obeys(of._replace(vpp=vpp, schedule=space.schedules(sizes.pp, vpp)[0])):
+        if not space.obeys(next(space.layouts(of, sizes))):
             self.counts.rules += size * len(batches) * len(space.recomputations)
             return
         state = self._state(division, of.data_parallel_sharding)

@@ -23,7 +23,7 @@ from ppctl.plan.memory_limit import GRANULARITY, MODULES, PUT_OFF, SHARDING
 from ppctl.plan.schedule_choice import CSV, SCHEDULE
 from ppctl.plan.sizes import SEQUENCE, derive_batch, derive_world, divide_model
 from ppctl.plan.violations import ConfigValues, Overrides, Violations
-from ppctl.schedule.policies import POLICIES, schedule_policy
+from ppctl.schedule.policies import POLICIES, fitting_policy, schedule_policy
 from ppctl.topology import ParallelSizes
 
 AXES = ("tp", "cp", "pp", "ep", "etp")
@@ -61,7 +61,7 @@ class Space:
         nodes, gpus = values["nodes"], values["gpus_per_node"]
         self.world = 1 if nodes is None and gpus is None else _product(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)
-        self._divides = cache(self._divide)
+        self.batches, self._divides = cache(self._batches), cache(self._divide)
 
     def _is_fixed(self, key: str, kept: Collection[str]) -> bool:
         return self.values.source(key).startswith(PLACE) or ALIASES.get(key, key) in kept
@@ -75,7 +75,7 @@ class Space:
 
     def _first(self) -> tuple[int, str, int, str]:
         vpp = self.values["vpp"] or 1 if "vpp" in self.fixed else 1
-        return self._options("mbs", [1])[0], self.recomputations[0], vpp, self.schedules(1, vpp)[0]
+        return self._options("mbs", [1])[0], self.recomputations[0], vpp, next(iter(self.schedules(1, vpp)), "")
 
     def _options(self, key: str, values: Sequence[int]) -> Sequence[int]:
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
@@ -109,11 +109,11 @@ class Space:
         divide_model(values, violations, etp)
         return not violations
 
-    def batches(self, sizes: ParallelSizes) -> list[tuple[int, int, int]]:
-        """(microbatch size, microbatches of a schedule call, calls of a step), the largest microbatch first."""
+    def _batches(self, dp: int) -> list[tuple[int, int, int]]:
+        """(microbatch size, microbatches of a schedule call, calls of a step) on so many replicas."""
         each = []
-        for size in reversed(self._options("mbs", divisors(max(1, self.values["gbs"] // sizes.dp)))):
-            split = derive_batch(self.values.overridden({"mbs": size}), sizes.dp, [])
+        for size in self._options("mbs", divisors(max(1, self.values["gbs"] // dp))):
+            split = derive_batch(self.values.overridden({"mbs": size}), dp, [])
             if split is not None:
                 each.append((size, split.num_microbatches, split.accumulation))
         return each
@@ -148,7 +148,8 @@ class Space:
     def schedules(self, pp: int, vpp: int) -> tuple[str, ...]:
         """The policies that run so many chunks; on one rank they are all one."""
         if SCHEDULE in self.fixed:
-            return (schedule_policy(self.values[SCHEDULE]) or "1f1b",)
+            typed = POLICIES[schedule_policy(self.values[SCHEDULE]) or fitting_policy(vpp)]
+            return (typed.name,) if typed.runs(vpp) else ()
         rows = [row for row in POLICIES.values() if row.trains and row.runs(vpp) and (vpp > 1 or row.chunks == 1)]
         return tuple(row.name for row in (rows[:1] if pp == 1 else rows))
 
@@ -162,6 +163,12 @@ class Space:
         """How many configurations there are with these axes and one microbatch size and recomputation."""
         ways = sum(len(self.schedules(sizes.pp, vpp)) for vpp in self.chunks(sizes.pp))
         return ways * len(self.shardings(sizes))
+
+    def layouts(self, of: Configuration, sizes: ParallelSizes) -> Iterator[Configuration]:
+        """The configuration with every number of chunks, schedule and sharding."""
+        for vpp in self.chunks(sizes.pp):
+            for name, sharding in product(self.schedules(sizes.pp, vpp), self.shardings(sizes)):
+                yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
 
     # Configurations as words
 
