@@ -26,25 +26,29 @@ def planned(
     overrides: Sequence[str] | Arguments, *, for_training: bool = False
 ) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config that words or sorted arguments describe, its plan if it has one, and all problems of both."""
+    config, problems = composed(overrides, for_training=for_training)
+    if any(problem.code == "PP-E104" for problem in problems) or (problems and is_unread(config)):
+        # Without the recipe or the directory, the plan would be of something else.
+        return config, None, list(dict.fromkeys(problems))
+    return config, *plan_of(config, problems)
+
+
+def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
+    """The config that words describe, as far as it could be composed, and its problems."""
     try:
-        composed = compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens)
+        return compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens), []
     except RefusedError as error:
-        problems = list(error.problems)
-        if any(problem.code == "PP-E104" for problem in problems) or _is_unread(error.composed):
-            # Without the recipe or the directory, the plan would be of something else.
-            return error.composed, None, list(dict.fromkeys(problems))
-        return error.composed, *plan_of(error.composed, problems)
-    return composed, *plan_of(composed, [])
+        return error.composed, list(error.problems)
 
 
-def _is_unread(composed: Composed) -> bool:
+def is_unread(composed: Composed) -> bool:
     """Whether `model.from` names a model of which nothing could be taken."""
     given = composed.config.model.from_ is not None
     return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
 
 
 def plan_of(
-    composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
+    config: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
     """The plan of a composed config, and all problems: those that were known before, and the plan's.
 
@@ -52,7 +56,7 @@ def plan_of(
     """
     try:
         with _patience_asked():
-            plan = plan_checked(composed.config, composed.provenance, problems, before=before)
+            plan = plan_checked(config.config, config.provenance, problems, before=before)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
     return plan, list(dict.fromkeys(plan.problems))

@@ -35,10 +35,12 @@ from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, 
 from ppctl.schedule.policies import POLICIES
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
+from ppctl.search.space import Configuration
 from ppctl.topology import ParallelSizes
 
-_ROUNDS = 6
-"""Rounds of the pipeline after which every schedule keeps its pace, or slows down, and holds no less than before."""
+FILLED, STEADY = 3, 6
+"""Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
+down. Checked for every policy by tests, not derived."""
 _ALL_AT_ONCE = "gpipe"
 """The policy that holds every microbatch."""
 
@@ -81,11 +83,11 @@ class Alive(NamedTuple):
     """Chunk -> whether it has made weight gradients, and will make more."""
 
 
-def few_rounds(policy: str, pp: int, num_microbatches: int) -> int:
-    """Microbatches of a few rounds that end as all `num_microbatches` do."""
+def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
+    """Microbatches of so many rounds, which end as all `num_microbatches` do."""
     row = POLICIES[policy]
     least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
-    return min(num_microbatches, num_microbatches % pp + max(_ROUNDS * pp, least))
+    return min(num_microbatches, num_microbatches % pp + max(rounds * pp, least))
 
 
 class Rounds:
@@ -166,6 +168,12 @@ class Division:
         state = state_bytes(trained, self.sizes, self.precision, sharding)
         weights = state.weights + sum(cut.untrained[stage] for stage in own)
         return State(weights, state.gradients, 0 if self.config.optim.name == "muon" else state.optimizer)
+
+    @staticmethod
+    def certain(state: State, sharding: str) -> int:
+        """Bytes that are there together at some moment under any schedule: all weights, when the first microbatch runs
+        on a rank's last stage."""
+        return state.total if sharding == "none" else state.optimizer + state.weights
 
     def reduce_s(self, trained: Count) -> float:
         """Seconds of summing the gradients of a stage."""
@@ -256,14 +264,21 @@ class Pipeline:
         states = self.states(POLICIES[policy].placement, sharding)
         return max(self.division.updating(state, sharding) for state in states)
 
-    def peak(self, policy: str, rounds: Rounds, num_microbatches: int, sharding: str) -> float:
-        """Bytes of the rank that holds most at its fullest moment."""
-        row, every = POLICIES[policy], num_microbatches if rounds.every else 0
+    def least(self, policy: str, sharding: str) -> float:
+        """Bytes of the rank that holds most, of its state and one microbatch, which is on all its stages at once."""
+        placement = POLICIES[policy].placement
         return max(
-            self._held(own, state, moment, every, row.splits, sharding)
-            for own, state, moment in zip(
-                self.cut.ranks[row.placement], self.states(row.placement, sharding), rounds.fullest, strict=True
-            )
+            self.division.certain(state, sharding) + sum(self.costs[stage].activation_bytes for stage in own)
+            for own, state in zip(self.cut.ranks[placement], self.states(placement, sharding), strict=True)
+        )
+
+    def peak(self, rounds: Rounds, num_microbatches: int, of: Configuration) -> float:
+        """Bytes of the rank that holds most at its fullest moment."""
+        row, every = POLICIES[of.schedule], num_microbatches if rounds.every else 0
+        states = self.states(row.placement, of.data_parallel_sharding)
+        return max(
+            self._held(own, state, moment, every, row.splits, of.data_parallel_sharding)
+            for own, state, moment in zip(self.cut.ranks[row.placement], states, rounds.fullest, strict=True)
         )
 
     def _held(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import product
 from typing import Any, NamedTuple, cast
 
 from ppctl.plan import Plan
@@ -18,8 +17,8 @@ from ppctl.plan.build import plan_alone
 from ppctl.plan.memory_limit import SHARDING
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
-from ppctl.search.bounds import Cut, Division, Pipeline, Rounds, Share, few_rounds
-from ppctl.search.space import Configuration, Space
+from ppctl.search.bounds import FILLED, STEADY, Cut, Division, Pipeline, Rounds, Share, few_rounds
+from ppctl.search.space import AXES, Configuration, Space
 from ppctl.topology import ParallelSizes
 
 CLOSE = 0.02
@@ -83,6 +82,8 @@ class Tree:
     def __init__(self, space: Space, measured: Profile | None = None) -> None:
         self.space, self.measured, self.counts = space, measured, Counts()
         self.heap: list[Branch] = []
+        self.divisions: list[Configuration] = []
+        """Every division of the ranks that the rules allow."""
         self._made = 0
         self._known: dict[Any, Any] = {}
         sharded = {} if SHARDING in space.fixed else {SHARDING: "full"}
@@ -106,6 +107,7 @@ class Tree:
             self.counts.total += size
             if not size:
                 continue
+            self.divisions.append(axes)
             of = axes._replace(recomputation=space.recomputations[0], micro_batch_size=space.largest_batch)
             of = of._replace(data_parallel_sharding=space.shardings(sizes)[-1])
             division = Division(self._config, sizes)
@@ -123,13 +125,14 @@ class Tree:
             self.counts.rules += size * len(batches) * len(space.recomputations)
             return
         state = self._state(division, of.data_parallel_sharding)
-        for batch, again in product(batches, space.recomputations):
-            each = of._replace(micro_batch_size=batch[0], recomputation=again)
-            seconds, kept = self._whole(each, sizes)
-            if (state + kept) / sizes.pp > division.available:
-                self.counts.memory += size
-                continue
-            self._add(batch[1] * batch[2] * seconds / sizes.pp, size, "of_share", each, sizes, division, batch)
+        for again in space.recomputations:
+            for number, batch in enumerate(batches):
+                each = of._replace(micro_batch_size=batch[0], recomputation=again)
+                seconds, kept = self._whole(each, sizes)
+                if (state + kept) / sizes.pp > division.available:
+                    self.counts.memory += size * (len(batches) - number)  # larger microbatches keep more
+                    break
+                self._add(batch[1] * batch[2] * seconds / sizes.pp, size, "of_share", each, sizes, division, batch)
 
     def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch) -> None:
         """Every layout, with the schedules that run it and the ways to divide the optimizer's state."""
@@ -141,21 +144,23 @@ class Tree:
                     self.counts.rules += len(space.shardings(sizes))
                     continue
                 each = of._replace(vpp=vpp, schedule=name)
-                call, rounds = pipeline.seconds(batch[1], name), self._rounds(each, batch[1])
+                call = pipeline.seconds(batch[1], name)
                 for sharding in space.shardings(sizes):
-                    if pipeline.peak(name, rounds, batch[1], sharding) > division.available:
+                    if pipeline.least(name, sharding) > division.available:
                         self.counts.memory += 1
                         continue
                     seconds = batch[2] * call + pipeline.updating(name, sharding)
-                    self._add(
-                        seconds, 1, "closer", each._replace(data_parallel_sharding=sharding), pipeline, rounds, batch
-                    )
+                    of_one = each._replace(data_parallel_sharding=sharding)
+                    self._add(seconds, 1, "closer", of_one, pipeline, batch)
 
-    def closer(self, of: Configuration, pipeline: Pipeline, rounds: Rounds, batch: Batch) -> None:
-        """One configuration, by a few rounds of its schedule."""
-        call = self._once(
-            (of._replace(data_parallel_sharding=""), "call"), lambda: pipeline.simulated(rounds, batch[1])
-        )
+    def closer(self, of: Configuration, pipeline: Pipeline, batch: Batch) -> None:
+        """One configuration, by a few rounds of its schedule: what it holds, and then its pace."""
+        few = self._rounds(of, batch[1], FILLED)
+        if pipeline.peak(few, batch[1], of) > pipeline.division.available:
+            self.counts.memory += 1
+            return
+        key = (of._replace(data_parallel_sharding=""), "seconds")
+        call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
         seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
         self._add(seconds + pipeline.updating(of.schedule, of.data_parallel_sharding), 1, "plan", of)
 
@@ -179,23 +184,17 @@ class Tree:
 
     def _state(self, division: Division, sharding: str) -> int:
         """Bytes of state that all stages have together at least."""
-        state = division.state(self._cut(1, 1), [0], sharding)
-        return state.optimizer + (0 if sharding == "full" else state.weights)
+        return division.certain(division.state(self._cut(1, 1), [0], sharding), sharding)
 
     def _cut(self, pp: int, vpp: int) -> Cut:
         """The layers of the stages of so many chunks per rank."""
         return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, self.space.layout(pp, vpp))))
 
-    def _rounds(self, of: Configuration, num_microbatches: int) -> Rounds:
-        """A few rounds of a configuration's schedule."""
-        number = few_rounds(of.schedule, of.pp, num_microbatches)
-        return cast(
-            Rounds,
-            self._once(
-                (of.schedule, of.pp, of.vpp, number, of.ep > 1),
-                lambda: Rounds(self.space.values_of(of), of.schedule, of.vpp, number),
-            ),
-        )
+    def _rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
+        """So many rounds of a configuration's schedule."""
+        few = few_rounds(of.schedule, of.pp, num_microbatches, number)
+        key = (of.schedule, of.pp, of.vpp, few, of.ep > 1)
+        return cast(Rounds, self._once(key, lambda: Rounds(self.space.values_of(of), of.schedule, of.vpp, few)))
 
 
 class Search:
@@ -229,6 +228,29 @@ class Search:
                     yield self
         self.counts.left = sum(branch.size for branch in tree.heap)
         self.proved = True
+
+    def other_divisions(self, share: float, most: int) -> Iterator[Search]:
+        """Plan the fastest configuration of further divisions of the ranks, if its bound is within `share` of the first,
+        until `most` are known. Yields itself after every plan."""
+        tree, known = self.tree, {each.configuration[: len(AXES)] for each in self.found}
+        aside: list[Branch] = []
+        while tree.heap and self.found and len(known) < most:
+            if tree.heap[0].seconds > (1 + share) * self.found[0].plan.step_time_s:
+                break
+            branch = heappop(tree.heap)
+            if branch.parts[0][: len(AXES)] in known:
+                aside.append(branch)
+            elif branch.level == "plan":
+                self.counts.left -= 1
+                self.plan(branch.parts[0], branch.seconds)
+                known = {each.configuration[: len(AXES)] for each in self.found}
+                yield self
+            else:
+                before = self.counts.memory + self.counts.rules
+                getattr(tree, branch.level)(*branch.parts)
+                self.counts.left -= self.counts.memory + self.counts.rules - before
+        for branch in aside:
+            heappush(tree.heap, branch)
 
     def plan(self, of: Configuration, bound: float) -> Planned | None:
         """The plan of one configuration, kept where it belongs; None if a rule forbids it."""
