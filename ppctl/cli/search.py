@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 from ppctl.cli import search_text
 from ppctl.cli.console import console, note, width
@@ -27,7 +28,7 @@ from ppctl.plan.profile import KEY as PROFILE
 from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.violations import ConfigValues, Violations
-from ppctl.search.answer import BAND, ROWS, as_json, rows
+from ppctl.search.answer import BAND, as_json, rows
 from ppctl.search.branch import Search
 from ppctl.search.space import Space
 
@@ -65,7 +66,7 @@ def _to_the_end(search: Search) -> bool:
         with _progress() as show:
             for _ in search.run():
                 show(search)
-            for _ in search.other_divisions(BAND, ROWS):
+            for _ in chain(search.other_divisions(BAND), search.simpler()):
                 show(search)
     except KeyboardInterrupt:
         return True

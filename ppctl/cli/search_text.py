@@ -22,11 +22,10 @@ def text(search: Search, listed: Sequence[Row], lines: Sequence[str], columns: i
     """The answer in paragraphs."""
     blocks = [prose([counts(search)], columns)]
     if listed:
-        blocks.append(table(listed, columns))
-        blocks.append(prose([order(listed)], columns))
-        blocks.append("\n".join(f"{n}  {line}" for n, line in enumerate(lines, 1)))
-    if reasons := [reason(search, other) for other in (others(search) if search.found else ())]:
-        blocks.append(prose(["why not", *(f"  {each}" for each in reasons)], columns))
+        blocks += [table(listed, columns), prose([order(listed)], columns)]
+        blocks.append("\n".join(f"{n:>2}  {line}" for n, line in enumerate(lines, 1)))
+        first = search.found[0].plan.step_time_s
+        blocks.append(prose(["why not", *(f"  {reason(first, other)}" for other in others(search))], columns))
     return "\n\n".join(blocks)
 
 
@@ -54,62 +53,45 @@ def table(listed: Sequence[Row], columns: int) -> str:
         mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
         figures = [f"{plan.timing.tokens_per_s:,.0f}", mfu, f"{plan.bubble_fraction:.1%}", f"{peak / GIB.size:.1f}"]
         body.append([str(number), *figures, room, row.limit, sizes(row.planned.configuration)])
+        body += [["", *[""] * 6, f"or cp{of.cp} mbs{of.micro_batch_size}"] for of in row.alike]
     return aligned(folded(body, columns, " "), 6)
+
+
+_AGAIN = {"modules": "recompute-modules", "full": "recompute-full"}
+_SHARDED = {"optimizer_gradients": "sharded", "full": "sharded-full"}
 
 
 def sizes(of: Configuration) -> str:
     """A configuration in short words, without what is 1."""
-    named = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "vpp": of.vpp, "ep": of.ep, "etp": of.etp}
-    words = [f"{name}{size}" for name, size in named.items() if size > 1 or name in ("tp", "pp")]
-    again = {"none": "", "modules": "recompute-modules", "full": "recompute-full"}.get(of.recomputation, "")
-    return " ".join(
-        filter(
-            None,
-            [
-                *words,
-                f"mbs{of.micro_batch_size}",
-                again,
-                of.schedule * (of.pp > 1),
-                _SHARDED[of.data_parallel_sharding],
-            ],
-        )
-    )
-
-
-_SHARDED = {"none": "", "optimizer_gradients": "sharded", "full": "sharded-full"}
+    named = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "vpp": of.vpp, "ep": of.ep, "etp": of.etp if of.etp != of.tp else 1}
+    words = [f"{name}{size}" for name, size in named.items() if size > 1]
+    words += [f"mbs{of.micro_batch_size}", _AGAIN.get(of.recomputation, ""), of.schedule if of.pp > 1 else ""]
+    return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
 
 
 def order(listed: Sequence[Row]) -> str:
     """How sure the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
-    moved = {f"{factor - 1:+.0%}": first_if(listed, factor) + 1 for factor in (0.9, 1.1)}
-    said = "a plan's seconds are not known better than that"
-    alike = (
-        f"the first {close} are within {BAND:.0%} of each other: {said}"
-        if close > 1
-        else f"no other division of the ranks is within {BAND:.0%}"
-    )
-    firsts = {number for number in moved.values()}
-    steady = (
-        "the first stays first"
-        if firsts == {1}
-        else "; ".join(f"{by}: number {number} is first" for by, number in moved.items())
-    )
-    return f"{alike}. With links and memory a tenth faster or slower {steady}."
+    said = f"the first {close} are within {BAND:.0%} of each other, closer than plans are to measured steps"
+    said = said if close > 1 else f"no other division of the ranks is within {BAND:.0%}"
+    moved = [first_if(listed, factor) + 1 for factor in (0.9, 1.1)]
+    for by, number in zip(("faster", "slower"), moved, strict=True):
+        said += f"; with links and memory a tenth {by} number {number} is first" * (number != 1)
+    return said + "; it stays first with links and memory a tenth faster or slower" * (moved == [1, 1])
 
 
-def reason(search: Search, other: Other) -> str:
+def reason(first: float, other: Other) -> str:
     """Why the first configuration has another value of an axis."""
-    best = search.found[0].plan.step_time_s
     name = f"{other.axis}={other.value}"
     if other.seconds is None:
         return f"{name}: nothing with it fits the memory"
-    more = other.seconds / best - 1
-    share = "" if other.exchanges is None else f"; exchanges inside layers take {other.exchanges:.0%}"
-    if more <= 0:
-        return f"{name}: its bound is not more than {CLOSE:.0%} below the first's step{share}"
-    return f"{name}: {'' if other.planned else 'at least '}{more:.1%} slower{share}"
+    more = other.seconds / first - 1
+    share = f"; {other.reason} {'takes' if other.reason[-1] != 's' else 'take'} {other.share:.0%}"
+    said = f"{more:.1%} slower" if more >= 0.0005 else "as fast"
+    if not other.planned:
+        said = f"at least {said}" if more > -CLOSE else "not planned"
+    return f"{name}: {said}{share * (other.share >= 0.01)}"
 
 
 def so_far(search: Search) -> str:

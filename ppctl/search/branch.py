@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, cast
 
+from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_alone
-from ppctl.plan.memory_limit import SHARDING
+from ppctl.plan.memory_limit import SHARDING, SHARDINGS
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
 from ppctl.search.bounds import FILLED, STEADY, Cut, Division, Pipeline, Rounds, Share, few_rounds
@@ -23,6 +24,8 @@ from ppctl.topology import ParallelSizes
 
 CLOSE = 0.02
 """The share of a step's time by which a configuration must be faster to be looked for."""
+ROWS = 10
+"""Divisions of the ranks in an answer, at most."""
 _SHOWN = 20
 """Branches that are divided between two looks at what is known."""
 
@@ -43,6 +46,14 @@ class Planned(NamedTuple):
     def peak(self) -> int:
         """Bytes of the rank that holds most."""
         return max(cost.peak_bytes for cost in self.plan.pp_ranks)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Its place among others: by seconds in three digits, which is more than they are worth, then by what is
+        simpler."""
+        of = self.configuration
+        simple = of.cp, of.pp, of.ep, SHARDINGS.index(of.data_parallel_sharding), of.vpp, of
+        return (float(f"{self.plan.step_time_s:.3g}"), *simple)
 
     @property
     def fits(self) -> bool:
@@ -89,6 +100,10 @@ class Tree:
         sharded = {} if SHARDING in space.fixed else {SHARDING: "full"}
         self._config = space.values.overridden(sharded).config
         """With the least exchanges of gradients."""
+        model = self._config.model
+        layout = even_layout(model.num_layers, 1, model.mtp_num_layers or 0)
+        self.whole = Cut(space.values, PipelineParallelLayerLayout(layout, 1))
+        """The model as one stage."""
 
     def _add(self, seconds: float, size: int, level: str, *parts: Any) -> None:
         self._made += 1
@@ -179,12 +194,12 @@ class Tree:
 
     def _whole(self, of: Configuration, sizes: ParallelSizes) -> tuple[float, int]:
         """Seconds of a microbatch through the whole model, and the bytes that it keeps."""
-        cost, _ = self._share(of, sizes).passes(self._cut(1, 1).layers[0], 0, "whole", last=True)
+        cost, _ = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
         return cost.forward_s + cost.backward_s, cost.activation_bytes
 
     def _state(self, division: Division, sharding: str) -> int:
         """Bytes of state that all stages have together at least."""
-        return division.certain(division.state(self._cut(1, 1), [0], sharding), sharding)
+        return division.certain(division.state(self.whole, [0], sharding), sharding)
 
     def _cut(self, pp: int, vpp: int) -> Cut:
         """The layers of the stages of so many chunks per rank."""
@@ -210,16 +225,22 @@ class Search:
 
     @property
     def counts(self) -> Counts:
+        """What became of the configurations so far."""
         return self.tree.counts
+
+    @property
+    def least(self) -> float:
+        """Seconds of the fastest step that is known."""
+        return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
         """Search; yields itself after every plan and every hundred branches."""
         tree, steps = self.tree, 0
         tree.root()
-        while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.found[0].plan.step_time_s):
+        while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
             branch = heappop(tree.heap)
             if branch.level == "plan":
-                self.plan(branch.parts[0], branch.seconds)
+                self._plan_one(branch)
                 yield self
             else:
                 getattr(tree, branch.level)(*branch.parts)
@@ -229,12 +250,12 @@ class Search:
         self.counts.left = sum(branch.size for branch in tree.heap)
         self.proved = True
 
-    def other_divisions(self, share: float, most: int) -> Iterator[Search]:
-        """Plan the fastest configuration of further divisions of the ranks, if its bound is within `share` of the first,
-        until `most` are known. Yields itself after every plan."""
+    def other_divisions(self, share: float) -> Iterator[Search]:
+        """Plan the fastest configuration of other divisions of the ranks, as long as bounds are within `share` of the
+        first, until there are `ROWS`. Yields itself after every plan."""
         tree, known = self.tree, {each.configuration[: len(AXES)] for each in self.found}
         aside: list[Branch] = []
-        while tree.heap and self.found and len(known) < most:
+        while tree.heap and self.found and len(known) < ROWS:
             if tree.heap[0].seconds > (1 + share) * self.found[0].plan.step_time_s:
                 break
             branch = heappop(tree.heap)
@@ -242,7 +263,7 @@ class Search:
                 aside.append(branch)
             elif branch.level == "plan":
                 self.counts.left -= 1
-                self.plan(branch.parts[0], branch.seconds)
+                self._plan_one(branch)
                 known = {each.configuration[: len(AXES)] for each in self.found}
                 yield self
             else:
@@ -252,16 +273,33 @@ class Search:
         for branch in aside:
             heappush(tree.heap, branch)
 
+    def simpler(self) -> Iterator[Search]:
+        """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
+        for planned in self.found[: 2 * ROWS]:
+            of = planned.configuration
+            for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
+                if SHARDING not in self.space.fixed and self.plan_once(of._replace(data_parallel_sharding=sharding)):
+                    yield self
+
+    def _plan_one(self, branch: Branch) -> None:
+        if self.plan(branch.parts[0], branch.seconds) is None:
+            self.counts.rules += 1
+        else:
+            self.counts.planned += 1
+
+    def plan_once(self, of: Configuration) -> Planned | None:
+        """The plan of a configuration that may stand in any branch, if it has not been planned yet."""
+        if any(each.configuration == of for each in (*self.found, *self.over)):
+            return None
+        return self.plan(of, 0.0)
+
     def plan(self, of: Configuration, bound: float) -> Planned | None:
         """The plan of one configuration, kept where it belongs; None if a rule forbids it."""
-        values = self.space.values_of(of)
-        plan = plan_alone(values) if self.space.obeys(of) else None
+        plan = plan_alone(self.space.values_of(of)) if self.space.obeys(of) else None
         if plan is None or not plan.timing.pipeline_s:
-            self.counts.rules += 1
             return None
-        self.counts.planned += 1
         planned = Planned(of, plan, bound)
         kept = self.found if planned.fits else self.over
         kept.append(planned)
-        kept.sort(key=lambda each: (each.plan.step_time_s, each.configuration))
+        kept.sort(key=lambda each: each.order)
         return planned

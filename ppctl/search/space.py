@@ -93,9 +93,9 @@ class Space:
                     dense = world // pp
                     for ep in self._options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
                         axes = Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
-                        yield axes, self._sizes(axes)
+                        yield axes, self.sizes(axes)
 
-    def _sizes(self, axes: Configuration) -> ParallelSizes | None:
+    def sizes(self, axes: Configuration) -> ParallelSizes | None:
         """The sizes of all axes; None if they do not divide the ranks or the model."""
         if not self._divides(axes.tp, axes.cp, axes.etp):
             return None
