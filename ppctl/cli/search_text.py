@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from ppctl.cli.console import aligned, folded, prose
 from ppctl.config.argv import ALIASES, retyped
-from ppctl.plan.memory_limit import GIB
+from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.violations import overrides_text
-from ppctl.search.answer import BAND, Other, Row, first_if, others
-from ppctl.search.branch import CLOSE, Search
+from ppctl.search.answer import BAND, Change, Other, Row, first_if, others
+from ppctl.search.branch import CLOSE, Planned, Search
 from ppctl.search.space import Configuration, Space
 
 _SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
@@ -49,12 +49,17 @@ def table(listed: Sequence[Row], columns: int) -> str:
     body = [head]
     for number, row in enumerate(listed, 1):
         plan, peak = row.planned.plan, row.planned.peak
-        room = "" if plan.limit is None else f"{1 - peak / plan.limit.available_bytes:.0%}"
         mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
         figures = [f"{plan.timing.tokens_per_s:,.0f}", mfu, f"{plan.bubble_fraction:.1%}", f"{peak / GIB.size:.1f}"]
-        body.append([str(number), *figures, room, row.limit, sizes(row.planned.configuration)])
+        body.append([str(number), *figures, room(row.planned), row.limit, sizes(row.planned.configuration)])
         body += [["", *[""] * 6, f"or cp{of.cp} mbs{of.micro_batch_size}"] for of in row.alike]
     return aligned(folded(body, columns, " "), 6)
+
+
+def room(planned: Planned) -> str:
+    """The share of a device's memory that is free at the peak."""
+    limit = planned.plan.limit
+    return "" if limit is None else f"{1 - planned.peak / limit.available_bytes:.0%}"
 
 
 _AGAIN = {"modules": "recompute-modules", "full": "recompute-full"}
@@ -90,7 +95,7 @@ def reason(first: float, other: Other) -> str:
     share = f"; {other.reason} {'takes' if other.reason[-1] != 's' else 'take'} {other.share:.0%}"
     said = f"{more:.1%} slower" if more >= 0.0005 else "as fast"
     if not other.planned:
-        said = f"at least {said}" if more > -CLOSE else "not planned"
+        said = f"at least {said}" if more >= 0.0005 else "perhaps as fast"
     return f"{name}: {said}{share * (other.share >= 0.01)}"
 
 
@@ -102,9 +107,45 @@ def so_far(search: Search) -> str:
     return f"{best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
 
 
-def line(typed: Sequence[str], space: Space, of: Configuration) -> str:
+def line(typed: Sequence[str], space: Space, of: Configuration, command: str = "ppctl train") -> str:
     """The command that trains a configuration."""
-    words = retyped(typed)
+    words = " ".join(filter(None, [command, retyped(typed), overrides_text(space.words(of))]))
     for key, alias in _SHORT.items():
         words = words.replace(f"{key}=", f"{alias}=")
-    return " ".join(filter(None, ["ppctl train", words, overrides_text(space.words(of))]))
+    return words
+
+
+def frontier(found: Sequence[tuple[Search, Row | None]], columns: int) -> str:
+    """A row for each number of GPUs, with the fastest configuration."""
+    head = ["GPUs", "tokens/s", "per GPU", "MFU", "room", "configuration"]
+    body = [head]
+    for search, row in found:
+        gpus = f"{search.space.world:,}"
+        if row is None:
+            body.append([gpus, "", "", "", "", "nothing fits"])
+            continue
+        timing = row.planned.plan.timing
+        mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
+        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(row.planned)]
+        body.append([gpus, *rates, sizes(row.planned.configuration)])
+    return aligned(folded(body, columns, " "), 5)
+
+
+def compared(search: Search, changes: Sequence[Change]) -> str:
+    """Where a configuration that was asked about stands, and what one change would give."""
+    first, asked = search.found[0].plan.step_time_s, changes[0]
+    if asked.step_time_s is None:
+        return "against: the rules forbid that configuration; `ppctl plan` with these words says why"
+    faster = sum(each.plan.step_time_s < asked.step_time_s for each in search.found)
+    fits = "" if asked.fits else f", and does not fit ({amount(asked.peak)} at its peak)"
+    lines = [
+        f"against: a step takes {asked.step_time_s:.4g} s, {asked.step_time_s / first - 1:.1%} more than the first's "
+        f"{first:.4g} s{fits}; {faster} of those planned are faster. With one change:"
+    ]
+    for change in changes[1:]:
+        if change.step_time_s is None:
+            said = "against a rule"
+        else:
+            said = f"{change.step_time_s / asked.step_time_s - 1:+.1%}" + ", does not fit" * (not change.fits)
+        lines.append(f"  {overrides_text(change.words)}: {said}")
+    return "\n".join(lines)
