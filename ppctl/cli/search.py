@@ -35,6 +35,7 @@ from ppctl.plan.memory_limit import GRANULARITY, LIMIT
 from ppctl.plan.profile import KEY as PROFILE
 from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
+from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, Row, against, as_json, rows
 from ppctl.search.branch import Search
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(search, listed, lines) | {"against": [each._asdict() for each in changes]}, indent=1))
     else:
         print(search_text.text(search, listed, lines, width()))
-        print(f"\n{search_text.compared(search, changes)}" * bool(changes), end="\n" * bool(changes))
+        if changes:
+            print(f"\n{search_text.compared(search, changes)}")
     if args.write and listed:
         _write(Path(args.write), search)
     return INTERRUPTED if interrupted else 0
@@ -92,7 +94,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
             break
     lines = [
         search_text.line(
-            [*args.line.overrides, f"launch.nodes={search.space.values['nodes']}"],
+            _on(args, search.space.values["nodes"]),
             search.space,
             row.planned.configuration,
         )
@@ -104,6 +106,11 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
     else:
         print(search_text.frontier(found, width()), *lines, sep="\n")
     return INTERRUPTED if interrupted else 0
+
+
+def _on(args: argparse.Namespace, nodes: int) -> list[str]:
+    """What was typed, on another number of nodes."""
+    return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
 
 
 def _numbers(text: str) -> list[int]:
@@ -123,7 +130,8 @@ def _asked(text: str) -> dict[str, Any]:
         raise ConfigError(
             [*line.problems, Problem("PP-E105", f"--against {text!r}: {wrong}", "--against 'tp=8 pp=4'", PLACE)]
         )
-    return dict(asked)
+    follows = {SEQUENCE: asked[tp] != 1} if (tp := full_name("tp")) in asked else {}
+    return {**follows, **asked}
 
 
 def _to_the_end(search: Search, *, alone: bool = False) -> bool:
@@ -217,7 +225,7 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
         message = f"of {counts.total:,} configurations with these values every one is against a rule"
         return ConfigError(own or [Problem("PP-E229", message, "", space.values.cite(*space.fixed))])
     message = f"none of {counts.total:,} configurations fits {space.world:,} GPUs of {space.values[LIMIT]}"
-    message += f": {counts.memory + len(search.over):,} need more memory, {counts.rules:,} are against a rule"
+    message += f"; {counts.rules:,} are against a rule" * bool(counts.rules)
     nodes = space.values["nodes"] or 1
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
@@ -229,7 +237,7 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
             if more.found:
                 break
         if more.found:
-            typed = [*args.line.overrides, f"launch.nodes={nodes * factor}"]
+            typed = _on(args, nodes * factor)
             remedies.append(search_text.line(typed, more.space, more.found[0].configuration))
             message += f"; on {more.space.world:,}, the least of its doublings, the remedy does"
             break

@@ -19,7 +19,7 @@ from ppctl.plan.memory import setting_of
 from ppctl.plan.prices import machine_for
 from ppctl.plan.violations import ConfigValues, Overrides
 from ppctl.search.branch import CLOSE, ROWS, Planned, Search
-from ppctl.search.space import AXES, Configuration, Space
+from ppctl.search.space import AXES, CHANGED, Configuration, Space
 from ppctl.topology import ParallelSizes
 
 BAND = 0.1
@@ -158,9 +158,9 @@ class Change(NamedTuple):
 
 def against(search: Search, asked: ConfigValues) -> list[Change]:
     """The configuration of `asked` first, then with each value that the first of the answer has instead."""
-    words = search.space.words(search.found[0].configuration)
-    single = {key: value for key, value in words.items() if asked[key] != value}
-    return [_changed(asked, {}), *(_changed(asked, {key: value}) for key, value in single.items())]
+    first = search.space.values_of(search.found[0].configuration)
+    apart = [{key: first[key] for key in keys if first[key] != asked[key]} for keys in CHANGED]
+    return [_changed(asked, {}), *(_changed(asked, words) for words in apart if words)]
 
 
 def _changed(asked: ConfigValues, words: Overrides) -> Change:

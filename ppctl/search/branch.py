@@ -49,11 +49,10 @@ class Planned(NamedTuple):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Its place among others: by seconds in three digits, which is more than they are worth, then by what is
-        simpler."""
+        """Its place among others: by seconds in four digits, more than they are worth, then by what is simpler."""
         of = self.configuration
         simple = of.cp, of.pp, of.ep, SHARDINGS.index(of.data_parallel_sharding), of.vpp, of
-        return (float(f"{self.plan.step_time_s:.3g}"), *simple)
+        return (float(f"{self.plan.step_time_s:.4g}"), *simple)
 
     @property
     def fits(self) -> bool:

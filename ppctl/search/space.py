@@ -31,6 +31,8 @@ SEARCHED = (*AXES, "vpp", SHARDING, "mbs", GRANULARITY, SCHEDULE)
 """The keys that are searched unless they are typed."""
 _OF_LAYERS = ("train.recompute_method", "train.recompute_num_layers")
 _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
+CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("vpp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, (SCHEDULE,), (SHARDING,))
+"""Keys that change together."""
 GIVEN = "as given"
 """Recomputation as the config has it, where it is not searched."""
 
@@ -148,7 +150,7 @@ class Space:
     def schedules(self, pp: int, vpp: int) -> tuple[str, ...]:
         """The policies that run so many chunks; on one rank they are all one."""
         if SCHEDULE in self.fixed:
-            typed = POLICIES[schedule_policy(self.values[SCHEDULE]) or fitting_policy(vpp)]
+            typed = POLICIES.get(schedule_policy(self.values[SCHEDULE]) or "", POLICIES[fitting_policy(vpp)])
             return (typed.name,) if typed.runs(vpp) else ()
         rows = [row for row in POLICIES.values() if row.trains and row.runs(vpp) and (vpp > 1 or row.chunks == 1)]
         return tuple(row.name for row in (rows[:1] if pp == 1 else rows))
