@@ -48,7 +48,7 @@ def test_a_key_that_is_kept_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -
     everywhere = answer(capsys)["rows"]
     kept = answer(capsys, "--keep", "mbs", "pp")["rows"]
     assert {(row["micro_batch_size"], row["pp"]) for row in kept} == {(1, 1)}
-    assert any(row["pp"] > 1 for row in everywhere)
+    assert any(row["micro_batch_size"] > 1 for row in everywhere)
 
 
 def test_the_text_says_what_was_proved_and_why_other_values_were_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,8 @@ def test_the_frontier_has_the_fastest_configuration_of_every_number_of_nodes(
 ) -> None:
     assert main(["search", *SMALL, "--nodes", "1,2", "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
-    assert one["rows"][0] == answer(capsys)["rows"][0]
+    alone = answer(capsys)["rows"][0]
+    assert {**one["rows"][0], "line": ""} == {**alone, "line": ""}
     assert two["rows"][0]["step_time_s"] < one["rows"][0]["step_time_s"]
 
 
