@@ -7,7 +7,7 @@ parameters, bytes, ranks or schedules. A layer is text (`decoder.3`) only in fil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -202,6 +202,15 @@ def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> 
     width = number or 1
     runs = [tuple(decoder[first : first + width]) for first in range(0, len(decoder), width)]
     return (*runs, *mtp)
+
+
+def alike(model: ModelConfig, train: TrainConfig, stage: int, layers: Sequence[Layer]) -> Hashable:
+    """Equal for stages that hold, compute and send as much, wherever in the model their layers stand."""
+    if model.transformers is not None:
+        return tuple(layers), _chosen(train, stage)
+    kinds = zip(layer_kinds(model, layers), layers, strict=True)
+    numbered = tuple((kind, 0 if layer.kind == "decoder" else layer.index) for kind, layer in kinds)
+    return numbered, holds_final_norm(model, layers), _chosen(train, stage)
 
 
 def recomputed_modules(train: TrainConfig, stage: int) -> tuple[str, ...]:

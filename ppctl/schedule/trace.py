@@ -81,7 +81,7 @@ def bubble_rate(trace: Trace) -> float:
 
 def busy_time(spans: Iterable[Span]) -> float:
     """Seconds spent in F, B, I and W."""
-    return sum(end - start for _, (op, _, _), start, end in spans if op in COMPUTE)
+    return sum([end - start for _, (op, _, _), start, end in spans if op in COMPUTE])
 
 
 def bubble_fraction(trace: Trace) -> float:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 
-from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Pair, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, I, Op, Pair, Placement, Schedule, W
 from ppctl.schedule.schedule_table import get_schedule_table
 
 
@@ -132,14 +133,21 @@ class _Words:
                 self.actions.append(self.owed.popleft())
 
     def _one(self, word: str) -> Action:
-        op, stage = Op(word[0]), self.stages[int(word[1])]
-        counted = "I" if op in INPUT_GRADIENTS else op  # B and I are one series
-        mb = self.made[counted + word[1]]
-        self.made[counted + word[1]] += 1
-        self.actions.append(Action(op, stage, mb))
-        if op is Op.I:
-            self.owed.append(Action(Op.W, stage, mb))
-        return self.actions[-1]
+        op, chunk, counted = _parsed(word)
+        stage, mb = self.stages[chunk], self.made[counted]
+        self.made[counted] = mb + 1
+        action = Action(op, stage, mb)
+        self.actions.append(action)
+        if op is I:
+            self.owed.append(Action(W, stage, mb))
+        return action
+
+
+@cache
+def _parsed(word: str) -> tuple[Op, int, str]:
+    """The operation of a word, the chunk, and the series whose microbatches it counts: B and I are one."""
+    op = Op(word[0])
+    return op, int(word[1]), ("I" if op in INPUT_GRADIENTS else op) + word[1]
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
