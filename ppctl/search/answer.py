@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 def rows(search: Search) -> list[Row]:
     """The fastest configuration of each division of the ranks, the fastest first."""
-    best: dict[tuple[int, ...], Planned] = {}
+    best: dict[tuple[Any, ...], Planned] = {}
     for planned in search.found:
         best.setdefault(planned.configuration[: len(AXES)], planned)
     groups: dict[tuple[Any, ...], list[Planned]] = {}
@@ -94,7 +94,7 @@ LINKS = (EXCHANGES, "gradients and optimizer")
 """What takes longer over slower links and memory."""
 
 
-def first_if(listed: list[Row], factor: float) -> int:
+def first_if(listed: Sequence[Row], factor: float) -> int:
     """The row that is first if links and memory take `factor` times as long, to first order."""
     moved = [
         row.planned.plan.step_time_s * (1 + (factor - 1) * sum(row.shares[name] for name in LINKS)) for row in listed
@@ -120,12 +120,11 @@ def others(search: Search) -> Iterator[Other]:
     """The values next to the first configuration's on every axis, and tensor parallelism over a whole machine."""
     first = search.found[0].configuration
     for at, axis in enumerate(AXES[:4]):
-        known = sorted({axes[at] for axes in search.tree.divisions})
-        near = [value for value in known if value < first[at]][-1:] + [value for value in known if value > first[at]][
-            :1
-        ]
+        taken = getattr(first, axis)
+        known = sorted({int(axes[at]) for axes in search.tree.divisions})
+        near = [value for value in known if value < taken][-1:] + [value for value in known if value > first[at]][:1]
         machine = search.space.values["gpus_per_node"]
-        near += [value for value in known if axis == "tp" and value == machine and value not in (*near, first[at])]
+        near += [value for value in known if axis == "tp" and value == machine and value not in (*near, taken)]
         yield from (_other(search, at, value) for value in near)
 
 

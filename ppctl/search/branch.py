@@ -201,8 +201,9 @@ class Tree:
         return division.certain(division.state(self.whole, [0], sharding), sharding)
 
     def _cut(self, pp: int, vpp: int) -> Cut:
-        """The layers of the stages of so many chunks per rank."""
-        return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, self.space.layout(pp, vpp))))
+        """The layers of the stages of so many chunks per rank, for which there is a layout."""
+        layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
+        return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
 
     def _rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
         """So many rounds of a configuration's schedule."""

@@ -71,24 +71,22 @@ class Space:
     @property
     def neutral(self) -> ConfigValues:
         """The config with the least of all that is searched: what is wrong with it is wrong with all."""
-        sharding = self.values[SHARDING] if SHARDING in self.fixed else "none"
-        one = Configuration(*(self._options(axis, [1])[0] for axis in AXES), *self._first(), sharding)
-        return self.values_of(one)
-
-    def _first(self) -> tuple[int, str, int, str]:
+        tp, cp, pp, ep, etp, mbs = (self._options(key, [1])[0] for key in (*AXES, "mbs"))
         vpp = self.values["vpp"] or 1 if "vpp" in self.fixed else 1
-        return self._options("mbs", [1])[0], self.recomputations[0], vpp, next(iter(self.schedules(1, vpp)), "")
+        name = next(iter(self.schedules(1, vpp)), "")
+        sharding = self.values[SHARDING] if SHARDING in self.fixed else "none"
+        return self.values_of(Configuration(tp, cp, pp, ep, etp, mbs, self.recomputations[0], vpp, name, sharding))
 
     def _options(self, key: str, values: Sequence[int]) -> Sequence[int]:
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
     def axes(self) -> Iterator[tuple[Configuration, ParallelSizes | None]]:
-        """Every way to divide the ranks, as a configuration of which the axes alone count, with its sizes; None where a
-        rule forbids it."""
+        """Every way to divide the ranks with a decoder layer on every one, as a configuration of which the axes alone
+        count, with its sizes; None where a rule forbids it."""
         world, experts = self.world, self.values["model.num_moe_experts"] or 0
         ways = divisors(world)
         for tp, cp in product(self._options("tp", ways), self._options("cp", ways)):
-            for pp in self._options("pp", ways):
+            for pp in self._options("pp", [size for size in ways if size <= self.values["model.num_layers"]]):
                 if world % (tp * cp * pp) and not {"tp", "cp", "pp"} <= self.fixed:
                     continue
                 for etp in self._options("etp", divisors(tp) if experts else [1]):
@@ -212,7 +210,7 @@ class Space:
     def modules(self) -> list[str] | None:
         """What `modules` computes again: the recipe's own modules, else attention's core, and experts from their rows,
         as the plan advises where memory is short."""
-        own = self.values[MODULES]
+        own: list[str] | None = self.values[MODULES]
         if own or not self.values["model.num_moe_experts"]:
             return own
         return [*DEFAULT_MODULES, "experts"]
