@@ -120,7 +120,7 @@ def others(search: Search) -> Iterator[Other]:
     """The values next to the first configuration's on every axis, and tensor parallelism over a whole machine."""
     first = search.found[0].configuration
     for at, axis in enumerate(AXES[:4]):
-        taken = getattr(first, axis)
+        taken = int(first[at])
         known = sorted({int(axes[at]) for axes in search.tree.divisions})
         near = [value for value in known if value < taken][-1:] + [value for value in known if value > first[at]][:1]
         machine = search.space.values["gpus_per_node"]

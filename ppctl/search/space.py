@@ -31,7 +31,7 @@ SEARCHED = (*AXES, "vpp", SHARDING, "mbs", GRANULARITY, SCHEDULE)
 """The keys that are searched unless they are typed."""
 _OF_LAYERS = ("train.recompute_method", "train.recompute_num_layers")
 _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
-CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("vpp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, (SCHEDULE,), (SHARDING,))
+CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Keys that change together."""
 GIVEN = "as given"
 """Recomputation as the config has it, where it is not searched."""
