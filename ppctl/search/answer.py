@@ -122,7 +122,7 @@ def others(search: Search) -> Iterator[Other]:
     for at, axis in enumerate(AXES[:4]):
         taken = int(first[at])
         known = sorted({int(axes[at]) for axes in search.tree.divisions})
-        near = [value for value in known if value < taken][-1:] + [value for value in known if value > first[at]][:1]
+        near = [value for value in known if value < taken][-1:] + [value for value in known if value > taken][:1]
         machine = search.space.values["gpus_per_node"]
         near += [value for value in known if axis == "tp" and value == machine and value not in (*near, taken)]
         yield from (_other(search, at, value) for value in near)
