@@ -228,9 +228,12 @@ class Pipeline:
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the
-        longest of sums that each grow evenly with the rounds, so that no later round adds less. 0 if it hangs."""
+        longest of sums that each grow evenly with the rounds, so that no later round adds less. 0 if it hangs, and
+        for the policy that has no rounds."""
         costs, pp, number = simulation_costs(self.costs, self._stages(rounds)), self.cut.pp, rounds.number
         more = -(-(num_microbatches - number) // pp)
+        if rounds.every and more:
+            return 0.0
         try:
             spent = [
                 step_time(simulate(rounds.lowered(each, self.cut.frozen), costs))
