@@ -28,7 +28,7 @@ from ppctl.config.keys import keys, text_keys
 from ppctl.config.metadata import MOST_RANKS
 from ppctl.errors import ConfigError, MemoryPlanError, Problem, pasted
 from ppctl.host.files import write_atomically
-from ppctl.launch.planning import composed, is_unread
+from ppctl.launch.planning import composed, hides_model
 from ppctl.plan import plan_checked
 from ppctl.plan.layout_choice import AUTO
 from ppctl.plan.memory_limit import GRANULARITY, LIMIT
@@ -173,7 +173,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     """The config that is searched, and measured costs. Raises ConfigError with all problems."""
     config, problems = composed(args.line)
     values = ConfigValues(config.config, config.provenance)
-    if problems and (any(problem.code == "PP-E104" for problem in problems) or is_unread(config)):
+    if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
     least = Space(values, _kept(args, values)).neutral  # problems of values that are searched are none

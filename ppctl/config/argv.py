@@ -1,7 +1,6 @@
 """The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
 
-Pure: knows names, quotes and brackets, never values or files. `normalise` turns each word into `KEY=VALUE`; if several
-words set one key, the last word counts.
+`normalise` turns each word into `KEY=VALUE`; if several words set one key, the last word counts.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ppctl.config.flags import (
     translated,
 )
 from ppctl.config.keys import as_typed, keys, mapping_with, names_of_keys, sections
+from ppctl.config.resources import YAML
 from ppctl.errors import Problem, pasted
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -31,6 +31,9 @@ ALIASES = {name: key for name, key in names_of_keys("names").items() if "-" not 
 
 SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in name}
 """Another system's name of a key, with its section -> key."""
+
+RECIPE_FLAGS = ("--config", "--recipe")
+"""Other programs' ways to name a file of settings; so does a word that ends like a YAML file."""
 
 PLACE = "command line"
 
@@ -59,10 +62,7 @@ class Arguments:
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
-    """Sort and rewrite `tokens`, the command line after the command's name.
-
-    `own` maps each flag of the command itself to whether it takes a value. Nothing is raised: problems are collected.
-    """
+    """Sort and rewrite the words after a command's name; `own` maps its own flags to whether they take a value."""
     sorter = _Sorter(tokens, own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
@@ -101,6 +101,8 @@ class _Sorter:
         elif name in MEGATRON and (equals or self._value_follows()):
             words = [] if equals else [self.queue.pop(0)]
             self._add(name, MEGATRON[name], value if equals else words[0], pasted(token, *words))
+        elif name in RECIPE_FLAGS and (equals or self._value_follows()):
+            self._recipe(value if equals else self.queue.pop(0))
         elif name in LISTS and (equals or self._value_follows()):
             words = [] if equals else self._words()
             self._add(name, LISTS[name], f"[{value or ','.join(words)}]", pasted(token, *words))
@@ -160,6 +162,8 @@ class _Sorter:
     def _positional(self, token: str) -> None:
         match = _OVERRIDE.fullmatch(token)
         if match is None or (match[3] is None and not match[1]):
+            if token.endswith(YAML):
+                return self._recipe(token)
             self.arguments.rest.append(token)
             self.line.append(pasted(token))
         elif match[1] == "~":
@@ -171,6 +175,9 @@ class _Sorter:
             )
         else:
             self._add(match[2], full_name(match[2]), match[3], pasted(token))
+
+    def _recipe(self, file: str) -> None:
+        self._add("recipe", "recipe", file, pasted(f"+recipe={file}"))
 
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
         """Add one override, in place of an earlier one of its key, unless it is a list of values."""
@@ -209,7 +216,6 @@ def _reset(name: str) -> str:
 
 
 def _where_explained(name: str) -> str:
-    """The command that shows what `name` may be set to."""
     key = full_name(name)
     if key == "recipe":
         return "ppctl recipes"
@@ -305,7 +311,6 @@ def sweep_values(key: str, value: str) -> list[str] | None:
 
 
 def _range(text: str) -> list[str]:
-    """Hydra's `range(start, stop, step)` of whole numbers."""
     bounds = [int(part) for part in text.split(",") if part.strip()]
     if len(bounds) == 3 and bounds[2] == 0:
         bounds.pop()

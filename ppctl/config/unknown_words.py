@@ -1,7 +1,4 @@
-"""The problems of words on the command line that name nothing, each with the name that was probably meant.
-
-Must not know what else is in a config.
-"""
+"""The problems of words on the command line that name nothing, each with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
 from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
-from ppctl.config.resources import groups, is_file_name, recipes
+from ppctl.config.resources import YAML, groups, recipes
 from ppctl.errors import ConfigError, Problem, pasted
 
 
@@ -26,7 +23,7 @@ def not_an_override(word: str) -> Problem:
 
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; a recipe may be meant as a file."""
-    if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
+    if group == "recipe" and option.endswith(YAML):
         here = f"ppctl recipes copy quickstart {pasted(option)}"
         return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
     close = nearest(option, options)
@@ -61,7 +58,6 @@ def no_such_key(key: str, text: str) -> Problem:
 
 
 def _within_a_field(key: str, text: str) -> Problem | None:
-    """The problem of a value inside of a field of a model's config.json: a field is set as a whole."""
     mapping = "model.hf_overrides"
     field, _, inner = key.removeprefix(f"{mapping}.").partition(".")
     if not key.startswith(f"{mapping}.") or not inner:
@@ -82,7 +78,6 @@ def _misspelt(key: str, name: str) -> bool:
 
 
 def _fits(name: str, text: str) -> bool:
-    """Whether the value typed for a key of another name is one that the key `name` takes."""
     from ppctl.config.hydra_source import parse
 
     key = ALIASES.get(name, name)

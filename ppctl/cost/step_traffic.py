@@ -191,7 +191,7 @@ def _matrices(
     found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
 ) -> None:
     """Note that gradients of the matrices that Muon moves go to their owners, and weights come back: for each bucket
-    one reduce and one broadcast per owner (`parallel/owned.py`)."""
+    one reduce and one broadcast per owner (`parallel/shard.py`)."""
     named = [
         {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
         for layers in stages

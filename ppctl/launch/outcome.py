@@ -1,7 +1,6 @@
 """How a job ended: its exit code, its state, and the report, whose first line names the rank that failed first.
 
-Knows what ranks leave behind: an error record, an exit code or signal, a heartbeat, a log. Must not know processes. A
-rank that loses its connection because another rank died raises an error too; such echoes never hide the first failure.
+A rank that loses its connection because another rank died raises an error too; such echoes never hide the failure.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ppctl.errors import remedy_lines
 from ppctl.hang.verdict import schedule_of
 from ppctl.host.files import open_regular
 from ppctl.records.rank_records import RankFailure, RankState
@@ -125,9 +125,7 @@ def report(run: RunDir, found: Sequence[RankFailure], states: Mapping[int, RankS
     lines = [f"error {code}: {owner} {failed}: {what}", *(f"  {line}" for line in more)]
     frames = [line.strip() for line in first.traceback.splitlines() if line.startswith("  File ")]
     lines += [f"  {frame}" for frame in frames[-1:] if code == RAISED]
-    if first.remedy:
-        remedy, *further = first.remedy.splitlines()
-        lines += [f"  try: {remedy}", *(f"       {line}" for line in further)]
+    lines += remedy_lines(first.remedy)
     if first.ends:
         lines.append(f"  {_between(run, first.ends)}")
     lines += [f"error {problem}" for problem in first.others]
@@ -155,7 +153,6 @@ def _where(run: RunDir, first: RankFailure, state: RankState | None) -> tuple[in
 
 
 def _between(run: RunDir, ends: Sequence[int]) -> str:
-    """Which connection broke, with the hosts of both ranks if edges.json has them."""
     hosts = dict(enumerate(run.edges().get("hosts", ())))
     named = [f"rank {rank}" + (f" on {hosts[rank]}" if rank in hosts else "") for rank in ends]
     return f"the connection from {' to '.join(named)} broke, and no rank had reported a failure before"

@@ -1,9 +1,4 @@
-"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once.
-
-Every command that takes overrides has its config and its plan from here (ARCHITECTURE.md draws the road). Knows who
-reads a model's directory and a tokenizer. Must not know how values are composed (`ppctl.config`) or derived
-(`ppctl.plan`), nor what a command does with them.
-"""
+"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once."""
 
 from __future__ import annotations
 
@@ -14,12 +9,17 @@ from threading import Timer
 from typing import Any
 
 from ppctl.config.argv import Arguments
+from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
+from ppctl.config.keys import text_keys
 from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
+
+_UNREAD = ("PP-E101", "PP-E105", "PP-E107")
+"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
 
 
 def planned(
@@ -27,10 +27,10 @@ def planned(
 ) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config that words or sorted arguments describe, its plan if it has one, and all problems of both."""
     config, problems = composed(overrides, for_training=for_training)
-    if any(problem.code == "PP-E104" for problem in problems) or (problems and is_unread(config)):
-        # Without the recipe or the directory, the plan would be of something else.
+    if problems and hides_model(config, problems):
         return config, None, list(dict.fromkeys(problems))
-    return config, *plan_of(config, problems)
+    plan, found = plan_of(config, problems)
+    return config, None if problems and any(each.code in _UNREAD for each in found) else plan, found
 
 
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
@@ -41,7 +41,18 @@ def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False
         return error.composed, list(error.problems)
 
 
-def is_unread(composed: Composed) -> bool:
+def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
+    """Whether more problems would be those of something else: without the recipe, the directory or a size."""
+    return any(map(_hides_sizes, problems)) or _is_unread(config)
+
+
+def _hides_sizes(problem: Problem) -> bool:
+    """Whether nothing can be derived because a recipe was not found or a size could not be read."""
+    name = problem.place.partition(" ")[0]
+    return problem.code == "PP-E104" or (problem.code == "PP-E102" and name in text_keys() and is_size(name))
+
+
+def _is_unread(composed: Composed) -> bool:
     """Whether `model.from` names a model of which nothing could be taken."""
     given = composed.config.model.from_ is not None
     return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
@@ -50,10 +61,8 @@ def is_unread(composed: Composed) -> bool:
 def plan_of(
     config: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
-    """The plan of a composed config, and all problems: those that were known before, and the plan's.
-
-    `before` is the plan of the run's last start, whose schedule is kept if one was searched for.
-    """
+    """The plan of a composed config, and all problems, the known ones among them; of the plan `before`, that of the
+    run's last start, a schedule that was searched for is kept."""
     try:
         with _patience_asked():
             plan = plan_checked(config.config, config.provenance, problems, before=before)
@@ -79,14 +88,12 @@ def _patience_asked() -> Iterator[None]:
 
 
 def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
-    """The values that `model.from` sets."""
     from ppctl.launch.weights import values_of  # imports ppctl.families: a tenth of a plan's time, rarely needed
 
     return values_of(source, implementation, overrides, lora)
 
 
 def _count_tokens(tokenizer: str) -> int:
-    """The rows that an embedding needs for `data.tokenizer`."""
     from ppctl.data.load import load_tokenizer  # numpy
 
     return load_tokenizer(tokenizer).vocab_size

@@ -31,7 +31,7 @@ from ppctl.schedule.action import (
     lane,
 )
 from ppctl.schedule.executor import Execution
-from ppctl.schedule.repetition import rounds, stretched
+from ppctl.schedule.repetition import repetition, rounds, stretched
 from ppctl.schedule.simulate import Costs, run_of
 
 _Actions = tuple[tuple[Action, ...], ...]
@@ -71,9 +71,10 @@ def batch_messages(schedule: Schedule) -> Schedule:
 def _batched(name: str, placement: Placement, count: int, actions: _Actions) -> Schedule:
     schedule = Schedule(name, placement, count, actions)
     for size in sorted({1, placement.pp}):
-        out = rounds(schedule, size) - (_LEFT if size == 1 else 2)
+        found = repetition(schedule, size)
+        out = rounds(found) - (_LEFT if size == 1 else 2)
         if out > 1:
-            few, more = stretched(schedule, size, -out), stretched(schedule, size, 1 - out)
+            few, more = (stretched(schedule, size, left - out, found) for left in (0, 1))
             choices = _settled(name, placement, few.num_microbatches, few.actions, more.actions, size)
             seconds = [all_ + (out - 1) * of_round for all_, of_round, _ in choices]
             if choices:
@@ -100,12 +101,18 @@ def _settled(name: str, placement: Placement, count: int, actions: _Actions, mor
     except ScheduleError:
         return []
     for (before, one), (after, other) in choices:
-        if one.capacities != other.capacities or rounds(one, size) < 2:
+        if one.capacities != other.capacities or rounds(repetition(one, size)) < 2:
             return []
         if stretched(one, size, 1).actions != other.actions:
             return []
         settled.append((after, after - before, place_gradient_sync(other)))
     return settled
+
+
+def forget() -> None:
+    """Forget the schedules that were batched before, so that the next ones take as long as in a new process."""
+    _batched.cache_clear()
+    _settled.cache_clear()
 
 
 def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:

@@ -23,9 +23,11 @@ from ppctl.schedule.action import (
     WEIGHT_GRADIENTS,
     Action,
     Channel,
+    I,
     Op,
     Pair,
     Schedule,
+    W,
     grouped,
     lane,
     receive_slots,
@@ -105,13 +107,13 @@ def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ..
     ordered: list[Action] = []
     for each in row:
         for action in each if isinstance(each, Pair) else (each,):
-            if action.op is not Op.W:
+            if action[0] is not W:
                 ordered.append(action)
             elif action in owed:
                 owed.remove(action)
                 ordered.append(action)
-            if action.op is Op.I:
-                owed.append(action._replace(op=Op.W))
+            if action[0] is I:
+                owed.append(action._replace(op=W))
         while len(owed) > most:
             ordered.append(owed.popleft())
     return tuple(ordered)

@@ -6,45 +6,50 @@ lowered to. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import and_, eq, is_, sub
 
-from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.action import Action, Schedule, lane
 
 _new_action = partial(tuple.__new__, Action)
 
 
-def rounds(schedule: Schedule, size: int) -> int:
-    """How many times every rank's list repeats a round of `size` microbatches one after another; 0 if not at all."""
-    return min(_repeated(row, size, schedule.num_microbatches)[1] for row in schedule.actions)
+Repetition = list[tuple[int, int, int]]
+"""Where each list's repetition begins, how many rounds it has one after another, and how many actions a round has."""
 
 
-def stretched(schedule: Schedule, size: int, more: int) -> Schedule:
+def repetition(schedule: Schedule, size: int) -> Repetition:
+    """How every rank's list repeats a round of `size` microbatches."""
+    return [_repeated(row, size, schedule.num_microbatches) for row in schedule.actions]
+
+
+def rounds(found: Repetition) -> int:
+    """How many rounds every list has one after another; 0 if some list repeats nothing."""
+    return min(number for _, number, _ in found)
+
+
+def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
     """The schedule with so many rounds of `size` microbatches more in its middle, or fewer, if `more` is negative.
 
     Every list must have `rounds`, more of them than are left out. It must have no pairs.
     """
     rows: list[tuple[Action, ...]] = []
-    for row in schedule.actions:
-        begin, _, length = _repeated(row, size, schedule.num_microbatches)
-        again = [action for time in range(more) for action in _later(row[begin : begin + length], time * size)]
-        rest = _later(row[begin - min(more, 0) * length :], more * size)
-        rows.append((*row[:begin], *again, *rest))
-    longer = replace(schedule, actions=tuple(rows), num_microbatches=schedule.num_microbatches + more * size)
+    count = schedule.num_microbatches + more * size
+    for row, (begin, _, length) in zip(schedule.actions, found or repetition(schedule, size), strict=True):
+        one = [(lane(op, stage, count), mb) for op, stage, mb in row[begin : begin + length]] if more > 0 else []
+        again = [actions[mb + time * size] for time in range(more) for actions, mb in one]
+        rest = row[begin - min(more, 0) * length :]
+        later = [_new_action((op, stage, mb + more * size if mb >= 0 else mb)) for op, stage, mb in rest]
+        rows.append((*row[:begin], *again, *later))
+    longer = replace(schedule, actions=tuple(rows), num_microbatches=count)
     if more > 0:
         object.__setattr__(longer, "shorter", schedule)
     return longer
 
 
-def _later(actions: Iterable[Action], by: int) -> Iterable[Action]:
-    """The actions for microbatches that come `by` later, and those of a whole stage."""
-    return map(_new_action, [(op, stage, mb + by if mb >= 0 else mb) for op, stage, mb in actions])
-
-
 def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, int]:
-    """Where a list's repetition begins, how many rounds it has one after another, and how many actions a round has."""
     ops, stages, mbs = zip(*row, strict=True) if row else ((), (), ())
     length = size * mbs.count(count // 2)
     same = map(and_, map(is_, ops[length:], ops), map(eq, stages[length:], stages))

@@ -14,7 +14,7 @@ from ppctl.schedule.action import Schedule
 from ppctl.schedule.batching import _tried, batch_messages, place_gradient_sync
 from ppctl.schedule.passes import run_weights_sooner, without_frozen
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.repetition import rounds, stretched
+from ppctl.schedule.repetition import repetition, rounds, stretched
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 
@@ -78,11 +78,11 @@ def test_rounds_can_be_left_out_and_put_in_again(name: str) -> None:
     for paired in grid(name):
         plain = replace(paired, pairs=frozenset())
         for size in {1, plain.placement.pp}:
-            if (count := rounds(plain, size)) > 2:
+            if (count := rounds(repetition(plain, size))) > 2:
                 fewer = stretched(plain, size, 2 - count)
                 assert fewer.num_microbatches == plain.num_microbatches - size * (count - 2)
                 assert not verify(fewer)
-                assert rounds(fewer, size) != 2 or stretched(fewer, size, count - 2) == plain
+                assert rounds(repetition(fewer, size)) != 2 or stretched(fewer, size, count - 2) == plain
 
 
 def test_a_schedule_that_hangs_is_refused() -> None:
