@@ -22,7 +22,7 @@ def text(search: Search, listed: Sequence[Row], lines: Sequence[str], columns: i
     """The answer in paragraphs."""
     blocks = [prose([counts(search)], columns)]
     if listed:
-        blocks += [table(listed, columns), prose([order(listed)], columns)]
+        blocks += [table(listed, columns), prose([order(listed, compared=search.compared)], columns)]
         blocks.append("\n".join(f"{n:>2}  {line}" for n, line in enumerate(lines, 1)))
         first = search.found[0].plan.step_time_s
         blocks.append(prose(["why not", *(f"  {reason(first, other)}" for other in others(search))], columns))
@@ -74,12 +74,13 @@ def sizes(of: Configuration) -> str:
     return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
 
 
-def order(listed: Sequence[Row]) -> str:
+def order(listed: Sequence[Row], *, compared: bool) -> str:
     """How sure the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
     said = f"the first {close} are within {BAND:.0%} of each other, closer than plans are to measured steps"
-    said = said if close > 1 else f"no other division of the ranks is within {BAND:.0%}"
+    if close == 1:
+        said = f"no other division of the ranks {f'is within {BAND:.0%}' if compared else 'was planned yet'}"
     moved = [first_if(listed, factor) + 1 for factor in (0.9, 1.1)]
     for by, number in zip(("faster", "slower"), moved, strict=True):
         said += f"; with links and memory a tenth {by} number {number} is first" * (number != 1)

@@ -220,8 +220,8 @@ class Search:
         self.found: list[Planned] = []
         self.over: list[Planned] = []
         """Planned, and larger than the device."""
-        self.proved = False
-        """Whether nothing is left that is faster by more than CLOSE."""
+        self.proved = self.compared = False
+        """Whether nothing is left that is faster by more than CLOSE; and whether other divisions were looked at."""
 
     @property
     def counts(self) -> Counts:
@@ -272,6 +272,7 @@ class Search:
                 self.counts.left -= self.counts.memory + self.counts.rules - before
         for branch in aside:
             heappush(tree.heap, branch)
+        self.compared = True
 
     def simpler(self) -> Iterator[Search]:
         """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ppctl.cli.main import main
+from ppctl.cli.main import INTERRUPTED, main
 from ppctl.launch.planning import planned
+from ppctl.search.branch import Search
 
 SMALL = (
     *("model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.ffn_hidden_size=1024"),
@@ -113,3 +115,22 @@ def test_bad_input_is_refused_with_the_problems_of_what_was_typed(
     said = capsys.readouterr().err
     assert {code for code in codes if code in said} == codes
     assert "Traceback" not in said
+
+
+def test_an_interrupted_search_prints_what_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Search.run
+
+    def interrupted(search: Search) -> Iterator[Search]:
+        for _ in whole(search):
+            if search.found:
+                raise KeyboardInterrupt
+            yield search
+
+    monkeypatch.setattr(Search, "run", interrupted)
+    assert main(["search", *SMALL]) == INTERRUPTED
+    text = capsys.readouterr().out
+    assert text.startswith("interrupted: of ")
+    assert "no other division of the ranks was planned yet" in text
+    assert "ppctl train" in text
