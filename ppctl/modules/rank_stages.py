@@ -28,10 +28,10 @@ from ppctl.schedule.policies import POLICIES
 
 
 class RankStages:
-    """This rank's stages. A collective of the pipeline's ranks to make; raises as `ppctl.pipeline`.
+    """This rank's stages. Making them is a collective of the pipeline's ranks, and raises what `ppctl.pipeline` raises.
 
-    By stage `made` has the module that ppctl has made, `modules` what `parallelize` returned for it, `sync` the
-    switches of what is sharded in it.
+    Three mappings have a stage as key: `made` has the module that ppctl made, `modules` what `parallelize` returned for
+    it, `sync` the switches of its sharded modules.
     """
 
     def __init__(

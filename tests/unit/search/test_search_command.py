@@ -80,6 +80,7 @@ def test_the_frontier_has_the_fastest_configuration_of_every_number_of_nodes(
     assert two["rows"][0]["step_time_s"] < one["rows"][0]["step_time_s"]
 
 
+@pytest.mark.whole
 def test_too_little_memory_exits_with_4_and_the_least_number_of_gpus_that_has_enough(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
