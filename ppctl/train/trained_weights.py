@@ -151,8 +151,8 @@ class ShardedWeights(Weights):
             self.release(stage)
 
     def _made(self, name: str) -> Tensor:
-        """Where the whole weight `name` is written to."""
-        return self.model[name].data
+        """Where the whole weight `name` is written to: what is written counts as a change of the weight's version."""
+        return self.model[name].detach()
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -246,7 +246,7 @@ class GatheredWeights(ShardedWeights):
         """Allocate the whole weight `name` as the model parameter's data, and return it uninitialised."""
         parameter = self.model[name]
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        return parameter.data
+        return super()._made(name)
 
 
 def _nothing(parameter: Tensor) -> Tensor:
