@@ -59,6 +59,11 @@ def _octal(letter: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in letter.encode(errors="surrogateescape"))
 
 
+def remedy_lines(remedy: str) -> list[str]:
+    """The lines of a remedy as a problem's text has them: one way out in each, the best first."""
+    return [f"  {'or' if number else 'try':>3}: {way}" for number, way in enumerate(remedy.splitlines())]
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem, described so that the reader can solve it.
@@ -76,10 +81,7 @@ class Problem:
         message = visible(self.message, "")  # no line of a message can pose as a remedy
         lines = [f"{self.code}: {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}...'}"]
         lines += ["  " + line for line in visible(self.place).splitlines()]
-        if self.remedy:
-            first, *rest = visible(self.remedy).splitlines()
-            lines += [f"  try: {first}", *("       " + line for line in rest)]
-        return "\n".join(lines)
+        return "\n".join(lines + remedy_lines(visible(self.remedy)))
 
     def to_json(self) -> dict[str, str]:
         """The problem as `ppctl plan --json` prints it."""

@@ -213,10 +213,11 @@ def timeline(plan: Plan, width: int) -> list[str]:
 
 
 def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
-    """One line per problem; stderr has them in full."""
+    """Beside a plan, one line per problem; without one a line with their codes. stderr has them in full."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
-    head = f"{count}:" if planned else f"no plan: {count}"
-    return "\n".join([head, *(f"  {problem.code} {problem.message}" for problem in problems)])
+    if not planned:
+        return f"no plan: {count}, {', '.join(dict.fromkeys(problem.code for problem in problems))}"
+    return "\n".join([f"{count}:", *(f"  {problem.code} {problem.message}" for problem in problems)])
 
 
 def spread(values: Sequence[str]) -> str:

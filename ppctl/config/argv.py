@@ -22,6 +22,7 @@ from ppctl.config.flags import (
     translated,
 )
 from ppctl.config.keys import as_typed, keys, mapping_with, names_of_keys, sections
+from ppctl.config.resources import YAML
 from ppctl.errors import Problem, pasted
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -31,6 +32,9 @@ ALIASES = {name: key for name, key in names_of_keys("names").items() if "-" not 
 
 SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in name}
 """Another system's name of a key, with its section -> key."""
+
+RECIPE_FLAGS = ("--config", "--recipe")
+"""Other programs' ways to name a file of settings; so does a word that ends like a YAML file."""
 
 PLACE = "command line"
 
@@ -101,6 +105,8 @@ class _Sorter:
         elif name in MEGATRON and (equals or self._value_follows()):
             words = [] if equals else [self.queue.pop(0)]
             self._add(name, MEGATRON[name], value if equals else words[0], pasted(token, *words))
+        elif name in RECIPE_FLAGS and (equals or self._value_follows()):
+            self._recipe(value if equals else self.queue.pop(0))
         elif name in LISTS and (equals or self._value_follows()):
             words = [] if equals else self._words()
             self._add(name, LISTS[name], f"[{value or ','.join(words)}]", pasted(token, *words))
@@ -160,6 +166,8 @@ class _Sorter:
     def _positional(self, token: str) -> None:
         match = _OVERRIDE.fullmatch(token)
         if match is None or (match[3] is None and not match[1]):
+            if token.endswith(YAML):
+                return self._recipe(token)
             self.arguments.rest.append(token)
             self.line.append(pasted(token))
         elif match[1] == "~":
@@ -171,6 +179,9 @@ class _Sorter:
             )
         else:
             self._add(match[2], full_name(match[2]), match[3], pasted(token))
+
+    def _recipe(self, file: str) -> None:
+        self._add("recipe", "recipe", file, pasted(f"+recipe={file}"))
 
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
         """Add one override, in place of an earlier one of its key, unless it is a list of values."""

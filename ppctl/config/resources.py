@@ -1,7 +1,8 @@
 """Where conf/ and the recipes are, and which recipes there are.
 
 Knows the checkout, the installed package (`ppctl._conf`, `ppctl._recipes`) and PPCTL_RECIPES_PATH. Must not know Hydra
-or what is in the files, except a recipe's first line. Nothing depends on the working directory.
+or what is in the files, except a recipe's first line. Only a file that a command line names is
+looked for in the working directory.
 """
 
 from __future__ import annotations
@@ -63,16 +64,24 @@ def recipes() -> dict[str, Recipe]:
     return by_name
 
 
+YAML = (".yaml", ".yml")
+"""How the name of a recipe's file ends."""
+
+
 def is_file_name(option: str) -> bool:
     """Whether the value of `recipe=` means a file and not a recipe's name."""
-    return "/" in option or option.endswith(".yaml")
+    return "/" in option or option.endswith(YAML)
 
 
 def find_recipe(option: str) -> Recipe | None:
-    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`)."""
-    if not is_file_name(option):
-        return recipes().get(option)
-    path = Path(option).expanduser()
+    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`).
+
+    A name that no recipe has may be a file's in the working directory, without its ending.
+    """
+    known = None if is_file_name(option) else recipes().get(option)
+    if known or not option:
+        return known
+    path = Path(option if is_file_name(option) else f"{option}{YAML[0]}").expanduser()
     return Recipe(path.stem, path, option) if is_file(path) else None
 
 

@@ -13,7 +13,7 @@ from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
 from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
-from ppctl.config.resources import groups, is_file_name, recipes
+from ppctl.config.resources import YAML, groups, recipes
 from ppctl.errors import ConfigError, Problem, pasted
 
 
@@ -26,7 +26,7 @@ def not_an_override(word: str) -> Problem:
 
 def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
     """The problem of an option that does not exist; a recipe may be meant as a file."""
-    if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
+    if group == "recipe" and option.endswith(YAML):
         here = f"ppctl recipes copy quickstart {pasted(option)}"
         return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
     close = nearest(option, options)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ppctl.errors import remedy_lines
 from ppctl.hang.verdict import schedule_of
 from ppctl.host.files import open_regular
 from ppctl.records.rank_records import RankFailure, RankState
@@ -125,9 +126,7 @@ def report(run: RunDir, found: Sequence[RankFailure], states: Mapping[int, RankS
     lines = [f"error {code}: {owner} {failed}: {what}", *(f"  {line}" for line in more)]
     frames = [line.strip() for line in first.traceback.splitlines() if line.startswith("  File ")]
     lines += [f"  {frame}" for frame in frames[-1:] if code == RAISED]
-    if first.remedy:
-        remedy, *further = first.remedy.splitlines()
-        lines += [f"  try: {remedy}", *(f"       {line}" for line in further)]
+    lines += remedy_lines(first.remedy)
     if first.ends:
         lines.append(f"  {_between(run, first.ends)}")
     lines += [f"error {problem}" for problem in first.others]

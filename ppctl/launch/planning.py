@@ -14,12 +14,17 @@ from threading import Timer
 from typing import Any
 
 from ppctl.config.argv import Arguments
+from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
+from ppctl.config.keys import text_keys
 from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
+
+_UNREAD = ("PP-E101", "PP-E105", "PP-E107")
+"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
 
 
 def planned(
@@ -30,11 +35,18 @@ def planned(
         composed = compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens)
     except RefusedError as error:
         problems = list(error.problems)
-        if any(problem.code == "PP-E104" for problem in problems) or _is_unread(error.composed):
-            # Without the recipe or the directory, the plan would be of something else.
+        if any(map(_hides_sizes, problems)) or _is_unread(error.composed):
+            # Without the recipe, the directory or the size, the plan's problems would be those of something else.
             return error.composed, None, list(dict.fromkeys(problems))
-        return error.composed, *plan_of(error.composed, problems)
+        plan, problems = plan_of(error.composed, problems)
+        return error.composed, None if any(each.code in _UNREAD for each in problems) else plan, problems
     return composed, *plan_of(composed, [])
+
+
+def _hides_sizes(problem: Problem) -> bool:
+    """Whether nothing can be derived because a recipe was not found or a size could not be read."""
+    name = problem.place.partition(" ")[0]
+    return problem.code == "PP-E104" or (problem.code == "PP-E102" and name in text_keys() and is_size(name))
 
 
 def _is_unread(composed: Composed) -> bool:

@@ -78,8 +78,8 @@ def lines(words: list[str]) -> list[str]:
     text = out.getvalue()
     assert "usage:" not in text, words
     found = []
-    for tried in re.findall(r"^  try: .*(?:\n {7}\S.*)*", text, re.MULTILINE):
-        found += [line.strip().removeprefix("try: ") for line in tried.splitlines()]
+    for tried in re.findall(r"^  try: .*(?:\n   or: .*)*", text, re.MULTILINE):
+        found += [line[7:] for line in tried.splitlines()]
     found += [line for line in re.findall(r"(?:next|use it with): (.*)", text)]
     return found + [
         line.strip() for line in re.findall(r"(?:with|next|see it):\n((?:  .*\n)+)", text) for line in line.splitlines()

@@ -248,7 +248,7 @@ def test_a_schedule_that_hangs_has_no_times(capsys, tmp_path) -> None:
 
 def test_without_the_model_that_was_asked_for_there_is_no_plan_of_another(capsys) -> None:
     code, out, err = run(capsys, "model.from=nowhere", "pp=2")
-    assert (code, out.splitlines()[0]) == (2, "no plan: 1 problem")
+    assert (code, out.splitlines()[0]) == (2, "no plan: 1 problem, PP-E520")
     assert "error PP-E520" in err
 
 

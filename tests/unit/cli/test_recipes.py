@@ -95,3 +95,33 @@ def test_recipes_are_data_too(capsys, tmp_path):
     copied = json.loads(run(capsys, "copy", "quickstart", str(tmp_path), "--json")[1])
     assert copied["path"] == str(tmp_path / "quickstart.yaml")
     assert main(shlex.split(copied["use"])[1:]) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["--config", "mine.yaml"], ["--config=mine.yml"], ["mine.yaml"], ["mine.yml"], ["+recipe=mine"]]
+)
+def test_a_file_of_settings_is_a_recipe_however_it_is_named(capsys, tmp_path, monkeypatch, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "mine.yml"):
+        (tmp_path / name).write_text("model: {num_layers: 6}\n")
+    assert main(["plan", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == "Et*6L"
+
+
+def test_a_shipped_recipe_is_not_replaced_by_a_file_beside_it(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart.yaml").write_text("model: {num_layers: 6}\n")
+    assert main(["plan", "+recipe=quickstart", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == "Ett|tt|tt|ttL"
+
+
+@pytest.mark.parametrize("word", ["optim.lrr=3", "--bogus", "quickstar"])
+def test_beside_a_word_that_means_nothing_there_is_no_plan_of_something_else(capsys, word) -> None:
+    assert main(["plan", "+recipe=quickstart", word]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("no plan: 1 problem") and "error PP-E10" in err
+
+
+def test_a_size_that_cannot_be_read_is_the_only_problem(capsys) -> None:
+    assert main(["plan", "+recipe=deepseek_v3", "gpus_per_node=x", "optim.lr=-1"]) == 2
+    assert capsys.readouterr().out.strip() == "no plan: 2 problems, PP-E102, PP-E103"

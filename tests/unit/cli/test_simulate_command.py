@@ -169,7 +169,7 @@ def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str, monkeypatch: p
     for line in capsys.readouterr().err.splitlines():
         if line.startswith("error"):
             found.append([])
-        elif line.startswith(("  try: ", "       ")):
+        elif line.startswith(("  try: ", "   or: ")):
             found[-1].append(line[7:].split())
     first, *more = found[1:]
     assert all((first, *more))

@@ -123,7 +123,7 @@ def test_all_that_a_rank_found_wrong_is_told_with_its_place(run: RunDir) -> None
         "error PP-E403: rank 0 failed: not a JSON object",
         "  bad.jsonl:2",
         "  try: a",
-        "       b",
+        "   or: b",
         "error PP-E403: the line is not an object",
         "  bad.jsonl:3",
         "  try: this",
