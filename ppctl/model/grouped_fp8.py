@@ -71,18 +71,13 @@ class _Placed(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, places: Tensor, size: int | None) -> Tensor:
         ctx.save_for_backward(places)
         ctx.back = len(rows) if size is None else None
-        return _placed(rows, places, size)
+        if size is None:
+            return rows.index_select(0, places)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _placed(gradients[0], places, ctx.back), None, None
-
-
-def _placed(rows: Tensor, places: Tensor, size: int | None) -> Tensor:
-    if size is None:
-        return rows.index_select(0, places)
-    return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return _Placed.apply(gradients[0], *ctx.saved_tensors, ctx.back), None, None  # type: ignore[no-untyped-call]  # torch's own
 
 
 class Copies(NamedTuple):

@@ -24,6 +24,7 @@ from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, MULTIPLE, U
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.linear import multiply_groups_scaled, multiply_in_float32, multiply_scaled
 from ppctl.model.outside_kernels import Kernel, KernelUse, choose_outside, refusal
+from ppctl.weight_gradients.wide_sums import adds_products
 
 AttendDocuments = Callable[..., Tensor]
 """`torch.nn.attention.varlen.varlen_attn`, or a function with its contract."""
@@ -52,6 +53,8 @@ class Kernels:
     """Whether one grouped product serves all experts; otherwise there is one product for each."""
     fp8: Fp8 | None = None
     """How the layers' products with weights are computed in 8 bits; None computes them in the weights' dtype."""
+    adds_gradients: bool = False
+    """Whether products add weights' gradients to their float32 sums themselves; else autograd adds rounded ones."""
     fuses_optimizer: bool = False
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
@@ -74,6 +77,7 @@ class Kernels:
         return {
             **(dict.fromkeys(("attention", "experts"), "transformers' choice") if self.by_transformers else layers),
             "weights": _fp8_name(self.fp8),
+            "gradients": "added by products" if self.adds_gradients else "added behind products",
             "optimizer": "fused" if self.fuses_optimizer else "plain",
             "layers": "compiled" if self.compiles else "eager",
         }
@@ -112,6 +116,8 @@ class Capability:
     """Whether torch has grouped_mm, and its scaled form."""
     scaled_products: bool = True
     """Whether torch has scaled_mm."""
+    adds_products: bool = True
+    """Whether a product of 16-bit matrices is added to a float32 one in place (`adds_products`)."""
     cuda: tuple[int, ...] = ()
     """The version of CUDA that torch was built for."""
 
@@ -123,7 +129,8 @@ class Capability:
         compute = torch.cuda.get_device_capability(device)
         cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
         grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")  # 2.10 brought both, and scaled groups
-        return cls(device.type, compute, _varlen_attn() if packed else None, grouped, scaled, cuda)
+        documents = _varlen_attn() if packed else None
+        return cls(device.type, compute, documents, grouped, scaled, adds_products(device), cuda)
 
 
 def _varlen_attn() -> AttendDocuments | None:
@@ -166,6 +173,8 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
         groups_experts=groups or "grouped_product" in outside,
         outside=outside,
         fp8=None if model.fp8 is None else _fp8(model, can, groups=groups),
+        # A compiled graph has products of its own.
+        adds_gradients=cuda and can.adds_products and (dtype, cast, config.train.compile) == ("bfloat16", None, False),
         fuses_optimizer=cuda,
         compiles=config.train.compile,
     )

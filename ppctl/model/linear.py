@@ -23,8 +23,9 @@ from ppctl.model.grouped_fp8 import Groups, GroupsInFp8, copies_of
 from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.tensors.wide_dtype import wide_dtype
-from ppctl.weight_gradients.deferred import ProductRule, deferring, multiply
+from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, deferring, multiply
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
+from ppctl.weight_gradients.wide_sums import AtOnce, add_gradient, sum_of
 
 Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
@@ -41,7 +42,9 @@ def make_weight(*shape: int) -> nn.Parameter:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out]. The weight may be a view."""
-    later = deferring(weight)
+    later: DeferredGradients | AtOnce | None = deferring(weight)
+    if later is None and sum_of(weight) is not None and torch.is_grad_enabled():
+        later = AtOnce()
     return F.linear(x, weight, bias) if later is None else linear(later, x, weight, bias)
 
 
@@ -289,11 +292,19 @@ def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
     )
 
 
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    total = sum_of(weight)  # of a weight that came through hooks (recomputation) there is none to be found
+    if total is None:
+        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+    add_gradient(total, gradient, x, weight)
+    return None
+
+
 _PLAIN = Formulas(
     lambda x: x,
     F.linear,
     lambda gradient, weight: F.linear(gradient, weight.t()),
-    lambda gradient, x, weight: gradient.flatten(0, -2).t() @ x.flatten(0, -2),
+    _of_weight,
 )
 
 

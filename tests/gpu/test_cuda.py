@@ -52,6 +52,7 @@ from ppctl.sequence_halves import Lengths
 from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.tensors.row_copies import RowCopies, copied, summed
 from ppctl.train.optimizer import AdamW
+from ppctl.weight_gradients.wide_sums import WideSum, adds_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -244,6 +245,21 @@ def test_a_grouped_product_with_empty_groups_agrees_with_one_by_one(counts: tupl
         assert (at_once - one_by_one).abs().max() <= 2**-7 * one_by_one.abs().max()
     of_empty = [group for group, count in zip(results[0][2], counts, strict=True) if count == 0]
     assert all(bool((group == 0).all()) for group in of_empty)
+
+
+def test_a_grouped_sum_of_gradients_is_made_in_place_by_products() -> None:
+    """In float32 from the product's own sums on; the name lets `kernels-products` run it."""
+    device, draw = torch.device("cuda"), torch.Generator().manual_seed(0)
+    assert adds_products(device)
+    a, b = (torch.randn(512, width, generator=draw).bfloat16().cuda() for width in (384, 640))
+    held: list[torch.Tensor] = []
+    total = WideSum(lambda: held[0] if held else None, held.append)
+    for _ in range(3):
+        total.add_product(a.t(), b)
+    (found,) = held  # nothing was begun anew
+    exact = 3 * (a.double().t() @ b.double())
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() <= 2**-18 * exact.abs().max()
 
 
 @pytest.mark.parametrize("counts", [(100, 0, 33, 1, 0), (0, 0, 0, 0, 160), (0, 0, 0, 0, 0), (400, 512, 96, 16, 32)])
