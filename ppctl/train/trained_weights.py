@@ -63,7 +63,7 @@ class Weights:
     def let_products_add(self) -> None:
         """Let products add gradients to the sums themselves, in one kernel, without rounding them before."""
         for name in self.narrow():
-            self.model[name].wide_sum = self.sum_of(name)  # type: ignore[assignment]  # a parameter takes attributes
+            self.model[name].wide_sum = self.sum_of(name)  # type: ignore[attr-defined]  # a parameter takes attributes
 
     @torch.no_grad()
     def publish(self) -> None:
