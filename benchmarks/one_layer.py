@@ -21,8 +21,7 @@ from ppctl.model.layer import DecoderLayer
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router
 from ppctl.records.rehearsal_record import BACKWARD, FORWARD
-from ppctl.rehearsal.layer_counts import launches, moved_bytes, multiplies, tensors_in
-from ppctl.rehearsal.ledger import DeviceLedger
+from ppctl.rehearsal.ledger import DeviceLedger, launches, moved_bytes, multiplies, tensors_in
 from ppctl.rehearsal.stand_ins import FusedKernels, capability
 
 

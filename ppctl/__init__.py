@@ -41,7 +41,6 @@ _HOMES = {
         "forward_backward_pipelining_without_interleaving",
         "get_forward_backward_func",
     ),
-    "ppctl.megatron.loss_function": ("forward_step_calc_loss",),
     "ppctl.megatron.message_shapes": ("get_tensor_shapes",),
     "ppctl.megatron.pipelines": ("on_v",),
     "ppctl.megatron.steps": (
@@ -50,6 +49,7 @@ _HOMES = {
         "custom_backward",
         "deallocate_output_tensor",
         "forward_step",
+        "forward_step_calc_loss",
         "get_pp_rank_microbatches",
         "set_current_microbatch",
     ),

@@ -1,13 +1,11 @@
 """How context parallelism divides a sequence over its ranks, and which keys the queries of each rank see.
 
 A sequence is cut into 2n equal chunks; of n ranks, rank r has the chunks r and 2n-1-r, one after the other: its two
-halves. So causal attention costs every rank the same. Knows numbers. Must not know tensors, groups or configs.
-Standard library only.
+halves. So causal attention costs every rank the same.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -72,15 +70,12 @@ def _own_row(row: Sequence[int], own: Halves, apart: bool) -> list[int]:
 @lru_cache(64)
 def own_blocks(lengths: Lengths) -> tuple[VisibleBlock, ...]:
     """Every document of `lengths` by itself, causal."""
-    rows = []
-    for row in lengths:
-        ends = list(accumulate(row))
-        rows.append([(end - count, end) for count, end in zip(row, ends, strict=True)])
-    return tuple(
-        VisibleBlock(slice(first, last), slice(*document), slice(*document), causal=True)
-        for first, last, documents in _runs(rows)
-        for document in documents
-    )
+    blocks = []
+    for first, last, row in _runs(lengths):
+        for document in _documents(row):
+            tokens = slice(document.start, document.stop)
+            blocks.append(VisibleBlock(slice(first, last), tokens, tokens, causal=True))
+    return tuple(blocks)
 
 
 @lru_cache(1024)
@@ -141,10 +136,7 @@ def _documents(row: Sequence[int]) -> list[range]:
 
 
 def _document_at(row: Sequence[int], position: int) -> range:
-    """The document of this position."""
-    ends = list(accumulate(row))
-    number = bisect_right(ends, position)
-    return range(ends[number] - row[number], ends[number])
+    return next(document for document in _documents(row) if position in document)
 
 
 def _overlap(left: range, right: range) -> int:

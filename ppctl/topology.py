@@ -1,7 +1,6 @@
 """Ranks are positions of one named grid; groups are its slices. Also the size of what a group sends at once.
 
-Knows the parallel sizes and Megatron's rank order. Must not know torch, configs or schedules. No other module does
-arithmetic on global ranks across axes. Standard library only.
+No other module does arithmetic on global ranks across axes.
 
 One world has two views that share the pp axis: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp),
 with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis of an order fastest. One order makes both views,
@@ -46,10 +45,8 @@ def views(order: str = ORDER) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How many ranks there are and how each axis divides them. Raises ConfigError unless they make up the world.
-
-    Raises ValueError for what is no order.
-    """
+    """How many ranks there are and how each axis divides them. Raises ConfigError unless they make up the world, and
+    ValueError for what is no order."""
 
     world: int
     pp: int = 1
@@ -135,8 +132,9 @@ class RankGrid:
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups along an axis, or along several of one view, sorted by their first rank. Each is in rank order,
         which is that of its axis."""
-        steps = [self._step(axis) for axis in axes]
-        offsets = self._offsets(steps)
+        steps = [(self.sizes.stride(axis), getattr(self.sizes, axis)) for axis in axes]
+        places = product(*(range(0, stride * size, stride) for stride, size in steps))
+        offsets = sorted(map(sum, places))
         return [
             tuple(first + offset for offset in offsets)
             for first in range(self.sizes.world)
@@ -145,18 +143,9 @@ class RankGrid:
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group along an axis that holds `rank`."""
-        steps = [self._step(axis)]
-        first = rank - sum(rank // stride % size * stride for stride, size in steps)
-        return tuple(first + offset for offset in self._offsets(steps))
-
-    @staticmethod
-    def _offsets(steps: Sequence[tuple[int, int]]) -> list[int]:
-        """Distances of a group's ranks from its first one."""
-        return sorted(sum(place) for place in product(*(range(0, stride * size, stride) for stride, size in steps)))
-
-    def _step(self, axis: str) -> tuple[int, int]:
-        """Distance between neighbours on an axis, and the axis' size. Raises KeyError for an unknown axis."""
-        return self.sizes.stride(axis), getattr(self.sizes, axis)
+        stride, size = self.sizes.stride(axis), getattr(self.sizes, axis)
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + stride * size, stride))
 
 
 def axes_with_groups(sizes: ParallelSizes, *, experts: bool) -> list[str]:

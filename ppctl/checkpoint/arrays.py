@@ -114,7 +114,6 @@ def _alike(one: TensorRecord, other: TensorRecord) -> bool:
 def _difference(
     name: str, first: ArrayReader, second: ArrayReader, progress: Callable[[int], None]
 ) -> TensorDifference | None:
-    """Return the difference of a tensor; None if there is none."""
     records = [reader.manifest.tensors[name] for reader in (first, second)]
     kinds = (text_of(records[0].shape, records[0].dtype), text_of(records[1].shape, records[1].dtype))
     shape = records[0].shape

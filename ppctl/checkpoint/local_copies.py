@@ -134,7 +134,8 @@ class LocalCopies:
 
         def read() -> None:
             for to in wanted:
-                asked[to] = _values(LocalCopy(self.directory, to, kept=chosen.sources[to][1]))
+                copy = LocalCopy(self.directory, to, kept=chosen.sources[to][1])
+                asked[to] = copy.text(), _tensor(memoryview(copy.mapped()))
 
         what, values = "read copies in memory", _tensor(memory.bytes)
         # All have what they send before the first message: nobody waits for one who has failed.
@@ -188,10 +189,6 @@ class LocalCopies:
         self._room = _tensor(memoryview(mapped))
         return self._kept.record.exists()
 
-    def forget(self) -> None:
-        """Delete the record of this rank's own copy, whose values are about to change."""
-        self.own.forget()
-
     def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
         """This rank's own copy is of `step` and whole; with replicas, a collective that exchanges it with neighbours.
 
@@ -217,14 +214,6 @@ class LocalCopies:
             work.wait()
         with suppress(OSError):
             self._kept.keep(theirs)
-
-    def remove(self) -> None:
-        """Delete the copies on this host."""
-        local_copy.remove_all(self.directory)
-
-
-def _values(copy: LocalCopy) -> tuple[bytes, Tensor]:
-    return copy.text(), _tensor(memoryview(copy.mapped()))
 
 
 def _tensor(memory: memoryview) -> Tensor:

@@ -278,7 +278,6 @@ def latest_of_others(seen: Sequence[Seen]) -> int:
 
 
 def _fits(copy: HostCopy, seen: Sequence[Seen]) -> bool:
-    """Whether a copy has the parts that its rank holds now."""
     return copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
 
 

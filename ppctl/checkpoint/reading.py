@@ -66,7 +66,12 @@ def load(path: Path, shards: Iterable[Shard]) -> dict[str, Any]:
     def fit(wanted: list[bytes]) -> tuple[bytes, dict[str, Any]]:
         text = read_text(path)
         manifest = checked_manifest(path, text)
-        _check_fit(path, manifest, {part for each in wanted for part in parts_of(each)})
+        parts, kinds = {part for each in wanted for part in parts_of(each)}, dict[str, set[Kind]]()
+        for part in parts:
+            kinds.setdefault(part.name, set()).add((part.whole, part.dtype))
+        if problems := misfits(path, manifest, kinds):
+            raise CheckpointError(problems)
+        check_tensors(parts)
         return text, read_state(path, manifest)
 
     text, state = ranks.agree(
@@ -93,13 +98,3 @@ def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
             continue
         reader.fill(shard.name, tuple(shard.offset), out)
         filled[shard.part] = out
-
-
-def _check_fit(path: Path, manifest: Manifest, wanted: set[TensorPart]) -> None:
-    """Compare the checkpoint with all ranks' parts together."""
-    kinds: dict[str, set[Kind]] = {}
-    for part in wanted:
-        kinds.setdefault(part.name, set()).add((part.whole, part.dtype))
-    if problems := misfits(path, manifest, kinds):
-        raise CheckpointError(problems)
-    check_tensors(wanted)

@@ -211,7 +211,7 @@ class BackgroundSaver:
         if [shard.part for shard in held] != self.memory.parts:
             raise ValueError("the shape of what a rank saves in the background cannot change")
         if self.local is not None:
-            self.local.forget()
+            self.local.own.forget()
         copied = self.memory.copy(held)
         self.under_way = step
         arguments = step, text, began, copied, to_disk

@@ -90,22 +90,22 @@ def ranges(names: Iterable[str]) -> list[str]:
             plain.append(name)
         else:
             groups.setdefault((name[: match.start()], name[match.end() :]), []).append(int(match[0]))
-    return sorted(plain) + [
-        f"{head}{_spans(sorted(set(numbers)))}{tail}" for (head, tail), numbers in sorted(groups.items())
-    ]
+    return sorted(plain) + [f"{head}{_braced(set(numbers))}{tail}" for (head, tail), numbers in sorted(groups.items())]
 
 
-def _spans(numbers: list[int]) -> str:
-    """Return `{4-7,9}` of sorted numbers; a single number as it is."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
+def _braced(numbers: set[int]) -> str:
+    return f"{{{','.join(spans(numbers))}}}" if len(numbers) > 1 else str(*numbers)
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """The runs of numbers, in order: `4-7`, `9`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            spans.append([number, number])
-    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"
+            runs.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
 
 
 # Where the values of a rank's parts lie in memory that its writer reads, too

@@ -1,7 +1,6 @@
 """`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
-Knows the arguments, where a checkpoint is found, and in which order its parts are checked. Must not know torch: what
-makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
+What makes new weights is `python -m ppctl.pretrained.command`, which is started here and prints its own problems.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
 
 DIFFERENT, BROKEN = 1, 3
-_SHOWN = 20
-"""Tensors that `diff` shows by default."""
+_SHOWN_TENSORS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="compare two checkpoints of any cut; exit 1 if they differ")
     for name in ("A", "B"):
         diff.add_argument(name.lower(), metavar=name, help=one)
-    words = f"show the first N tensors that differ (default: {_SHOWN}; 0: all)"
-    diff.add_argument("--limit", type=int, default=_SHOWN, metavar="N", help=words)
+    words = f"show the first N tensors that differ (default: {_SHOWN_TENSORS}; 0: all)"
+    diff.add_argument("--limit", type=int, default=_SHOWN_TENSORS, metavar="N", help=words)
 
     average = actions.add_parser("average", help="write the mean of the weights of checkpoints")
     average.add_argument("paths", nargs="+", metavar="PATH", help=one)
@@ -112,8 +110,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _folder(text: str | None, root: Path) -> Path | None:
-    """The directory of checkpoints that `text` means (None: the newest run's); returns None if it means one
-    checkpoint."""
+    """The directory of checkpoints that `text` means (None: the newest run's); None if it means one checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
     path = Path(text).absolute()
@@ -163,11 +160,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
-    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And after
-    how many samples of its data it would go on; None if that is not known.
-
-    Whether the data are those of the checkpoint is seen when the run reads them.
-    """
+    """Why a run with this config cannot load the checkpoint (one of weights alone: as its first ones), and after how
+    many samples it would go on, if that is known. Whether the data are the same is seen when the run reads them."""
     from ppctl.launch.weights import checkpoint_tensors
 
     try:
@@ -183,13 +177,8 @@ def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Prob
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
-
     paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
-    manifests = [read_manifest(path) for path in paths]
-    first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
-    with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
-        compared = compare(first, second, progress)
+    compared = ckpt_text.compared_on_screen(paths, "comparing")
     report = ckpt_text.comparison(paths, compared)
     print(
         json.dumps(report, indent=1) if args.json else prose(ckpt_text.differences(report, args.limit), width(UNFOLDED))
@@ -232,11 +221,8 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _needed(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
-    """Checkpoints that stay whatever `--keep` says: the newest good checkpoint, and the checkpoint that a start goes on
-    from.
-
-    Raises CheckpointError (PP-E530) if no checkpoint is good.
-    """
+    """The newest good checkpoint, and the one that a start goes on from: they stay whatever `--keep` says.
+    Raises CheckpointError (PP-E530) if no checkpoint is good."""
     for path in reversed(checkpoints):
         try:
             if not examine(path, values=False).problems:

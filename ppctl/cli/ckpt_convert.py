@@ -1,7 +1,4 @@
-"""`ppctl ckpt import | export | average`: checkpoints made from other checkpoints, in a process with torch.
-
-Knows the arguments of `python -m ppctl.pretrained.command`. Must not know torch, nor what is in a checkpoint.
-"""
+"""`ppctl ckpt import | export | average`: checkpoints made from other checkpoints, in a process with torch."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ def add_parsers(actions: Any) -> None:
 
 
 def _add_formats(parser: argparse.ArgumentParser, metavar: str, words: str) -> None:
-    """The formats of other programs, of which one is given."""
     formats = parser.add_mutually_exclusive_group(required=True)
     formats.add_argument("--hf", metavar=metavar, help=words)
     formats.add_argument("--dcp", metavar=metavar, help="torchtitan's Llama: torch's distributed checkpoint")
@@ -73,10 +69,7 @@ def import_(args: argparse.Namespace) -> int:
 
 def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
     """The model of a Hugging Face directory whose code is transformers'; None of one that ppctl's own blocks build.
-
-    `words` are the keys that say whose code it is, and which fields of its config.json are others. Raises ConfigError:
-    PP-E105 for other keys, else as `model.from=DIR` does.
-    """
+    `words` may say whose code it is and set fields of its config.json; others are refused (PP-E105)."""
     from ppctl.config.keys import keys
     from ppctl.config.schema import ModelConfig
     from ppctl.launch.weights import model_values
@@ -107,7 +100,6 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace) -> tuple[str, str]:
-    """The format of the other program, and what was given for it."""
     return next((name, value) for name in ("hf", "dcp", "torch_dist") if (value := getattr(args, name)) is not None)
 
 

@@ -1,7 +1,4 @@
-"""The output of `ppctl ckpt`: values, which `--json` prints, and their text.
-
-Knows manifests, states and columns. Must not know where a checkpoint is found, nor change one.
-"""
+"""The output of `ppctl ckpt`: values, which `--json` prints, and their text."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppctl.checkpoint.manifest import FORMAT, check_files, read_manifest
 from ppctl.checkpoint.run_state import lineage, run_state
 from ppctl.checkpoint.tensor_parts import DTYPES, in_order, ranges, text_of
-from ppctl.cli.console import aligned
+from ppctl.cli.console import aligned, byte_progress
 from ppctl.errors import CheckpointError
 from ppctl.plan.memory_limit import size_text
 from ppctl.records.json_reader import finite
@@ -118,7 +115,6 @@ def _data(checkpoint: Mapping[str, Any]) -> str:
 
 
 def _tensors(tensors: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each tensor, with the parts in which it is stored."""
     rows = [("tensor", "parts", "of")]
     rows += [(name, str(each["parts"]), text_of(each["shape"], each["dtype"])) for name, each in tensors.items()]
     return aligned(rows, 2)
@@ -181,6 +177,16 @@ def verified(report: Mapping[str, Any]) -> str:
     if report["position"] is not None and report["loadable"]:
         lines.append(f"  it would go on in its data after {report['position']:,} samples")
     return "\n".join(lines)
+
+
+def compared_on_screen(paths: Sequence[Path], what: str) -> CheckpointDifferences:
+    """Two checkpoints compared, with a bar called `what` on a terminal."""
+    from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare  # numpy
+
+    manifests = list(map(read_manifest, paths))
+    first, second = map(ArrayReader, paths, manifests)
+    with byte_progress(what, bytes_to_compare(*manifests)) as progress:
+        return compare(first, second, progress)
 
 
 def comparison(paths: Sequence[Path], compared: CheckpointDifferences) -> dict[str, Any]:

@@ -1,16 +1,14 @@
 """`ppctl completion bash | zsh | fish`: the script that lets a shell complete commands, keys, recipes, runs and codes.
 
-The scripts only ask `ppctl completion words -- WORD ...` what may stand in place of the last word, so that one function
-answers all shells and nothing is written down twice. Knows which words a command takes. Must not know what they mean.
-Imports no torch, no Hydra, no rich and no yaml, because a person waits for the answer; only flags need the module of
-their command.
+The scripts only ask `ppctl completion words -- WORD ...` what may stand in place of the last word. Imports no torch, no
+Hydra, no rich and no yaml, because a person waits for the answer; only flags need the module of their command.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppctl.cli import main as front_door
@@ -30,53 +28,7 @@ Word = tuple[str, str]
 _FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer")
 """Flags after which a file or a directory stands, which shells complete by themselves."""
 
-SHELLS = {
-    "bash": """\
-# ppctl's completion for bash. In ~/.bashrc: source <(ppctl completion bash)
-_ppctl() {
-  local line=${COMP_LINE:0:COMP_POINT} current word IFS=$' \\t'
-  local -a words
-  read -ra words <<<"$line"
-  [[ $line == *[[:blank:]] ]] && words+=("")
-  current=${words[${#words[@]}-1]}
-  COMPREPLY=()
-  while IFS=$'\\t' read -r word _; do
-    [[ $word == "$current"* ]] && COMPREPLY+=("$word")
-  done < <("${words[0]}" completion words -- "${words[@]:1}" 2>/dev/null)
-  [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
-  # bash itself breaks words at = and : where COMP_WORDBREAKS has them, and replaces what stands behind.
-  local head=${current%"${current##*[=:]}"}
-  [[ $head == *: && $COMP_WORDBREAKS != *:* ]] && head=
-  [[ $head == *= && $COMP_WORDBREAKS != *=* ]] && head=
-  COMPREPLY=("${COMPREPLY[@]#"$head"}")
-}
-complete -o default -F _ppctl ppctl
-""",
-    "zsh": """\
-#compdef ppctl
-# ppctl's completion for zsh. In ~/.zshrc, behind compinit: source <(ppctl completion zsh)
-_ppctl() {
-  local word text
-  local -a ended open
-  while IFS=$'\\t' read -r word text; do
-    if [[ $word == *= ]]; then open+=("${word//:/\\\\:}:$text"); else ended+=("${word//:/\\\\:}:$text"); fi
-  done < <("${words[1]}" completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)
-  (( $#ended )) && _describe -t words ppctl ended
-  (( $#open )) && _describe -t keys ppctl open -S ''
-  (( $#ended + $#open )) || _files
-}
-compdef _ppctl ppctl
-""",
-    "fish": """\
-# ppctl's completion for fish. As a file: ppctl completion fish > ~/.config/fish/completions/ppctl.fish
-function __ppctl_words
-    set -l words (commandline --tokenize --current-process --cut-at-cursor)
-    set -a words (commandline --current-token --cut-at-cursor)
-    $words[1] completion words -- $words[2..-1] 2>/dev/null
-end
-complete -c ppctl -a '(__ppctl_words)'
-""",
-}
+SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a shell's script, or words with a tab and a line about each."""
     if args.shell in SHELLS:
-        print(SHELLS[args.shell], end="")
+        print(Path(__file__).with_suffix(f".{args.shell}").read_text(encoding="utf-8"), end="")
     else:
         typed = args.words[1:] if args.words[:1] == ["--"] else args.words
         print("".join(f"{word}\t{text}\n" for word, text in candidates(typed or [""])), end="")
@@ -97,10 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[Word]:
-    """Completions of the last of `words`, which are the command line's words after `ppctl`.
-
-    Empty if the shell itself should complete a file name.
-    """
+    """The completions of the last of the words after `ppctl`; none if the shell itself should complete a file name."""
     *before, word = words
     if not before:
         offered: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())
@@ -113,8 +62,7 @@ def candidates(words: Sequence[str]) -> list[Word]:
     elif _takes_keys(before, word):
         offered = _overrides(word)
     else:
-        of_command = _ARGUMENTS.get(before[0])
-        offered = of_command(before) if of_command is not None else ()
+        offered = _arguments(*before)
     return [each for each in offered if each[0].startswith(word)]
 
 
@@ -126,7 +74,6 @@ def _takes_keys(before: Sequence[str], word: str) -> bool:
 
 
 def _overrides(word: str) -> Iterator[Word]:
-    """Keys, and after `=` the values that a key is known to take."""
     name, given, _ = word.partition("=")
     if given:
         for value, text in _values(name):
@@ -156,7 +103,6 @@ def _values(name: str) -> Iterator[Word]:
 
 
 def _flags(before: Sequence[str]) -> Iterator[Word]:
-    """The flags of a command or its action, and Megatron's if keys are taken."""
     command = front_door.COMMANDS[before[0]]
     module = importlib.import_module(f"ppctl.cli.{(command.place or before[0]).partition('.')[0]}")
     parser = front_door.parser_of(before[0], module)
@@ -177,40 +123,36 @@ def _schedules() -> Iterator[Word]:
     return ((name, policy.use) for name, policy in POLICIES.items() if policy.trains)
 
 
-def _runs(before: Sequence[str]) -> Iterator[Word]:
-    """The runs under --dir, by their ids."""
-    root = next((before[i + 1] for i, word in enumerate(before[:-1]) if word == "--dir"), "runs")
-    return ((run.id, run.path.parent.name) for run in list_runs(Path(root)))
-
-
-def _topics(_: Sequence[str]) -> Iterator[Word]:
-    yield from ((code, title) for code, (title, _) in pages().items())
-    yield from ((name, summary(name)) for name in sections())
-    yield from ALIASES.items()
-    yield from ((name, docstring(key).partition("\n")[0]) for name, key in keys().items())
-
-
-def _actions(*names: str, then: Callable[[Sequence[str]], Iterable[Word]]) -> Callable[[Sequence[str]], Iterable[Word]]:
-    """The names of a command's actions, and after one of them what `then` finds."""
-    return lambda before: ((name, "") for name in names) if len(before) == 1 else then(before)
-
-
-def _of_recipes(before: Sequence[str]) -> Iterable[Word]:
-    return _recipes() if before[1:] in (["show"], ["copy"]) else ()
-
-
-def _of_ckpt(before: Sequence[str]) -> Iterable[Word]:
-    looks = before[1] in ("inspect", "verify", "diff", "average", "prune") and before[-1] != "--out"
-    return _runs(before) if looks or (before[1] == "export" and before[-1] in ("--hf", "--dcp")) else ()
-
-
-_ARGUMENTS: dict[str, Callable[[Sequence[str]], Iterable[Word]]] = {
-    "explain": _topics,
-    "recipes": _actions("list", "show", "copy", then=_of_recipes),
-    "runs": _actions("list", "show", then=lambda before: _runs(before) if before[1] == "show" else ()),
-    "ckpt": _actions("inspect", "verify", "diff", "average", "prune", "import", "export", then=_of_ckpt),
-    "data": _actions("tokenize", "show", then=lambda _: ()),
-    "completion": lambda before: ((shell, "") for shell in SHELLS) if len(before) == 1 else (),
-    **dict.fromkeys(("resume", "status", "logs", "cancel", "requeue"), _runs),
+_ACTIONS: dict[str, tuple[str, ...]] = {
+    "recipes": ("list", "show", "copy"),
+    "runs": ("list", "show"),
+    "ckpt": ("inspect", "verify", "diff", "average", "prune", "import", "export"),
+    "data": ("tokenize", "show"),
+    "completion": SHELLS,
 }
-"""Command -> completions of its words that are no keys and no flags."""
+_OF_A_RUN = ("resume", "status", "logs", "cancel", "requeue")
+
+
+def _arguments(command: str, *after: str) -> Iterator[Word]:
+    """Completions of a command's words that are no keys and no flags."""
+    if not after and command in _ACTIONS:
+        yield from ((name, "") for name in _ACTIONS[command])
+    elif command == "explain":
+        yield from ((code, title) for code, (title, _) in pages().items())
+        yield from ((name, summary(name)) for name in sections())
+        yield from ALIASES.items()
+        yield from ((name, docstring(key).partition("\n")[0]) for name, key in keys().items())
+    elif command == "recipes" and after in (("show",), ("copy",)):
+        yield from _recipes()
+    elif command in _OF_A_RUN or _takes_runs(command, *after):
+        root = next((after[i + 1] for i, word in enumerate(after[:-1]) if word == "--dir"), "runs")
+        yield from ((run.id, run.path.parent.name) for run in list_runs(Path(root)))
+
+
+def _takes_runs(command: str, action: str = "", *after: str) -> bool:
+    """Whether runs may follow the action of a command."""
+    if command == "ckpt" and action == "export":
+        return after[-1:] in (("--hf",), ("--dcp",))
+    if command == "ckpt":
+        return action in ("inspect", "verify", "diff", "average", "prune") and after[-1:] != ("--out",)
+    return (command, action) == ("runs", "show")

@@ -1,9 +1,7 @@
 """Where text goes and how wide it is: results to stdout, everything else to stderr; tables and lines of plain text.
 
-Colour and live drawing only on a terminal. Control characters of what is printed are shown as escapes, by the streams
-themselves (`VisibleText`). Only drawings bypass these streams: rich's, and a line that overwrites itself.
-
-Knows streams, widths, cells and rich, which it imports only to draw. Must not know what is printed.
+Control characters of what is printed are shown as escapes, by the streams themselves (`VisibleText`). Only drawings
+bypass these streams, on a terminal: rich's, and a line that overwrites itself.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 _PLACE_INDENT = 2
 PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
-_WIDEST = 1000
-"""Columns of any drawing."""
+_WIDEST_DRAWING = 1000
 UNFOLDED = sys.maxsize
 """Columns of lines of words that go into a pipe: what reads them takes them line by line."""
 
@@ -92,7 +89,7 @@ def width(piped: int = PIPE_WIDTH) -> int:
         piped = shutil.get_terminal_size().columns
     elif piped != UNFOLDED and columns.isdecimal() and int(columns) > 0:
         piped = int(columns)
-    return piped if piped == UNFOLDED else min(piped, _WIDEST)
+    return piped if piped == UNFOLDED else min(piped, _WIDEST_DRAWING)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -110,16 +107,10 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty() or not total:
         yield lambda size: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress("{task.description}", *columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(visible(what), total=total)
         yield lambda size: bar.advance(task, size)
 
@@ -146,11 +137,8 @@ def fits(text: str, width: int) -> bool:
 def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[str]]:
     """Rows that `aligned` makes no wider than `width`, if that can be: last cells go on in rows below at `mark`s."""
     rows = [list(row) for row in rows]
-    room = (
-        width
-        - len(mark.rstrip())
-        - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
-    )
+    ahead_of_last = zip(*(row[:-1] for row in rows), strict=True)
+    room = width - len(mark.rstrip()) - sum(max(map(len, column)) + 2 for column in ahead_of_last)
     lines_of_all = []
     for *ahead, last in rows:
         lines = [""]

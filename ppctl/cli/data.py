@@ -1,7 +1,4 @@
-"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, show them or conversations.
-
-Knows what is printed. Must not know the format. Imports no torch.
-"""
+"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, show them or conversations."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from ppctl.cli.console import UNFOLDED, aligned, byte_progress, folded, note, wi
 from ppctl.errors import DataError, Problem, pasted
 from ppctl.host.processes import unwinding_on_term
 
-_SHOWN = 20
-"""The tokens of a document that `show` prints by default."""
+_SHOWN_TOKENS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "the path of .bin and .idx without these endings; with --format, a .jsonl file or a quoted glob"
     show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
-    words = f"the number of its tokens to show (default: {_SHOWN})"
-    show.add_argument("--tokens", type=int, default=_SHOWN, metavar="N", help=words)
+    words = f"the number of its tokens to show (default: {_SHOWN_TOKENS})"
+    show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, metavar="N", help=words)
     show.add_argument("--tokenizer", metavar="DIR", help="byte, or a directory: also show the document as text")
     words = "read conversations (chat), or prompts with completions; + marks tokens that are trained on"
     show.add_argument("--format", choices=("chat", "completion"), help=words)
@@ -94,7 +90,6 @@ def tokenize(args: argparse.Namespace) -> int:
 
 
 def _typed_as_flag(problem: Problem) -> Problem:
-    """The problem in words of this command: --tokenizer in place of the key."""
     key = "data.tokenizer"
     said, remedy = (text.replace(f"{key}=", "--tokenizer ") for text in (problem.message, problem.remedy))
     return replace(problem, message=said, remedy=remedy, place=problem.place.replace(key, "--tokenizer"))
@@ -114,10 +109,7 @@ def show(args: argparse.Namespace) -> int:
     from ppctl.data.load import load_tokenizer
 
     indexed = open_indexed(as_prefix(args.prefix) or args.prefix)
-    if not 0 <= args.document < max(indexed.num_documents, 1):
-        last = indexed.num_documents - 1
-        message = f"{bin_path(indexed.prefix)} has documents 0 to {last}, and {args.document} is not one of them"
-        raise DataError(Problem("PP-E415", message, f"ppctl data show {pasted(args.prefix)}", "command line"))
+    _check_document(args, f"{bin_path(indexed.prefix)} has documents", max(indexed.num_documents, 1))
     tokens = indexed.document(args.document) if indexed.num_documents else indexed.tokens
     shown = tokens[: max(args.tokens, 0)].tolist()
     largest = int(indexed.tokens.max(initial=0))
@@ -143,6 +135,12 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_document(args: argparse.Namespace, there: str, number: int) -> None:
+    if not 0 <= args.document < number:
+        message = f"{there} 0 to {number - 1}, and {args.document} is not one of them"
+        raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
+
+
 def show_conversation(args: argparse.Namespace) -> int:
     """Print the counts of conversations, and one of them: lines that are learned begin with +."""
     from ppctl.data.chat_template import open_template
@@ -157,11 +155,7 @@ def show_conversation(args: argparse.Namespace) -> int:
         raise DataError(
             Problem("PP-E422", "there is no conversation in the data", f"wc {pasted(args.prefix)}", args.prefix)
         )
-    if not 0 <= args.document < len(conversations):
-        message = (
-            f"{args.prefix} has conversations 0 to {len(conversations) - 1}, and {args.document} is not one of them"
-        )
-        raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
+    _check_document(args, f"{args.prefix} has conversations", len(conversations))
     one = conversations[args.document]
     counts = {
         "conversations": len(conversations),

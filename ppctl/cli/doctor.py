@@ -1,9 +1,7 @@
 """`ppctl doctor`: versions, devices, the file system, and messages between ranks, on this machine or in a job.
 
-With --model: whether a model with code of its own can be cut into stages.
-
-Knows what is good enough, and prints problems first. Other processes measure messages, because this one must not import
-torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
+With --model: whether a model with code of its own can be cut into stages. Other processes measure messages, because
+this one must not import torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import os
 import secrets
 import statistics
 import subprocess
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ppctl
-from ppctl.cli.console import aligned, print_problems
+from ppctl.cli.console import aligned, folded, print_problems
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import ForeignModel
@@ -34,10 +31,8 @@ from ppctl.launch.machine import gpu_devices
 from ppctl.launch.weights import unread_weights
 
 _PROBE = "ppctl.reach.probe"
-_DEADLINE = 240.0
-"""Seconds for all ranks to start and measure."""
-_SIZE = 64 * 2**20
-"""Bytes written to measure the disk."""
+_DEADLINE_S = 240.0
+_WRITTEN_BYTES = 64 * 2**20
 _SLOW_DISK, _SLOW_SYNC = 50e6, 0.5
 _OLDEST_TORCH = (2, 11)
 _SMALL_SHM = 64 * 2**20
@@ -80,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(ranks: int) -> dict[str, Any]:
-    """Start the ranks of the measurement on this machine."""
     if find_spec("torch") is None:
         return _failure("torch is not installed: plan, simulate and submit work, train does not")
     started = []
@@ -92,9 +86,9 @@ def _measure(ranks: int) -> dict[str, Any]:
                 subprocess.Popen(python(_PROBE), env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True)
             )
         try:
-            out, error = started[0].communicate(timeout=_DEADLINE)
+            out, error = started[0].communicate(timeout=_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            out, error = "", f"no result after {_DEADLINE:.0f} s"
+            out, error = "", f"no result after {_DEADLINE_S:.0f} s"
         finally:
             for process in started:
                 process.kill()
@@ -103,10 +97,9 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 
 def _as_rank(started: Started) -> dict[str, Any]:
-    """Take part in the measurement as a rank that torchrun, SLURM or another scheduler started."""
     environment = os.environ | dict(started.variables)
     command = python(_PROBE)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     return _read(done.stdout, done.stderr) if started.rank == 0 else {}
 
 
@@ -130,7 +123,7 @@ def _disk(where: Path) -> dict[str, Any]:
     try:
         with open(where / f".ppctl-doctor-{secrets.token_hex(8)}", "xb") as file:
             os.unlink(file.name)
-            disk["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
+            disk["bytes_per_s"] = _WRITTEN_BYTES / _synced(file, [os.urandom(2**20)] * (_WRITTEN_BYTES // 2**20))
             disk["sync_s"] = _synced(file, [b"x"])
     except OSError as error:
         disk |= {"bytes_per_s": None, "error": error.strerror}
@@ -175,7 +168,6 @@ def _wrong(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _broken(report: dict[str, Any]) -> Iterator[str]:
-    """Edges without an answer, and the default transport if it fails."""
     for edge in report["edges"]:
         if edge["error"]:
             source, target = edge["hosts"]
@@ -186,7 +178,6 @@ def _broken(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
-    """Edges with less than a quarter of the median bandwidth."""
     usual = statistics.median_high(edge["bytes_per_s"] for edge in edges) if len(edges) > 2 else 0.0
     for edge in edges:
         if edge["bytes_per_s"] < usual / 4:
@@ -215,7 +206,6 @@ def _lines(report: dict[str, Any], wrong: list[str]) -> list[str]:
 
 
 def _transports(rows: list[dict[str, Any]]) -> list[str]:
-    """How the transports of messages fared, and which one a run should take."""
     if not rows:
         return ["messages no launch.transport was tried: that takes a GPU for each of two ranks or more"]
     told = []
@@ -240,7 +230,6 @@ def _software(versions: dict[str, Any] | None) -> list[str]:
 
 
 def _too_few_gpus(report: dict[str, Any]) -> list[str]:
-    """Why the CPU was measured beside GPUs, and how a run takes them nevertheless."""
     gpus = len(report["versions"]["devices"]) if report["versions"] else 0
     if not gpus or report.get("device") != "cpu":
         return []
@@ -254,9 +243,6 @@ def _time(seconds: float) -> str:
 
 
 # --model: how a model's own code was proved to run in stages
-
-
-_WIDTH, _INDENT = 80, " " * 9
 
 
 def prove(directory: Path, *, anew: bool, as_json: bool) -> int:
@@ -321,10 +307,4 @@ def _proof_lines(proof: Mapping[str, Any]) -> list[str]:
     if proof["kept"]:
         rows.append(("cached", f"{proof['kept']}; ppctl doctor --model DIR --anew proves it again"))
     head = f"{proof['model_type']} can be cut into stages, by transformers {proof['transformers']}"
-    lines = [
-        textwrap.wrap(
-            f"{name:<9}{text}", _WIDTH, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
-        )
-        for name, text in rows
-    ]
-    return [head, "", *(line for each in lines for line in each)]
+    return [head, "", aligned(folded([(f"{name:<7}", text) for name, text in rows], 80, " "))]

@@ -1,7 +1,6 @@
 """`ppctl explain [CODE | KEY]`: the page of an error code, or the meaning of a configuration key.
 
-Knows the pages of `ppctl/pages/` and the table of keys, as data and as text: the one source of `--json`, of completion
-and of the site that `make docs` builds. Imports no torch, no Hydra and no rich.
+The one source of `--json`, of completion and of the site that `make docs` builds. Imports no torch, Hydra or rich.
 """
 
 from __future__ import annotations
@@ -53,15 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
 def explain(topic: str | None) -> str:
     """The text for a topic. Raises ConfigError if there is no such topic."""
-    meant = _found(topic)
-    if meant is None:
-        return _contents()
-    if isinstance(meant, list):
-        return _key(key_facts(meant[0])) if len(meant) == 1 else _choice(str(topic), meant)
-    if meant in sections():
-        return _section(meant)
-    title, text = pages()[meant]
-    return f"{meant} {title}\n\n{_wrapped(text)}"
+    data = as_data(topic)
+    if "codes" in data:
+        return _contents(data)
+    if "section" in data:
+        return _section(data)
+    if "keys" in data:
+        return _choice(str(topic), data["keys"])
+    return _key(data) if "key" in data else f"{data['code']} {data['title']}\n\n{_wrapped(data['text'])}"
 
 
 def as_data(topic: str | None) -> dict[str, Any]:
@@ -95,9 +93,8 @@ def _found(topic: str | None) -> str | list[Key] | None:
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
 
 
-def _choice(topic: str, same_name: Sequence[Key]) -> str:
-    """The keys of one name, to choose from."""
-    lines = (_filled(docstring(key).partition("\n\n")[0], f"  {key.name}  ") for key in same_name)
+def _choice(topic: str, same_name: Sequence[Mapping[str, Any]]) -> str:
+    lines = (_filled(key["text"].partition("\n\n")[0], f"  {key['key']}  ") for key in same_name)
     return "\n".join([_filled(f"{topic} is the name of {len(same_name)} keys; ppctl explain SECTION.{topic}:"), *lines])
 
 
@@ -119,29 +116,24 @@ def _filled(text: str, label: str = "") -> str:
     return wrapper.fill(" ".join(text.split()))
 
 
-def _contents() -> str:
-    every = contents()
+def _contents(every: Mapping[str, Any]) -> str:
     codes = [_filled(each["title"], f"  {each['code']}  ") for each in every["codes"]]
     names = [_filled(each["text"], f"  {each['section']:<11} ") for each in every["sections"]]
     return "\n".join(["Error codes:", *codes, "", "Configuration sections:", *names])
 
 
-def _section(name: str) -> str:
-    listed = keys_of(name)
-    rows = aligned((key.field, value_text(default(key)), _SHORT.get(key.facts.support.state, "")) for key in listed)
-    states = dict.fromkeys(key.facts.support.state for key in listed)
-    legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
-    head = _filled(f"keys {name}.*: {summary(name)}")
-    return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(listed)])
-
-
-def _limits(listed: Sequence[Key]) -> list[str]:
-    """The limits of a section's keys, each with all its keys."""
-    alike: dict[str, list[str]] = {}
+def _section(section: Mapping[str, Any]) -> str:
+    name, listed = section["section"], section["keys"]
+    rows, limits = [], dict[str, list[str]]()
     for key in listed:
-        if key.limit is not None:
-            alike.setdefault(key.limit.words, []).append(key.field)
-    return ["", *(_filled(f"{words}: {', '.join(fields)}", "limit  ") for words, fields in alike.items())] * bool(alike)
+        field = key["key"].rpartition(".")[2]
+        rows.append((field, value_text(key["default"]), _SHORT.get(key["state"], "")))
+        limits.setdefault(key["limit"], []).append(field)
+    states = dict.fromkeys(key["state"] for key in listed if key["state"] in _SHORT)
+    legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states]
+    limited = [_filled(f"{words}: {', '.join(same)}", "limit  ") for words, same in limits.items() if words]
+    head = _filled(f"keys {name}.*: {section['text']}")
+    return "\n".join([head, "", aligned(rows), *[""] * bool(legend), *legend, *[""] * bool(limited), *limited])
 
 
 _SHORT = {LATER: "later", NEEDS: "needs", IGNORED: "no effect"}
@@ -164,7 +156,6 @@ def _key(facts: Mapping[str, Any]) -> str:
 
 
 def _schedules(uses: Mapping[str, str]) -> list[str]:
-    """When to take which schedule, and the command that has figures for the reader's own sizes."""
     widest = max(map(len, uses))
     return [
         "When to take which:",

@@ -1,8 +1,4 @@
-"""`ppctl cancel [RUN]` and `ppctl requeue [RUN]`: cancel or requeue a run's job; `status` and `submit` use its parts.
-
-Knows run directories and SLURM's view of a job. Must not know how a run is planned, nor how its ranks end: the ranks of
-a job that is cancelled or requeued may still save.
-"""
+"""`ppctl cancel [RUN]` and `ppctl requeue [RUN]`; `status` and `submit` use their view of a run's job."""
 
 from __future__ import annotations
 
@@ -73,10 +69,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def requeue(args: argparse.Namespace) -> int:
-    """Requeue: a job that runs saves and starts again, a job that has ended is submitted again.
-
-    Raises ConfigError if the run has done its steps.
-    """
+    """Requeue: a running job saves and starts again, one that has ended is submitted again. Not after its last step."""
     run = named_run(args)
     job = _job_to("requeue", run)
     if job.state and not job.ended:

@@ -1,7 +1,4 @@
-"""`ppctl layout LAYOUT --pp N`: check and draw a layout; `--suggest` finds the fastest one for a config.
-
-Imports no torch and no rich, and Hydra for `--suggest` only.
-"""
+"""`ppctl layout LAYOUT --pp N`: check and draw a layout; `--suggest` finds the fastest one for a config, with Hydra."""
 
 from __future__ import annotations
 
@@ -66,11 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suggest(args: argparse.Namespace) -> int:
-    """Print the layout that `layout=auto` would take, and the layouts that it was compared with."""
     from ppctl.config.argv import normalise
-    from ppctl.launch.planning import (
-        planned,
-    )  # Hydra and the planner; without them a layout is drawn in a third of the time
+    from ppctl.launch.planning import planned  # Hydra and the planner: a layout alone is drawn in a third of the time
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]

@@ -1,8 +1,4 @@
-"""The block at the foot of the terminal while ranks train on this machine: what they do, their progress, the loss.
-
-Knows rich, the records of metrics.jsonl and the ranks' heartbeats. What rank 0 prints scrolls by above it. Must not
-know how ranks are started.
-"""
+"""The block at the foot of the terminal while ranks train on this machine: what they do, their progress, the loss."""
 
 from __future__ import annotations
 
@@ -29,21 +25,16 @@ from ppctl.runs import heartbeat
 from ppctl.runs.checkpoint_folder import step_of
 from ppctl.runs.rundir import RunDir
 
-_CURVE = 24
-"""Columns of the curve."""
-_A_SECOND = 2
-"""Drawings a second."""
+_CURVE_COLUMNS = 24
+_DRAWINGS_A_SECOND = 2
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
 def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[Callable[[str], None]]:
-    """Draw the block while entered; yields the function that prints rank 0's lines above it, wrapped between words.
-
-    Nothing of the block stays on the screen.
-    """
+    """Draw the block while entered; yields the function that prints rank 0's lines above it. Nothing of it stays."""
     block, screen = LiveBlock(run, directory, world_size, steps), console()
-    with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
+    with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_DRAWINGS_A_SECOND):
         yield lambda text: screen.out(
             prose(visible(text).removesuffix("\n").split("\n"), screen.width), highlight=False
         )
@@ -97,11 +88,12 @@ class LiveBlock:
         speed.append(f"bubble {figure(last, 'bubble_fraction', '.0%')}")
         facts = [*speed, f"slowest stage {last.get('slowest_stage')}", self._saved(step)]
         return Group(
-            bar, Text(f"loss {figure(last, 'loss', '.4f')}  {curve(self._losses, _CURVE)}"), Text("  ".join(facts))
+            bar,
+            Text(f"loss {figure(last, 'loss', '.4f')}  {curve(self._losses, _CURVE_COLUMNS)}"),
+            Text("  ".join(facts)),
         )
 
     def _saved(self, step: int) -> str:
-        """The newest checkpoint, and what would be lost now."""
         checkpoint = checkpoint_of(self._run)
         if checkpoint is None:
             return "no checkpoint yet"

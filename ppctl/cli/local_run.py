@@ -1,7 +1,6 @@
 """Runs an accepted plan on this machine: the steps that `train`, `resume`, `submit` and `parity` have in common.
 
-Knows their order, and what a person sees of them. Must not know torch: a rank is started as `python -m
-ppctl.rank.worker`. A process that torchrun, SLURM or another scheduler started becomes such a worker.
+A process that torchrun, SLURM or another scheduler started becomes a rank: `python -m ppctl.rank.worker`.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ from ppctl.runs.rundir import RunDir
 
 _CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
 """(pp, vpp) that a run which has ended proposes, the first that fits."""
-_SIZES = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
-"""Keys of a cut."""
+_CUT_KEYS = (ALIASES["pp"], ALIASES["vpp"], LAYOUT)
 
 
 @contextmanager
@@ -135,7 +133,6 @@ def _asked_device(config: RunConfig, plan: Plan) -> str:
 
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
-    """The problem of a launcher that has started another number of ranks than the plan has."""
     typed = typed_again("train", arguments)
     how = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
     remedy = how.get(started.by, f"WORLD_SIZE={world}")
@@ -178,7 +175,6 @@ def with_paths(config: RunConfig) -> RunConfig:
 
 
 def _note_rates(config: RunConfig, checkpoint: Path) -> None:
-    """Print what the learning rate does, if the checkpoint is of a run with other rates."""
     with suppress(PpctlError, OSError, ValueError, ArithmeticError):
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
@@ -186,7 +182,6 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
 
 
 def _with_loaded(config: RunConfig, load: str) -> RunConfig:
-    """`config` with the checkpoint that `checkpoint.load` finds; as it is if the run begins."""
     checkpoint = checkpoint_if_any(load, Path(config.log.dir))
     outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
     note(f"note: checkpoint.load={load}: {outcome}")
@@ -205,10 +200,7 @@ def command_line(command: str, args: argparse.Namespace) -> str:
 def run_to_end(
     run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
 ) -> int:
-    """Print the first screen, run the job to its end and print how it ended.
-
-    `overrides` are those of a train command, from which the last lines make commands to go on with.
-    """
+    """Print the first screen, run the job to its end and print how it ended; `overrides` are a train command's."""
     out = sys.stderr if as_json else sys.stdout
     config = launch.config
     print(
@@ -297,11 +289,10 @@ def _indented(text: str) -> str:
 
 
 def _another_cut(launch: Launch, overrides: Sequence[str]) -> str | None:
-    """The overrides of this run with another pp and vpp that fit it."""
     config, plan = launch.config, launch.plan
     for pp, vpp in _CUTS:
         cut = {"pp": pp, "vpp": vpp, "layout": None}
         if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and fits(config, plan.provenance, cut):
-            kept = [override for override in overrides if override.partition("=")[0] not in _SIZES]
+            kept = [override for override in overrides if override.partition("=")[0] not in _CUT_KEYS]
             return retyped([*kept, f"pp={pp}", f"vpp={vpp}"])
     return None

@@ -1,7 +1,4 @@
-"""`ppctl logs [RUN]`: the output of a run: its steps, its job's log if it was submitted, or one rank's log.
-
-Knows where logs are. Must not know what is in them.
-"""
+"""`ppctl logs [RUN]`: the output of a run: its steps, its job's log if it was submitted, or one rank's log."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _log(path: Path) -> Iterator[str]:
-    """The text that has been added to a log file since the last time, again and again."""
     at = 0
     while True:
         text = ""
@@ -65,10 +61,7 @@ def _log(path: Path) -> Iterator[str]:
 
 
 def _steps(run_dir: RunDir, lines: int | None) -> Iterator[str]:
-    """The steps that have been added since the last time, as the run printed them on its terminal.
-
-    At first with the last `lines` at least; None: with all.
-    """
+    """The lines of steps added since the last time, as the run printed them; at first the last `lines` (None: all)."""
     metrics, last = run_dir.metrics_file(last=lines), 0
     shown = StepLines(run_dir.read_config().train.steps, width(WIDE))
     while True:
@@ -82,10 +75,7 @@ def _is_going_on(run_dir: RunDir) -> bool:
 
 
 def _follow(run_dir: RunDir, added: Iterator[str], lines: int | None, *, follow: bool) -> bool:
-    """Print the last `lines` (None: all) of what there is, and with `follow` what is added until the run has ended.
-
-    Returns whether there was anything.
-    """
+    """Print the last `lines` (None: all), with `follow` until the run ends; returns whether there was anything."""
     anything = False
     while True:
         goes_on = follow and _is_going_on(run_dir)  # checked before reading, so that the last lines are printed

@@ -1,7 +1,4 @@
-"""The learning rate of a run that goes on with another length: whether the rate jumps, and commands that avoid a jump.
-
-Pure functions of configs. Must not know run directories or checkpoints.
-"""
+"""The learning rate of a run that goes on with another length: whether it jumps, and commands that avoid a jump."""
 
 from __future__ import annotations
 
@@ -47,11 +44,8 @@ def jumps(before: RunConfig, after: RunConfig, done: int) -> bool:
 
 
 def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence[str], *more: str) -> Problem:
-    """The problem of a jump of the rate, with the choices that `ppctl resume` has; `typed` is what stood after `ppctl
-    resume`.
-
-    `more` are switches that each choice needs for other reasons.
-    """
+    """The problem of a jump of the rate, with the choices that `ppctl resume` has; `typed` is what stood after it,
+    `more` are switches that each choice needs for other reasons."""
     last, following = _rate(before, max(done, 1)), _rate(after, done + 1)
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []

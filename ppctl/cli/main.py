@@ -1,8 +1,7 @@
 """`ppctl COMMAND`: finds the command, parses its arguments, prints problems once, and returns the exit code.
 
-Knows the commands' names and what all commands share. Must not know what a command does: each is a module of
-`ppctl/cli/` with `add_arguments(parser)` and `run(args) -> int`. Only the module of the called command is imported; it
-imports everything that it needs at its top. Nothing here imports Hydra, torch or rich.
+Each command is a module of `ppctl/cli/` with `add_arguments(parser)` and `run(args) -> int`. Only the called command's
+module is imported; it imports what it needs at its top. Nothing here imports Hydra, torch or rich.
 """
 
 from __future__ import annotations
@@ -143,10 +142,7 @@ def _unknown_command(name: str) -> Problem:
 
 
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
-    """The arguments of command `name`, which is `module`.
-
-    A command with overrides gets its words sorted as `args.line`, and reports their problems with those of the config.
-    """
+    """The arguments of command `name`, which is `module`; with overrides their words, sorted, are `args.line`."""
     parser = parser_of(name, module)
     if not COMMANDS[name].overrides:
         # argparse allows words on both sides of an option only in parsers without subcommands.

@@ -1,8 +1,6 @@
 """`ppctl parity`: compares a job's steps in one process with those in its cut, or compares two runs that exist.
 
-Knows how the two are planned, started and read; `plan/parity.py` knows what makes them comparable. The runs are
-ordinary ones, in a directory that is removed at the end. Must not know torch, the files of a step, nor the words
-(`parity_text`).
+`plan/parity.py` knows what makes them comparable. The runs are ordinary, in a directory that is removed at the end.
 """
 
 from __future__ import annotations
@@ -12,20 +10,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
-from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import KeptStep, Side, StepDifferences, compare_step, kept_steps
 from ppctl.cli import ckpt_text, parity_text
-from ppctl.cli.console import UNFOLDED, byte_progress, note, overwrite, width
+from ppctl.cli.console import UNFOLDED, note, overwrite, width
 from ppctl.cli.local_run import accepted, adapt_to_machine, with_paths
 from ppctl.cli.runs import add_runs_directory
 from ppctl.config.argv import Arguments
-from ppctl.config.compose import Composed, RefusedError, override
+from ppctl.config.compose import Composed, override
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.hang.progress import Limits
@@ -51,8 +47,6 @@ _BEFORE_A_STEP = "  "
 
 
 class _Side(NamedTuple):
-    """One of the two that are compared."""
-
     run: RunDir
     config: RunConfig
     plan: Plan
@@ -85,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         message = f"--steps {args.steps}: 1 to {_MOST} steps are compared"
         raise ConfigError(Problem("PP-E644", message, f"--steps {_STEPS}", "command line"))
     one, cut = _planned(args)
-    with unwinding_on_term(), _directory(args.keep) as root:
+    with unwinding_on_term(), own_directory() if args.keep is None else nullcontext(Path(args.keep)) as root:
         sides = [_trained(name, *each, root, args) for name, each in (("one-process", one), ("cut", cut))]
         return _shown(_report((sides[0], sides[1])), args)
 
@@ -122,15 +116,10 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
 
 
 def _over(base: Composed, overrides: Sequence[str] | Arguments) -> Composed:
-    """A config with overrides. Raises ConfigError with all problems."""
-    try:
-        return override(base.config, base.provenance, overrides, for_training=True)
-    except RefusedError as error:
-        raise ConfigError(error.problems) from None
+    return override(base.config, base.provenance, overrides, for_training=True)
 
 
 def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Plan]:
-    """The config on this machine, and its plan."""
     plan, problems = plan_of(composed, [])
     refuse(problems)
     assert plan is not None  # there were no problems
@@ -139,18 +128,7 @@ def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Pla
     return with_paths(config), plan
 
 
-@contextmanager
-def _directory(kept: str | None) -> Iterator[Path]:
-    """The directory for the two runs."""
-    if kept is not None:
-        yield Path(kept)
-        return
-    with own_directory() as path:
-        yield path
-
-
 def _show_step(line: str) -> None:
-    """Print a line of rank 0's output that is about a step; leave out others."""
     if line.startswith("step ") or line[:1].isdigit():
         note(_BEFORE_A_STEP + line.removesuffix("\n"))
 
@@ -199,7 +177,6 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
-    """Losses, norms, gradients and what was handed on, by step."""
     first, second = sides
     metrics = [{record["step"]: record for record in side.run.metrics()} for side in sides]
     kept = set(kept_steps(first.run.gradients)) & set(kept_steps(second.run.gradients))
@@ -243,7 +220,6 @@ def _close(values: Sequence[float | None], allowed: float) -> bool:
 
 
 def _gradients(differences: StepDifferences) -> dict[str, Any]:
-    """The gradients of a step as JSON. A relative difference of values that are not finite is null."""
     action = None if differences.action is None else differences.action._asdict()
     different = [each._asdict() for each in differences.parameters]
     found = {"equal": differences.equal, "missing": differences.missing, "unlike": differences.unlike}
@@ -251,7 +227,6 @@ def _gradients(differences: StepDifferences) -> dict[str, Any]:
 
 
 def _progress(step: int) -> Callable[[str], None]:
-    """Shows on a terminal what is being compared, in one line."""
     if not sys.stderr.isatty():
         return lambda name: None
     return lambda name: overwrite(f"comparing step {step}: {name}")
@@ -265,10 +240,7 @@ def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
     if step is None:
         return None
     paths = [of[step] for of in there]
-    manifests = [read_manifest(path) for path in paths]
-    before, after = map(ArrayReader, paths, manifests)
-    with byte_progress(f"comparing step {step}", bytes_to_compare(*manifests)) as progress:
-        compared = compare(before, after, progress)
+    compared = ckpt_text.compared_on_screen(paths, f"comparing step {step}")
     allowed = tolerance(first.plan, second.plan, second.config, first=False)
     within = all(each.relative <= allowed for each in compared.different)
     return {

@@ -1,7 +1,4 @@
-"""The text of `ppctl parity`: two jobs' steps side by side, and where they first differ.
-
-Knows the report of a comparison. Must not know how it was made.
-"""
+"""The text of `ppctl parity`: two jobs' steps side by side, and where they first differ."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from ppctl.cli.console import aligned, folded, prose
 from ppctl.plan import Plan
 
 NAMES = {"one-process": "one process", "cut": "the cut"}
-_SHOWN = 5
-"""Parameters that are named for a step."""
+_SHOWN_PARAMETERS = 5
 
 
 def sizes_text(plan: Plan) -> str:
@@ -37,18 +33,23 @@ def text(report: Mapping[str, Any], columns: int) -> str:
     lines += [f"{name} did not finish: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
     if report.get("checkpoints"):
         checkpoints = report["checkpoints"]
-        lines += [f"checkpoints of step {checkpoints['step']}:", *ckpt_text.differences(checkpoints, _SHOWN), ""]
+        lines += [
+            f"checkpoints of step {checkpoints['step']}:",
+            *ckpt_text.differences(checkpoints, _SHOWN_PARAMETERS),
+            "",
+        ]
     table = aligned(folded(rows, columns, ", "), 4)
     return "\n\n".join([prose(_head(report), columns), table, prose([*lines, _verdict(report)], columns)])
 
 
 def _head(report: Mapping[str, Any]) -> list[str]:
-    """Which two are compared, in what they differ besides their cut, and how far they may lie apart."""
     lines = []
     for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True):
         lines += [f"{name}  {cut}", *([] if path is None else [f"   {path}"])]
     if keys := report.get("keys"):
-        shown = ", ".join(keys[:_SHOWN]) + f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN)
+        shown = ", ".join(keys[:_SHOWN_PARAMETERS]) + f" and {len(keys) - _SHOWN_PARAMETERS} more" * (
+            len(keys) > _SHOWN_PARAMETERS
+        )
         lines.append(f"the runs compute different things: {shown} (`ppctl runs --compare A B`)")
     return [*lines, _law(report)]
 
@@ -83,7 +84,6 @@ def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _differences(step: Mapping[str, Any]) -> list[str]:
-    """The first action and the first parameters of a step that differ."""
     gradients, lines = step.get("gradients"), []
     if gradients is None:
         return []
@@ -91,20 +91,20 @@ def _differences(step: Mapping[str, Any]) -> list[str]:
         each = gradients["action"]
         how = "in bits alone" if each["relative"] == 0 else f"by {_share(each['relative'])} of its norm"
         lines.append(f"  first action: {each['action']}, stage {each['stage']} ({_ranks(each['ranks'])}), {how}")
-    for each in gradients["different"][:_SHOWN]:
+    for each in gradients["different"][:_SHOWN_PARAMETERS]:
         a, b = each["values"]
         lines.append(
             f"  gradient of {each['name']}, stage {each['stage']} ({_ranks(each['ranks'])} of {each['of']}): apart by "
             f"{_share(each['relative'])} of its largest value; at {list(each['at'])} "
             f"{_number(a)} in A, {_number(b)} in B"
         )
-    if len(gradients["different"]) > _SHOWN:
-        lines.append(f"  and {len(gradients['different']) - _SHOWN} more gradients")
+    if len(gradients["different"]) > _SHOWN_PARAMETERS:
+        lines.append(f"  and {len(gradients['different']) - _SHOWN_PARAMETERS} more gradients")
     lines += [
         f"  {run}: {name} and {owner} are the same parameter, but their gradients differ"
         for run, name, owner in gradients["unlike"]
     ]
-    lines += [f"  only in one of the two: {name}" for name in gradients["missing"][:_SHOWN]]
+    lines += [f"  only in one of the two: {name}" for name in gradients["missing"][:_SHOWN_PARAMETERS]]
     return [f"step {step['step']}:", *lines, ""] if lines else []
 
 

@@ -1,7 +1,4 @@
-"""The drawing of a pipeline in `plan` and `layout`: a row per pp_rank (equal neighbours in one), a column per chunk.
-
-Knows letters of layers and where stages are placed. Must not know what a stage costs.
-"""
+"""The drawing of a pipeline in `plan` and `layout`: a row per pp_rank (equal neighbours in one), a column per chunk."""
 
 from __future__ import annotations
 

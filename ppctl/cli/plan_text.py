@@ -1,7 +1,4 @@
-"""A plan as text: equations, the table of pp_ranks, the schedule. Standard library only.
-
-Knows columns and units. Must not know streams or colours, nor how a plan is derived.
-"""
+"""A plan as text: equations, the table of pp_ranks, the schedule."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ from ppctl.plan.memory_limit import Unit, amount, available_text, peak_terms, un
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.text_timeline import timeline_text
 
-_MOST_SIZES = 14
-"""The most rows of sizes of the batch."""
-_LONGEST_TIMELINE = 16
-"""The most stages that a timeline shows."""
+_MOST_BATCH_SIZES = 14
+_MOST_TIMELINE_STAGES = 16
 
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
@@ -84,10 +79,8 @@ def _chunk(stage: StageSpec) -> Chunk:
 
 
 def table(plan: Plan, width: int) -> str:
-    """The layers and costs of each pp_rank, no wider than `width` if it can be.
-
-    If numbers differ within a row, the row shows the first rank's and the last rank's number.
-    """
+    """The layers and costs of each pp_rank, no wider than `width` if it can be; where numbers differ within a row,
+    those of its first and its last rank."""
     unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
     rows = _rows(plan)
@@ -105,7 +98,6 @@ def table(plan: Plan, width: int) -> str:
 
 
 def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
-    """The cells of one row of the pp_rank table: parameters, FLOPs, bubble, microbatches in flight, bytes."""
     costs = [plan.pp_ranks[rank] for rank in row.ranks]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
     flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == row.ranks[0])
@@ -147,8 +139,8 @@ def batch_sizes(plan: Plan, config: RunConfig) -> str:
         steps = f"{first:,} to {last:,}" if last > first else f"{first:,}"
         priced = [f"{of.bubble_fraction:.1%}", f"{seconds:.3g}"]
         rows.append([f"{segment.size:,}", f"{calls}{of.num_microbatches}", steps, f"{segment.sample:,}", *priced])
-    if len(rows) > _MOST_SIZES:
-        half = _MOST_SIZES // 2
+    if len(rows) > _MOST_BATCH_SIZES:
+        half = _MOST_BATCH_SIZES // 2
         rows = [*rows[:half], ["...", *[""] * (len(rows[0]) - 1)], *rows[-half:]]
     return f"sizes of the batch while it grows\n{aligned(rows, len(rows[0]))}"
 
@@ -206,7 +198,7 @@ def schedule_line(plan: Plan) -> str:
 def timeline(plan: Plan, width: int) -> list[str]:
     """The step as a drawing, if a column or more for every forward fit into `width`."""
     spans = plan.num_microbatches * plan.sizes.vpp * 3 + 3 * plan.sizes.pp
-    if plan.sizes.num_stages > _LONGEST_TIMELINE or spans > width - 20:
+    if plan.sizes.num_stages > _MOST_TIMELINE_STAGES or spans > width - 20:
         return []
     trace = predicted(plan.schedule, simulation_costs(plan.timing.stages, plan.stages))
     return ["", timeline_text(trace, width).rstrip()] if trace.spans else []

@@ -1,7 +1,4 @@
-"""`ppctl recipes list | show NAME | copy NAME [FILE]`: ppctl's recipes and the user's own.
-
-Knows files, and of what is in a recipe only its table `published`. Imports no torch, no Hydra and no rich.
-"""
+"""`ppctl recipes list | show NAME | copy NAME [FILE]`: ppctl's recipes and the user's own."""
 
 from __future__ import annotations
 
@@ -59,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_data(args: argparse.Namespace) -> dict[str, Any]:
-    """One recipe with its values, or all of them, in the order of their names."""
     if args.action != "show":
         return {"recipes": [_facts(recipe) for _, recipe in sorted(recipes().items())]}
     from ppctl.config.yaml_file import YamlFile

@@ -1,7 +1,4 @@
-"""A rehearsal as text: the verdict, then what was planned beside what was measured. Standard library only.
-
-Knows columns and units. Must not know streams or how anything was measured.
-"""
+"""A rehearsal as text: the verdict, then what was planned beside what was measured."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
+from ppctl.checkpoint.tensor_parts import spans
 from ppctl.cli.console import aligned, prose
 from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, size_text, unit_for
 from ppctl.plan.rehearsal import Rehearsal
@@ -59,7 +57,7 @@ def _verdict(rehearsal: Rehearsal) -> _Part:
 def _rehearsed(rehearsal: Rehearsal) -> str:
     plan, (short, whole) = rehearsal.plan, rehearsal.microbatches
     covered = [peak.pp_rank for peak in rehearsal.peaks]
-    kinds = "one of each kind" if len(covered) == len(plan.pp_ranks) else f"for pp_rank {_runs(covered)}"
+    kinds = "one of each kind" if len(covered) == len(plan.pp_ranks) else f"for pp_rank {', '.join(spans(covered))}"
     count = f"{short} of a step's {whole} microbatches" if short < whole else f"all {whole} microbatches"
     return f"rehearsed: {len(rehearsal.ranks)} of {plan.sizes.world} ranks, {kinds}, with {count}"
 
@@ -74,7 +72,6 @@ def _fits(rehearsal: Rehearsal, peak: int) -> str:
 
 
 def _within(pairs: Iterable[tuple[int, int]]) -> str:
-    """How far apart planned and measured are at most."""
     shares = [abs(_share(*pair)) for pair in pairs if pair[0] != pair[1]]
     return f"within {ceil(1000 * max(shares)) / 1000:.1%}" if shares else _EQUAL
 
@@ -113,18 +110,12 @@ def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _state(rehearsal: Rehearsal) -> _Part:
-    """Only if it is not as planned."""
-    rows = [
-        [
-            f"rank {rank} {what}",
-            *map(_MIB.of, pair),
-            f"{'-+'[pair[1] > pair[0]]}{size_text(abs(pair[1] - pair[0]))}",
-        ]
-        for rank, what, *pair in _state_of(rehearsal)
-        if pair[0] != pair[1]
-    ]
-    head = ["", "planned", "measured", "difference"]
-    return (["State in MiB, where it is not as planned"] if rows else []), aligned([head, *rows], right=4)
+    rows = [["", "planned", "measured", "difference"]]
+    for rank, what, planned, measured in _state_of(rehearsal):
+        if planned != measured:
+            more = f"{'-+'[measured > planned]}{size_text(abs(measured - planned))}"
+            rows.append([f"rank {rank} {what}", _MIB.of(planned), _MIB.of(measured), more])
+    return (["State in MiB, where it is not as planned"] if len(rows) > 1 else []), aligned(rows, right=4)
 
 
 def _stages(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsed, StageMemory]]:
@@ -141,7 +132,7 @@ def _kept(rehearsal: Rehearsal) -> _Part:
     text = (
         "Activations of a microbatch in MiB: kept from forward to backward, and what is needed besides while these run"
     )
-    return [text], aligned([head, *([_runs(stages), *cells] for cells, stages in rows.items())], right=6)
+    return [text], aligned([head, *([", ".join(spans(stages)), *cells] for cells, stages in rows.items())], right=6)
 
 
 def _waits(rehearsal: Rehearsal) -> _Part:
@@ -222,21 +213,9 @@ def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int
 
 
 def _range(counts: Sequence[int]) -> str:
-    """The text of sorted counts."""
     return f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
 
 
 def _ranks(rehearsal: Rehearsal, ranks: Iterable[int]) -> str:
     numbers = list(ranks)
-    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {_runs(numbers)}"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """`1-12, 14`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {', '.join(spans(numbers))}"

@@ -1,9 +1,4 @@
-"""`ppctl rehearse`: run the job's ranks at full size on this machine, with meta tensors, and hold the plan against
-them.
-
-Knows the command's arguments and the processes that rehearse. Must not know how memory is measured
-(`ppctl/rehearsal`), what follows for other ranks (`plan/rehearsal`), or the words (`rehearsal_text`).
-"""
+"""`ppctl rehearse`: run the job's ranks at full size here, with meta tensors, and hold the plan against them."""
 
 from __future__ import annotations
 
@@ -35,6 +30,7 @@ from ppctl.launch.machine import with_overrides
 from ppctl.launch.planning import planned, without_memory
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import Rehearsal, kinds_of, shortened
+from ppctl.records.json_reader import read
 from ppctl.records.rehearsal_record import Rehearsed
 from ppctl.runs.rundir import RunDir
 
@@ -90,7 +86,6 @@ def _planned_for_gpus(line: Arguments) -> tuple[Composed, Plan | None, list[Prob
 
 
 def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
-    """Problems of a config that cannot be rehearsed."""
     parallel = config.parallel
     if find_spec("torch") is None:
         message = "torch is not installed here, and a rehearsal runs the model's own code"
@@ -170,7 +165,7 @@ class _Ranks:
             self.end()
             raise self.failure
         note(f"  rank {rank}: {time.monotonic() - started:.0f} s")
-        return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
+        return read(Rehearsed, json.loads(out.splitlines()[-1]))
 
     def end(self) -> None:
         """End what is still running, and let nothing start any more."""
@@ -186,9 +181,9 @@ def _live() -> Iterator[_Shown]:
     if not sys.stderr.isatty():
         yield lambda rank: nullcontext()
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True) as lines:
 
         @contextmanager

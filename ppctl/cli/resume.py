@@ -1,7 +1,4 @@
-"""`ppctl resume [RUN] [KEY=VALUE ...]`: continue a run from its last checkpoint, in its directory, also in another cut.
-
-Knows which keys may change without changing what is computed. Must not know torch.
-"""
+"""`ppctl resume [RUN] [KEY=VALUE ...]`: continue a run from its last checkpoint, in its directory, in any cut."""
 
 from __future__ import annotations
 
@@ -95,7 +92,6 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
-    """The config with the overrides applied, its plan if it has one, and all problems of both."""
     plan = run.read_plan()
     # Values from the run's own command line are weaker than values from this command line.
     sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}
@@ -115,34 +111,22 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
     """One problem for each change that cannot take effect: a run stays in its directory."""
-    return [
-        Problem(
-            "PP-E617", f"{key} was {changes[key][0]}, and a resumed run keeps its directory; leave it out", place=key
-        )
-        for key in ("log.name", "log.dir")
-        if key in changes
-    ]
+    moved = [key for key in ("log.name", "log.dir") if key in changes]
+    why = "and a resumed run keeps its directory; leave it out"
+    return [Problem("PP-E617", f"{key} was {changes[key][0]}, {why}", place=key) for key in moved]
 
 
 def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
-    """One problem for each change of what is computed: from the next step on, the numbers would be another run's.
-
-    `before` is the run's config without the changes.
-    """
+    """One problem for each change of what is computed, from the config `before`: the numbers would be another run's."""
     reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     effect = effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:
         reasons[_MICRO_BATCH] = f"{effect}, and "
-    return [
-        Problem(
-            "PP-E617",
-            f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other "
-            "mathematics",
-            pasted("ppctl", "resume", *_typed(args), "--allow"),
-            f"{key} (command line)",
-        )
-        for key, reason in reasons.items()
-    ]
+    allowed, problems = pasted("ppctl", "resume", *_typed(args), "--allow"), []
+    for key, reason in reasons.items():
+        message = f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other"
+        problems.append(Problem("PP-E617", f"{message} mathematics", allowed, f"{key} (command line)"))
+    return problems
 
 
 def _typed(args: argparse.Namespace) -> list[str]:

@@ -1,7 +1,4 @@
-"""`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one; `--compare A B`: two of them.
-
-Knows how a command line names a run, and the facts of a run that several commands show. Must not change any run.
-"""
+"""`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one; `--compare A B`: two of them."""
 
 from __future__ import annotations
 
@@ -184,8 +181,7 @@ def _table(runs: list[dict[str, Any]], time_form: str) -> str:
 # --compare: the keys in which two runs differ, and their losses and speeds side by side
 
 
-_ROWS = 12
-"""The most steps that the table shows."""
+_MOST_STEPS_SHOWN = 12
 
 
 def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
@@ -214,14 +210,17 @@ def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
 
 
 def _comparison_text(compared: dict[str, Any], columns: int) -> str:
-    """The comparison in tables of at most `columns` columns: keys, then a dozen steps from the first common one to the
-    last."""
+    """Keys that differ, then a dozen steps from the first common one to the last, in at most `columns` columns."""
     named = aligned(zip("AB", compared["ids"], strict=True))
     lines = [named, "", _keys(compared["keys"], columns) if compared["keys"] else "no key differs", ""]
     steps = compared["steps"]
     if steps:
         last = len(steps) - 1
-        chosen = sorted({round(n * last / (_ROWS - 1)) for n in range(_ROWS)}) if last >= _ROWS else range(last + 1)
+        chosen = (
+            sorted({round(n * last / (_MOST_STEPS_SHOWN - 1)) for n in range(_MOST_STEPS_SHOWN)})
+            if last >= _MOST_STEPS_SHOWN
+            else range(last + 1)
+        )
         heads = ("step", "loss A", "loss B", "difference", "tokens/s A", "tokens/s B")
         lines.append(aligned([heads, *(_row(steps[n]) for n in chosen)], 6))
     else:

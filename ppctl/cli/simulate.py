@@ -1,13 +1,10 @@
-"""`ppctl simulate`: simulate and draw a schedule, or all of them, from the times of operations. Imports no torch.
-
-Knows milliseconds and what is printed. Must not know how schedules are made, run or drawn (`ppctl.schedule`).
-"""
+"""`ppctl simulate`: simulate and draw a schedule, or all of them, from the times of operations in milliseconds."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
         if problems:
             raise ConfigError(problems)
     if args.compare:
-        prices = partial(costs, args)
-        print_comparison(args.pp, args.microbatches, args.vpp, prices, args.timeline, args.json)
+        _compare(args)
         return 0
     searched = _searched(args) if args.schedule == AUTO else None
     schedule = given or (_named(args) if searched is None else searched.schedule)
@@ -106,7 +102,6 @@ def _searched(args: argparse.Namespace) -> FoundSchedule:
 
 
 def _search_figures(args: argparse.Namespace, searched: FoundSchedule) -> dict[str, Any]:
-    """The figures of a search: the memory, the bound, and the best named schedule of the same placement and memory."""
     named = searched.best_named
     return {
         "memory": memory(args),
@@ -147,9 +142,14 @@ def figured(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
 def _picture(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> Picture:
     place = schedule.placement
-    notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
     times = f"tf {args.tf:g}, tb {args.tb:g}, tw {args.tw:g}, tcomm {args.tcomm:g} ms"
-    return Picture(f"{schedule.name}, pp {place.pp}, {schedule.num_microbatches} microbatches", times, trace, notes)
+    return Picture(
+        f"{schedule.name}, pp {place.pp}, {schedule.num_microbatches} microbatches", times, trace, _notes(place)
+    )
+
+
+def _notes(place: Placement) -> tuple[StageNote, ...]:
+    return tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
 
 
 def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
@@ -198,25 +198,16 @@ _LEGEND = (
 )
 
 
-def print_comparison(
-    pp: int,
-    num_microbatches: int,
-    vpp: int | None,
-    costs: Callable[[int, int], Costs],
-    timeline: str | None,
-    as_json: bool,
-) -> None:
-    """Compare, draw into the file `timeline` if one is named, and print. Raises ScheduleError, ConfigError."""
-    compared, left_out = compare(pp, num_microbatches, vpp, costs)
-    if timeline is not None:
-        write_timeline([_compared_picture(each) for each in compared], Path(timeline))
-    if as_json:
-        rows = [_fields(each) for each in compared]
-        print(
-            json.dumps({"pp": pp, "microbatches": num_microbatches, "schedules": rows, "left_out": left_out}, indent=2)
-        )
+def _compare(args: argparse.Namespace) -> None:
+    compared, left_out = compare(args.pp, args.microbatches, args.vpp, partial(costs, args))
+    if args.timeline is not None:
+        write_timeline([_compared_picture(each) for each in compared], Path(args.timeline))
+    if args.json:
+        report = {"pp": args.pp, "microbatches": args.microbatches, "schedules": [_fields(each) for each in compared]}
+        print(json.dumps(report | {"left_out": left_out}, indent=2))
         return
-    print(f"pp {pp}, {num_microbatches} microbatches\n\n{_table(compared)}\n\n{aligned(folded(_LEGEND, width(), ' '))}")
+    legend = aligned(folded(_LEGEND, width(), " "))
+    print(f"pp {args.pp}, {args.microbatches} microbatches\n\n{_table(compared)}\n\n{legend}")
     if left_out:
         print(prose((f"without {name}: {reason}" for name, reason in left_out.items()), width()))
 
@@ -254,7 +245,6 @@ def _table(compared: Sequence[PolicyFigures]) -> str:
 
 def _compared_picture(each: PolicyFigures) -> Picture:
     place = Placement(each.policy.placement, each.trace.pp, each.trace.pp * each.vpp)
-    notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
     figures = f"step {each.step:.2f} of 1F1B's, bubble {each.bubble_fraction:.0%}, activations {each.activations:.2f}"
     chunks = f", {each.vpp} chunks per rank" * (each.vpp > 1) + ", in a V" * (each.policy.placement == "v")
-    return Picture(each.policy.name + chunks, figures, each.trace, notes)
+    return Picture(each.policy.name + chunks, figures, each.trace, _notes(place))

@@ -1,7 +1,4 @@
-"""Problems of the arguments of `ppctl simulate`, and the schedule in a file, proved to run.
-
-Knows the command's arguments. Must not know how a schedule is run or what is printed of it.
-"""
+"""Problems of the arguments of `ppctl simulate`, and the schedule in a file, proved to run."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ _FEW_RANKS, _MANY_CHUNKS = 32, 8
 """Up to here it is the microbatches that are too many; from there on the chunks."""
 
 _PLACE = "command line"
-_USUAL = {"--pp": 4, "--microbatches": 8}
-"""Sizes to begin with."""
+_USUAL_SIZES = {"--pp": 4, "--microbatches": 8}
 
 
 def memory(args: argparse.Namespace) -> float:
@@ -52,7 +48,7 @@ def schedule_of_file(args: argparse.Namespace) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the schedule file {args.schedule} cannot be read: {reason}"
-        sizes = [f"{name} {size}" for name, size in _USUAL.items() if getattr(args, name[2:]) is None]
+        sizes = [f"{name} {size}" for name, size in _USUAL_SIZES.items() if getattr(args, name[2:]) is None]
         remedy = " ".join(["--schedule 1f1b", *sizes])
         raise ConfigError([Problem(CODE, message, remedy, _PLACE), *problems]) from None
     except ScheduleError as error:
@@ -76,7 +72,7 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
     sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
     if missing := [name for name, size in sizes.items() if size is None]:
         message = f"{' and '.join(missing)}: required unless --schedule is a FILE.csv"
-        yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL[name]}" for name in missing), _PLACE)
+        yield Problem("PP-E128", message, " ".join(f"{name} {_USUAL_SIZES[name]}" for name in missing), _PLACE)
         return
     if args.compare and args.extra_warmup:
         message = "--extra-warmup does not go with --compare"
@@ -99,7 +95,6 @@ def wrong(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
-    """The problem of more actions than a simulation holds."""
     of_one = 3 * schedules * max(args.pp, 1) * max(args.vpp or 2, 1)
     actions = of_one * max(args.microbatches, 1)
     if actions <= MOST_ACTIONS:
@@ -113,7 +108,6 @@ def _too_many(args: argparse.Namespace, schedules: int) -> list[Problem]:
 
 
 def _unknown(args: argparse.Namespace) -> Problem:
-    """The problem of a schedule with an unknown name."""
     from ppctl.config.keys import nearest
 
     close = nearest(args.schedule, (*SCHEDULES, AUTO))
@@ -122,7 +116,6 @@ def _unknown(args: argparse.Namespace) -> Problem:
 
 
 def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
-    """Problems of chunks and microbatches that the policy has no lists for."""
     if args.vpp is not None and not policy.runs(args.vpp):
         message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
         other = policy.for_more_chunks or fitting_policy(args.vpp)
@@ -137,7 +130,6 @@ def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Proble
 
 
 def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems of arguments for which no search can be made."""
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {AUTO} determines the warm-up itself"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)
@@ -158,7 +150,6 @@ def wrong_times(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _beside_file(args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems of options that change how a schedule is made, beside a file that has one."""
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {args.schedule} already determines how many forwards come first"
         yield Problem("PP-E128", message, "--extra-warmup 0", _PLACE)

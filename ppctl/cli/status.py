@@ -1,7 +1,4 @@
-"""`ppctl status [RUN]`: the state of a run, from its directory and, if it was submitted, from SLURM.
-
-Knows what a person wants to see. Must not change anything.
-"""
+"""`ppctl status [RUN]`: the state of a run, from its directory and, if it was submitted, from SLURM."""
 
 from __future__ import annotations
 
@@ -51,15 +48,11 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
     )
     if report["state"] in (*STARTED, LOST):
         _add_waits(run, report["ranks"])
-    report["next"] = _next(run, report)
     if job is not None:
-        report["job"] = {"job": job.job, **dict.fromkeys(("state", "reason", "nodes", "starts", "never"))}
-        if job.state:
-            report["job"] |= {"state": job.state, "reason": job.reason, "nodes": job.nodes}
-            report["job"] |= {"starts": job.start, "never": job.never}
-            report["state"] = combined_state(report["state"], job)
-            report["next"] = _next(run, report)
-    return report
+        known = {"state": job.state, "reason": job.reason, "nodes": job.nodes, "starts": job.start, "never": job.never}
+        report["job"] = {"job": job.job, **(known if job.state else dict.fromkeys(known))}
+        report["state"] = combined_state(report["state"], job) if job.state else report["state"]
+    return report | {"next": _next(run, report)}
 
 
 def _progress(run: RunDir) -> dict[str, Any]:
@@ -78,7 +71,6 @@ def _progress(run: RunDir) -> dict[str, Any]:
 
 
 def _next(run: RunDir, report: dict[str, Any]) -> str | None:
-    """The command that usually follows."""
     where, state = pasted(report["path"]), report["state"]
     if state in STARTED:
         return f"{program()} logs {where} -f"
@@ -129,14 +121,12 @@ def _text(report: dict[str, Any], columns: int) -> str:
 
 
 def _tells(report: dict[str, Any]) -> bool:
-    """Whether the ranks' last heartbeats say more than the steps on record: those of a run that was lost between two of
-    them may be older than its last step."""
+    """Whether the ranks' last heartbeats say more than the steps on record: those of a lost run may be older."""
     lost, rows = report["state"] == LOST, report["ranks"]
     return bool(rows) and (report["state"] in STARTED or (lost and max(r["step"] for r in rows) >= report["step"]))
 
 
 def _said(report: dict[str, Any]) -> list[str]:
-    """State, figures, job, errors and times."""
     of = f" of {report['total']:,}" if report["total"] else ""
     lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{of}"]
     if report["loss"] is not None:
@@ -159,7 +149,6 @@ def _said(report: dict[str, Any]) -> list[str]:
 
 
 def _figures(report: dict[str, Any]) -> list[str]:
-    """Loss, speed and, while the run goes on, the time that is left."""
     figures = [f"loss {report['loss']:.4f}"]
     if report["tokens_per_s"] is not None:
         figures.append(f"{report['tokens_per_s']:,.0f} tokens/s")
@@ -169,7 +158,6 @@ def _figures(report: dict[str, Any]) -> list[str]:
 
 
 def _times(report: dict[str, Any]) -> list[str]:
-    """The slowest stage, the phases of the start, and the slowest edge."""
     lines = []
     if report["slowest_stage"] is not None:
         lines.append(f"slowest stage of the last step: {report['slowest_stage']} (rank {report['slowest_rank']})")
@@ -189,17 +177,13 @@ _LONG = 3.0
 
 
 def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
-    """How old the table is: nodes publish every ten seconds."""
     ages = {str(row["host"]): max(0.0, now - row["told"]) for row in rows}
     silent = [f"{host} has sent no heartbeat for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
     return [f"as the nodes published it {min(ages.values()):.0f} s ago", *silent]
 
 
 def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
-    """A row per rank: where it was when its host published last, for how long, and which rank it waited for.
-
-    For a silent host the time is counted until now.
-    """
+    """A row per rank: where it was when its host published last, since when, and what it waits for."""
     table = [["rank", "host", "step", "last done", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"

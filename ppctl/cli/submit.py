@@ -1,8 +1,4 @@
-"""`ppctl submit`: plan, make the run directory, write the batch script, submit it to SLURM.
-
-Knows this order and what is printed. Must not know torch, nor how a script is written (`launch/script.py`) or SLURM is
-called (`launch/slurm.py`).
-"""
+"""`ppctl submit`: plan, make the run directory, write the batch script, submit it to SLURM."""
 
 from __future__ import annotations
 
@@ -65,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
-    """(the launch, its SLURM job, problems with what this release cannot train). Raises PpctlError with all other
-    problems.
+    """(the launch, its SLURM job, problems with what this release cannot train). Raises PpctlError with all others.
 
     Only a dry run goes on with what cannot be trained; it looks at no files, and its run directory is called ID.
     """
@@ -121,10 +116,7 @@ def nodes_of(config: RunConfig, world: int) -> tuple[int, int, list[Problem]]:
 
 
 def job_to_wait_for(config: RunConfig) -> str | None:
-    """The job of the run that `launch.after` names; None without one, or if that run has finished.
-
-    Raises ConfigError if that run was not submitted, or has ended without finishing.
-    """
+    """The job of the run `launch.after`, unless that has finished. Raises ConfigError if no job will finish it."""
     if config.launch.after is None:
         return None
     before = find_run(config.launch.after, Path(config.log.dir))

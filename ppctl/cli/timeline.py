@@ -1,7 +1,4 @@
-"""`--timeline FILE` of `plan`, `simulate` and `rehearse`: the picture of a step, in the form of the file's ending.
-
-Knows names of files. Must not know what is drawn or how.
-"""
+"""`--timeline FILE` of `plan`, `simulate` and `rehearse`: the picture of a step, in the form of the file's ending."""
 
 from __future__ import annotations
 
@@ -78,9 +75,5 @@ def write_timeline(drawn: Picture | Sequence[Picture], path: Path) -> None:
     try:
         write_atomically(path, getattr(importlib.import_module(module), function)(drawn))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"the picture cannot be written to {path}: {reason}"
-        raise ConfigError(
-            Problem("PP-E129", message, pasted("--timeline", f"step{path.suffix}"), "command line")
-        ) from None
+        raise ConfigError(_unwritable(path, getattr(error, "strerror", None) or str(error))) from None
     note(f"note: wrote {path}")

@@ -1,7 +1,4 @@
-"""`ppctl trace [RUN]`: a step as it was measured (`log.trace`) and its picture; `ppctl trace A B`: two runs' steps.
-
-Knows a run's traced steps, its plan, ledgers and the simulator. Must not know torch.
-"""
+"""`ppctl trace [RUN]`: a step as it was measured (`log.trace`) and its picture; `ppctl trace A B`: two runs' steps."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppctl.checkpoint.tensor_parts import spans
 from ppctl.cli.console import UNFOLDED, aligned, in_blocks, note, prose, width
 from ppctl.cli.longer import longer
 from ppctl.cli.runs import add_run_arguments, named_run, program, short_path
@@ -33,8 +31,7 @@ from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
 from ppctl.topology import RankGrid
 
-_MOST_OF_A_STEP = 2**27
-"""Bytes of the trace's file."""
+_MOST_BYTES_OF_A_STEP = 2**27
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +53,8 @@ def run(args: argparse.Namespace) -> int:
     shown = _seen(run_dir, args)
     if args.other is not None:
         if args.timeline is not None:
-            message = "--timeline draws one run"
-            raise ConfigError(
-                Problem("PP-E129", message, f"ppctl trace {pasted(args.run)} --timeline step.html", "command line")
-            )
+            one = f"ppctl trace {pasted(args.run)} --timeline step.html"
+            raise ConfigError(Problem("PP-E129", "--timeline draws one run", one, "command line"))
         other = _seen(find_run(args.other, args.dir), args)
         compared = both(shown, other)
         print(json.dumps(compared) if args.json else compared_text(compared))
@@ -81,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
-    """The step of a run that the command line names. Raises ConfigError (PP-E643)."""
     step, plan = _step(run, args.step)
     pipeline = _pipeline(plan, args.pipeline)
     trace = step.trace(plan.schedule, pipeline)
@@ -89,21 +83,17 @@ def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
 
 
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
-    """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) if the run has none,
-    or not this one, or a damaged one."""
+    """The step that was asked for, and its plan. Raises ConfigError (PP-E643) if the run has none, or a damaged one."""
     files = run.measured_steps()
     if not files:
         raise ConfigError(_none_traced(run))
     step = max(files) if asked is None else asked
     if step not in files:
         there = ", ".join(map(str, files))
-        raise ConfigError(
-            Problem(
-                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(files)}", str(run.path)
-            )
-        )
+        message = f"step {step} was not traced; traced steps: {there}"
+        raise ConfigError(Problem("PP-E643", message, f"--step {max(files)}", str(run.path)))
     try:
-        record = read_json(files[step], dict[str, Any], _MOST_OF_A_STEP)
+        record = read_json(files[step], dict[str, Any], _MOST_BYTES_OF_A_STEP)
         measured = MeasuredStep.from_json(record)
         plan = run.plan_of(read(str, record.get("plan"))).at_step(step - 1)
         _check(measured, step, plan)
@@ -117,7 +107,6 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
 
 
 def _none_traced(run: RunDir) -> Problem:
-    """The problem of steps that a run has not reached yet: resuming it is enough."""
     done, config = run.status().get("step") or 0, run.read_config()
     message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {pasted(short_path(run.path))}"
     asked = config.log.trace
@@ -143,13 +132,9 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
 
 
 def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks of the pipeline that `rank` is in, by pp_rank."""
     if not 0 <= rank < plan.sizes.world:
-        raise ConfigError(
-            Problem(
-                "PP-E129", f"--pipeline {rank}: ranks are 0 to {plan.sizes.world - 1}", "--pipeline 0", "command line"
-            )
-        )
+        message = f"--pipeline {rank}: ranks are 0 to {plan.sizes.world - 1}"
+        raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
     return RankGrid(plan.sizes).group_of("pp", rank)
 
 
@@ -168,12 +153,8 @@ class SeenStep(NamedTuple):
 
     @property
     def named_ranks(self) -> str:
-        """The pipeline's ranks, which stand apart if others share its stages: `ranks 0, 2`."""
-        first, *rest = self.pipeline
-        if not rest:
-            return f"rank {first}"
-        evenly = self.pipeline == tuple(range(first, first + len(self.pipeline)))
-        return f"ranks {first} to {rest[-1]}" if evenly else f"ranks {', '.join(map(str, self.pipeline))}"
+        """The pipeline's ranks, which stand apart if others share its stages: `ranks 0-3`, `ranks 0, 2`."""
+        return f"rank{'s' * (len(self.pipeline) > 1)} {', '.join(spans(self.pipeline))}"
 
     @property
     def seconds(self) -> float:
@@ -234,7 +215,6 @@ def _ms(seconds: float) -> str:
 
 
 def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
-    """The times of each stage, and the change of the step if it were faster or slower."""
     rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
     for stage, forward, backward, faster, slower in changes:
         rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
@@ -246,29 +226,15 @@ def _change(seconds: float) -> str:
 
 
 def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:
-    """A row for each part of a step, a column for each rank of the pipeline: milliseconds and shares."""
     shown = [_by_rank(ledger, pipeline) for ledger in ledgers]
     names = list(dict.fromkeys(name for rows in shown for name in rows))
     waits = [name for name in (f"waiting for rank {rank}" for rank in pipeline) if name in names]
-    ordered = [
-        "compute",
-        "gradients",
-        *waits,
-        *(name for name in names if name not in ("compute", "gradients", *waits)),
-    ]
     table = [["ms", *(f"rank {rank}" for rank in pipeline)]]
-    for name in ordered:
+    for name in dict.fromkeys(("compute", "gradients", *waits, *names)):
         seconds = [rows.get(name, 0.0) for rows in shown]
         if any(seconds):
-            table.append(
-                [
-                    name,
-                    *(
-                        f"{1e3 * each:.1f} {each / ledger.total:4.0%}"
-                        for each, ledger in zip(seconds, ledgers, strict=True)
-                    ),
-                ]
-            )
+            parts = zip(seconds, ledgers, strict=True)
+            table.append([name, *(f"{1e3 * each:.1f} {each / ledger.total:4.0%}" for each, ledger in parts)])
     return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in ledgers)]]
 
 
@@ -287,19 +253,18 @@ def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
     rows = [_means(seen.ledgers) for seen in sides]
     names = dict.fromkeys([*rows[0], *rows[1]])
     changes = [report(seen)["stages"] for seen in sides]
-    alike = len(changes[0]) == len(changes[1])
+    stages = None
+    if len(changes[0]) == len(changes[1]):
+        parts = ("forward", "backward")
+        pairs = zip(*changes, strict=True)
+        stages = [{"stage": a["stage"], **{part: [a[part], b[part]] for part in parts}} for a, b in pairs]
     return {
         "runs": [seen.run for seen in sides],
         "steps": [seen.step for seen in sides],
         "step_time_s": [seen.seconds for seen in sides],
         "bubble_fraction": [bubble_fraction(seen.trace) for seen in sides],
         "ledger": {name: [row.get(name, 0.0) for row in rows] for name in names},
-        "stages": [
-            {"stage": a["stage"], **{part: [a[part], b[part]] for part in ("forward", "backward")}}
-            for a, b in zip(*changes, strict=True)
-        ]
-        if alike
-        else None,
+        "stages": stages,
     }
 
 

@@ -1,7 +1,4 @@
-"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended.
-
-Knows this order; `local_run` has its steps. Must not know torch.
-"""
+"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended."""
 
 from __future__ import annotations
 

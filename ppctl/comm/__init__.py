@@ -1,10 +1,9 @@
 """Process groups and the channels between pipeline ranks.
 
 groups           process groups from the grid of ranks, and numbers that all ranks learn over them
-communicator     the messages of a pipeline
-channels         one-way connections; buffers: what is received into
+communicator     the messages of a pipeline, one by one or in batches
+channels         one-way connections, also for shapes that vary; buffers: what is received into
 connections      the backends that carry messages, and a rank's ends of the channels over them
-message_batches  messages that travel together; variable_shapes: messages with shapes that vary
 modes            how a config wants messages to be sent
 turns            two pieces of work that alternate at their exchanges
 """

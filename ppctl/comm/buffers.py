@@ -79,7 +79,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 class Shelf:
     """The free buffers of one message spec."""
 
-    __slots__ = ("_device", "_free", "_held", "_unshared", "allocated", "spec")
+    __slots__ = ("_device", "_free", "_held", "_unshared", "spec")
 
     def __init__(self, spec: MessageSpec, device: torch.device) -> None:
         self.spec = spec
@@ -87,8 +87,6 @@ class Shelf:
         self._free: list[Message] = []
         self._held: deque[Message] = deque(maxlen=_MOST_HELD)
         self._unshared = 0
-        self.allocated = 0
-        """Number of messages for which buffers were made: constant in the steady state."""
 
     def take(self) -> Message:
         """A message's buffers, their contents undefined."""
@@ -100,7 +98,6 @@ class Shelf:
                 return message
         message = self.spec.make(self._device)
         self._unshared = _owners(message[0]) if message else 0
-        self.allocated += 1
         return message
 
     def give_back(self, message: Message) -> None:
@@ -130,8 +127,3 @@ class BufferPool:
         if spec not in self._shelves:
             self._shelves[spec] = Shelf(spec, self._device)
         return self._shelves[spec]
-
-    @property
-    def allocated(self) -> int:
-        """Messages' buffers made so far, over all specs."""
-        return sum(shelf.allocated for shelf in self._shelves.values())

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport
+from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport, VariableEnd
 from ppctl.comm.groups import limit_of
-from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 MAX_CTAS = 4
@@ -129,7 +128,8 @@ class Connections:
     def _get(self, kind: str, what: str, members: Sequence[int]) -> Transport:
         name = connection_name(self.ranks, self.number, what)
         if name not in self._made:
-            store = PrefixStore(f"{name}/", _shared_store())
+            # A private name of torch's: no public one gives the store of the rendezvous.
+            store = PrefixStore(f"{name}/", dist.distributed_c10d._get_default_store())
             ranks = [self.ranks[member] for member in members]
             self._made[name] = MAKERS[kind](store, list(members).index(self.rank), ranks, name, self.limit)
         return cast(Transport, self._made[name])
@@ -153,11 +153,6 @@ def device_backend(pp_group: ProcessGroup) -> str | None:
 def moves_on_device(pp_group: ProcessGroup) -> bool:
     """Whether the group's backend moves CUDA tensors itself."""
     return torch.cuda.is_available() and device_backend(pp_group) is not None
-
-
-def _shared_store() -> Store:
-    """The store of the rendezvous: a private name of torch's, as no public one gives it."""
-    return dist.distributed_c10d._get_default_store()
 
 
 TAGS = {"F": 1, "B": 2}
@@ -195,7 +190,9 @@ def make_ends(
     if over is not None:
         of_group = {channel: DirectEnd(channel, over, other_end(channel, rank), 0) for channel in own}
         if connect and device.type == "cuda":
-            _meet_once(pp_group, device)
+            # NCCL wants that all ranks of a group have met before messages between some of them are batched.
+            dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
+            torch.cuda.synchronize(device)
             for end in of_group.values():
                 _connect(end, rank, device)
         return of_group
@@ -230,12 +227,6 @@ def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
 def other_end(channel: Channel, rank: int) -> int:
     """The rank that a channel connects `rank` with."""
     return channel.target if channel.source == rank else channel.source
-
-
-def _meet_once(pp_group: ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of a group meet once: NCCL wants that before messages between some of them are batched."""
-    dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
-    torch.cuda.synchronize(device)
 
 
 def _pair_ends(

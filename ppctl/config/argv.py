@@ -1,7 +1,6 @@
 """The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
 
-Pure: knows names, quotes and brackets, never values or files. `normalise` turns each word into `KEY=VALUE`; if several
-words set one key, the last word counts.
+`normalise` turns each word into `KEY=VALUE`; if several words set one key, the last word counts.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ class Arguments:
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
-    """Sort and rewrite `tokens`, the command line after the command's name.
-
-    `own` maps each flag of the command itself to whether it takes a value. Nothing is raised: problems are collected.
-    """
+    """Sort and rewrite the words after a command's name; `own` maps its own flags to whether they take a value."""
     sorter = _Sorter(tokens, own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
@@ -220,7 +216,6 @@ def _reset(name: str) -> str:
 
 
 def _where_explained(name: str) -> str:
-    """The command that shows what `name` may be set to."""
     key = full_name(name)
     if key == "recipe":
         return "ppctl recipes"
@@ -316,7 +311,6 @@ def sweep_values(key: str, value: str) -> list[str] | None:
 
 
 def _range(text: str) -> list[str]:
-    """Hydra's `range(start, stop, step)` of whole numbers."""
     bounds = [int(part) for part in text.split(",") if part.strip()]
     if len(bounds) == 3 and bounds[2] == 0:
         bounds.pop()

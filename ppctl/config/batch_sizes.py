@@ -1,6 +1,6 @@
 """How many samples each step takes: one global batch size, or a batch that grows with the samples consumed.
 
-Pure functions of the config: no cut and no resume changes them. Must not know ranks, schedules or data.
+Pure functions of the config: no cut and no resume changes them.
 Source: Megatron-core's RampupBatchsizeNumMicroBatchesCalculator, in whole numbers.
 """
 

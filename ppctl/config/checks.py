@@ -1,7 +1,6 @@
 """Limits of single keys and rules between keys, applied to a config: every problem at once, with remedies that work.
 
-Nothing is changed. The rules are in files by subject (`RULES`). Equations between sizes (world, batch, layout against
-pp) are the plan's; the meaning of each key is in `schema.py`, Megatron's constraints are in `model_parallel_config`.
+The rules are in files by subject (`RULES`); equations between sizes (world, batch, layout against pp) are the plan's.
 """
 
 from __future__ import annotations
@@ -111,11 +110,8 @@ def check(
 
 
 def _with_working_remedies(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    """The findings, each with a remedy that breaks no other rule: those lines of the finding's own remedy, or a key's
-    usual value.
-
-    A remedy that is a key alone stands for the usual value of that key.
-    """
+    """The findings, each with the lines of its remedy that break no other rule, else a key's usual value. A remedy that
+    is a key alone stands for its usual value."""
     findings = _findings(config)
     before = {(keys, message) for keys, message, _ in findings}
 
@@ -184,9 +180,8 @@ def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
-    """The finding of a value beyond its limit; the remedy is the word that was meant, else the usual value, and instead
-    of null an example: who typed a value meant to have one.
-    """
+    """The finding of a value beyond its limit. Its remedy is the word that was meant, else the usual value, and instead
+    of null an example."""
     key = text_keys()[name]
     message, meant = key.misfit(value)
     fitting = _usual(name, usual) if meant is None else meant
@@ -196,7 +191,6 @@ def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
 
 
 def _usual(name: str, usual: Mapping[str, Any]) -> Any:
-    """The value that stood before, or else the default."""
     key = text_keys()[name]
     before = usual.get(name, key.default)
     return before if key.allows(before) else key.default
@@ -206,7 +200,6 @@ def _usual(name: str, usual: Mapping[str, Any]) -> Any:
 
 
 def _set_to_another(config: RunConfig, *states: str) -> Iterator[tuple[Key, object]]:
-    """The keys in one of these states whose value is not the default, and the value."""
     for name, key in text_keys().items():
         value = config[name]
         if key.facts.support.state in states and value != key.default:
@@ -244,15 +237,11 @@ def not_trained(config: RunConfig) -> list[Problem]:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
     message = f"this release can plan this config but not train it yet; missing: {listed}"
-    return [
-        Problem(
-            "PP-E118", message, f"ppctl plan {pasted(f'+recipe={config.recipe}')}" if config.recipe else "ppctl plan"
-        )
-    ]
+    recipe = [f"+recipe={config.recipe}"] if config.recipe else []
+    return [Problem("PP-E118", message, pasted("ppctl", "plan", *recipe))]
 
 
 def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:
-    """(What of a model has no module or kernel yet, the keys that need it)."""
     model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
     if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
         what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"

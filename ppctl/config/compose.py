@@ -1,8 +1,6 @@
-"""From words to a RunConfig, with the source of every value and every problem at once.
+"""From words to a RunConfig, with the source of every value and every problem at once (ARCHITECTURE.md draws the road).
 
-Each form is computed once, from the form before it: words -> overrides (`argv`) -> values with their sources (`draft`)
--> RunConfig (`mapping`) -> problems (`checks`). Knows the order of strength: defaults, conf/, recipe,
-`model.from`, command line. Imports Hydra, through `hydra_source`, only when it composes.
+The order of strength: defaults, conf/, recipe, `model.from`, command line.
 """
 
 from __future__ import annotations
@@ -120,7 +118,6 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool) -> Composed:
-    """The config of a draft. Raises RefusedError with all problems of its words, its values and their relations."""
     draft.adjust()
     config, wrong = convert(draft.values, draft.place)
     named = {problem.place.partition(" (")[0]: problem for problem in wrong}

@@ -1,12 +1,10 @@
 """The forms of `data.path`: one path, or a blend of several with weights, in Megatron's spelling or as rows of YAML.
 
-Knows the forms, the arithmetic of weights, and the rules on evaluation. Must not know files or tokens.
-
-    texts/**/*.txt                      text, by name or glob
-    corpus/web                          a prefix: corpus/web.bin and corpus/web.idx
-    [0.3,corpus/web,0.7,corpus/code]    a blend: weight, path, weight, path
-    [corpus/web,corpus/code]            as if they were one: each sample is as likely as any other
-    [{path: corpus/web, weight: 0.3}, {path: corpus/code, weight: 0.7}]
+texts/**/*.txt                      text, by name or glob
+corpus/web                          a prefix: corpus/web.bin and corpus/web.idx
+[0.3,corpus/web,0.7,corpus/code]    a blend: weight, path, weight, path
+[corpus/web,corpus/code]            as if they were one: each sample is as likely as any other
+[{path: corpus/web, weight: 0.3}, {path: corpus/code, weight: 0.7}]
 """
 
 from __future__ import annotations
@@ -33,17 +31,13 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         except ValueError as error:
             yield (key,), str(error), f"{key}=null"
     if data.validation_path is not None and data.validation_split:
-        yield (
-            ("data.validation_split", "data.validation_path"),
-            "evaluation reads one of the two, not both",
-            "data.validation_split=0",
-        )
+        keys = ("data.validation_split", "data.validation_path")
+        yield keys, "evaluation reads one of the two, not both", "data.validation_split=0"
     yield from _conversations(data)
     yield from _evaluation(config)
 
 
 def _conversations(data: DataConfig) -> Iterator[Finding]:
-    """The files of each format, and the keys that packed rows need."""
     if data.format == TEXT:
         if data.text_key != TEXT and data.path is None:
             message = "data.text_key applies to .jsonl files; without data.path ppctl reads plain text"
@@ -61,21 +55,15 @@ def _conversations(data: DataConfig) -> Iterator[Finding]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[Finding]:
-    """Broken rules between the interval of evaluations, their number of batches, and their data."""
     data, train = config.data, config.train
     if train.eval_interval > 0:
         if data.validation_path is None and not data.validation_split:
-            yield (
-                ("train.eval_interval", "data.validation_split", "data.validation_path"),
-                "an evaluation needs data.validation_path or data.validation_split, and neither is set",
-                "data.validation_split=0.05",
-            )
+            keys = ("train.eval_interval", "data.validation_split", "data.validation_path")
+            message = "an evaluation needs data.validation_path or data.validation_split, and neither is set"
+            yield keys, message, "data.validation_split=0.05"
         if not train.eval_steps:
-            yield (
-                ("train.eval_steps", "train.eval_interval"),
-                "an evaluation needs at least one batch",
-                "train.eval_steps=8",
-            )
+            message = "an evaluation needs at least one batch"
+            yield ("train.eval_steps", "train.eval_interval"), message, "train.eval_steps=8"
         return
     for name, unset in (("train.eval_steps", 0), ("data.validation_path", None)):
         if config[name] != unset:

@@ -1,8 +1,7 @@
 """A configuration while it is composed: values by dotted key, the source of each, and the problems so far.
 
-Knows how each layer replaces what is weaker (files, a model's directory, the command line, a miniature, a tokenizer),
-and the adjustments once all values are there: interpolations are resolved, a layout made for other sizes is set aside,
-two names of one value become equal. Must not know Hydra; how directories and tokenizers are read is handed in.
+Each layer replaces what is weaker. Once all values are there, interpolations are resolved, a layout made for other
+sizes is set aside, and two names of one value become equal. How directories and tokenizers are read is handed in.
 """
 
 from __future__ import annotations
@@ -159,20 +158,14 @@ class Draft:
             self.values[SCHEDULE_FILE] = str(Path(value).expanduser().resolve())
 
     def _unite_micro_batch(self) -> None:
-        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value, the value of the stronger source.
-
-        With equally strong sources both stay, and `checks.py` reports a difference.
-        """
+        """Give both names of the micro batch size the stronger source's value; as strong ones are compared later."""
         ranks = [self._strength(key) for key in MICRO_BATCH]
         if ranks[0] != ranks[1]:
             stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
             self.put(weaker, self.values[stronger], f"derived: {stronger}")
 
     def _count_steps(self) -> None:
-        """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
-
-        If both are as strong both stay, and `batch_sizes` reports it.
-        """
+        """Set train.steps by the run's samples or tokens, if their source is stronger; as strong ones are compared."""
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
             return
@@ -329,8 +322,7 @@ def scale_down(draft: Draft, scale: str, source: str) -> None:
 
 
 def _miniature(draft: Draft, scale: str) -> dict[str, Any]:
-    """The values that make the run small. The model's are in proportion to those of files: values on the command line
-    are meant for the miniature."""
+    """The values that make the run small, in proportion to those of files: typed ones are meant for the miniature."""
     small = SCALES[scale]
     full = replace(draft, values=dict(draft.values))
     for key in small(draft.config(), draft.typed):

@@ -1,8 +1,7 @@
 """Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
-Flags among a key's `names` are taken; of all others the error says what to write. The flags of a key are
-metadata of its field (`names`, `known_as`); here are those that mean one value of a key, or a value in other units, and
-in `megatron_flags` those that mean no key.
+The flags of a key are metadata of its field: `names`, which are taken, and `known_as`. Here are those that mean one
+value of a key, or a value in other units, and in `megatron_flags` those that mean no key.
 """
 
 from __future__ import annotations
@@ -87,16 +86,13 @@ def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
     typed = pasted(*filter(None, (flag, value)))
     if flag in FIXED:
         return TranslatedFlag(typed, FIXED[flag])
-    if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
-        return TranslatedFlag(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
-    if flag in _IN_SAMPLES:
-        in_steps = _IN_SAMPLES[flag]
+    if (in_steps := _IN_SAMPLES.get(flag)) is not None:
+        if value.isdigit() and batch.isdigit() and int(batch):
+            return TranslatedFlag(typed, f"{in_steps}={-(-int(value) // int(batch))}")
         in_tokens = in_steps.replace("_steps", "_tokens")
         tokens = f": {in_tokens} = samples x data.seq_length" if in_tokens in text_keys() else ""
-        return TranslatedFlag(
-            typed,
-            why=f"{in_steps} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})",
-        )
+        why = f"{in_steps} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})"
+        return TranslatedFlag(typed, why=why)
     if AGREED.get(flag) == value:
         return TranslatedFlag(typed, why="it is so in any case", code="PP-E109")
     if same := _keys_of(flag):
@@ -114,7 +110,6 @@ def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
 
 
 def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
-    """A flag that means a key; a key that this release refuses is not offered."""
     override = _override(key, value)
     support = key.facts.support
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
@@ -176,10 +171,8 @@ _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 
 
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
-    """One problem for several flags at once; `line` is the command line with keys instead of these flags.
-
-    Its place ends with Megatron's defaults if the line leaves others; `given` are its keys and values.
-    """
+    """One problem for several flags; `line` is the command line with keys instead, `given` its keys and values. Its
+    place ends with Megatron's defaults if the line leaves others."""
     width = max(len(one.typed) for one in flags)
     rows = [f"{one.typed:<{width}}  {one.override or _left_out(one)}" for one in flags]
     message = f"{len(flags)} flags are keys in ppctl or have no meaning in it; the remedy is the whole command line"
@@ -222,19 +215,15 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
         names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
         known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
         return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
-    if known_flag.override:
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", known_flag.override, place)
+    why, remedy = known_flag.why, known_flag.override
+    message = f"{flag} is no flag of ppctl; {why or 'the setting is a key'}"
     if known_flag.code == "PP-E108":
-        return Problem(
-            "PP-E108",
-            f"{flag} asks for a feature that this release does not have ({known_flag.why}); leave it out",
-            place=place,
-        )
-    if known_flag.code == "PP-E109":
-        return Problem("PP-E109", f"{flag} has no meaning in ppctl: {known_flag.why}; leave it out", place=place)
-    return Problem(
-        "PP-E107", f"{flag} is no flag of ppctl; {known_flag.why}", f"ppctl explain {known_flag.why.split()[0]}", place
-    )
+        message = f"{flag} asks for a feature that this release does not have ({why}); leave it out"
+    elif known_flag.code == "PP-E109":
+        message = f"{flag} has no meaning in ppctl: {why}; leave it out"
+    elif not remedy:
+        remedy = f"ppctl explain {why.split()[0]}"
+    return Problem(known_flag.code, message, remedy, place)
 
 
 def _override(key: Key, value: str) -> str:

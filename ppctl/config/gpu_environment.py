@@ -1,7 +1,6 @@
 """Variables that CUDA and cuBLAS read when they start, as a rank on a GPU needs them.
 
-Knows their names, their good values and why other values are refused. Must not know launchers: the launcher sets
-what is missing, and every rank checks its own environment again.
+The launcher sets what is missing, and every rank checks its own environment again.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def gpu_environment(
 ) -> tuple[dict[str, str], list[Problem]]:
     """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
 
-    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in whoever's
-    code.
+    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in any code.
     """
     added = dict(launch_env)
     if QUEUES not in environ:

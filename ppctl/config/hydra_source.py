@@ -1,8 +1,7 @@
-"""All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf.
+"""All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf. Import it lazily.
 
-Offers three things: `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages,
-over conf/ and the recipe directories) and `interpolated` (`${...}`). Must not know rules on values. Importing it loads
-Hydra: do so lazily.
+Offers `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages, over conf/ and
+the recipe directories) and `interpolated` (`${...}`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class PpctlSource(ConfigSource):
     path: str = ""
     chosen: Recipe | None = None
     """The recipe that was asked for, which need not be in a recipe directory."""
-    files: dict[str, YamlFile] = field(default_factory=dict)
+    files: dict[str, YamlFile | None] = field(default_factory=dict)
 
     @staticmethod
     def scheme() -> str:
@@ -54,10 +53,7 @@ class PpctlSource(ConfigSource):
         """The file behind a config path such as `recipe/quickstart`, or none."""
         name = config_path.removesuffix(".yaml")
         if name not in self.files:
-            file = self._find(name)
-            if file is None:
-                return None
-            self.files[name] = file
+            self.files[name] = self._find(name)
         return self.files[name]
 
     def _find(self, name: str) -> YamlFile | None:
@@ -204,10 +200,8 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _length(path: str, texts: Mapping[str, str], known: dict[str, int]) -> int:
-    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there.
-
-    A text may name another one twice, and that one a third: some lines would take hours, and fill the memory.
-    """
+    """More characters than a text gets from texts that interpolate, itself included; a cycle ends there. A text may
+    name another one twice, and that one a third: some lines would take hours, and fill the memory."""
     if path not in known:
         known[path] = 0
         named = _NAMED.findall(texts[path])

@@ -1,7 +1,6 @@
 """Every configuration key: its type, its default, its docstring, and the nearest name to a misspelt one.
 
-Read from the dataclasses in `schema.py` and their metadata, never written twice. Must not know files, Hydra or the
-command line.
+Read from the dataclasses in `schema.py` and their metadata, never written twice.
 """
 
 from __future__ import annotations

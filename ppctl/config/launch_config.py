@@ -1,7 +1,4 @@
-"""The keys of `launch` and `log`: where the ranks of a run are, what starts them, and where they write.
-
-How a key is written: `metadata.py`. Must not know what is trained.
-"""
+"""The keys of `launch` and `log`: where the ranks of a run are, what starts them, and where they write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The learning rate as a function of the updates made: a warm-up, then pieces, each of which ends at a rate.
 
-Every style of `optim.lr_decay_style` is such a list, and the weight of the MTP losses one over the steps done. Must not
-know optimizers: `lr_at` and `mtp_weight` are pure functions, so that no cut and no resume changes them.
+Every style of `optim.lr_decay_style` is such a list, and the weight of the MTP losses one over the steps done. Both are
+pure functions, so that no cut and no resume changes them.
 """
 
 from __future__ import annotations

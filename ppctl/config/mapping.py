@@ -1,7 +1,6 @@
 """A RunConfig as plain data and back: typed, closed, and with every problem collected.
 
-Knows how a value of YAML or of the command line becomes a value of the schema. Must not know Hydra, files or torch: the
-launcher writes `to_mapping` as config.yaml, every rank reads it with `from_mapping`.
+The launcher writes `to_mapping` as config.yaml, every rank reads it with `from_mapping`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import Key, keys, mapping_with, members, nearest, sections, text_keys, type_text
+from ppctl.config.keys import keys, mapping_with, members, nearest, sections, text_keys, type_text
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -93,7 +92,8 @@ def convert(
             if len(unknown) <= MOST_UNKNOWN:
                 problems.append(unknown_key(name, place(name)))
         elif key.is_callable:
-            problems.append(python_only(key, place(name)))
+            message = f"{name} takes a Python object, which only a program that calls the API can give; leave it out"
+            problems.append(Problem("PP-E113", message, place=place(name)))
         else:
             try:
                 config[name] = converted_value(name, value)
@@ -119,12 +119,6 @@ def not_a_section(name: str, place: str) -> Problem:
     return Problem("PP-E102", message, f"ppctl explain {name}", place)
 
 
-def python_only(key: Key, place: str) -> Problem:
-    """The problem of a key whose value is a Python object."""
-    message = f"{key.name} takes a Python object, which only a program that calls the API can give; leave it out"
-    return Problem("PP-E113", message, place=place)
-
-
 def converted_value(name: str, value: Any) -> Any:
     """`value` as the type of the dotted key `name`. Raises ValueError that says what the key takes."""
     read = _reader(name)
@@ -133,7 +127,6 @@ def converted_value(name: str, value: Any) -> Any:
 
 @cache
 def _reader(name: str) -> Callable[[Any], Any]:
-    """The function that makes a value of a key's type."""
     key = keys()[name]
     special = {"published": _published, "model.hf_overrides": _fields_of_config_json}
     if key.name in special:

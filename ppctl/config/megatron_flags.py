@@ -1,7 +1,6 @@
 """The flags of Megatron's `pretrain_gpt` that set no key: why each is left out, and how Megatron's defaults differ.
 
-The flags and the reasons are a page for people, `ppctl/pages/megatron_flags.md`, which is read here. A flag that means
-a key is named at that key's field (`names`, `known_as`), or in `flags.py`. Must not know the command line.
+The flags and the reasons are a page for people, `ppctl/pages/megatron_flags.md`, which is read here.
 """
 
 from __future__ import annotations

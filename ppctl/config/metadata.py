@@ -2,9 +2,8 @@
 
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
 
-A fact on a section's field (`model: ModelConfig = key(ModelConfig, mathematics=True)`) holds for all its keys. A limit
-says whether it `allows` one value, and in `words` what it must be. An upper bound is what can be planned on a laptop
-within seconds, above what any real job needs (decision 27). Must not know any key, nor rules between several values.
+A fact on a section's field (`model: ModelConfig = key(ModelConfig, mathematics=True)`) holds for all its keys. An upper
+bound is what can be planned on a laptop within seconds, above what any real job needs (decision 27).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The keys of `model`: a decoder of ppctl's own in Megatron's names, and where a model of other code comes from.
-
-How a key is written: `metadata.py`. Must not know how a model is divided, nor how it is trained.
-"""
+"""The keys of `model`: a decoder of ppctl's own in Megatron's names, and where a model of other code comes from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Megatron's `ModelParallelConfig`: every documented field, its documented default, and the rules between fields.
 
-Knows names, defaults, how far ppctl supports each field, and rules. Must not know torch (dtype fields hold a
-`torch.dtype` or its name) or files. `problems` states the rules once; `__post_init__` raises from it.
+Torch-free: dtype fields hold a `torch.dtype` or its name. `problems` states the rules; `__post_init__` raises from it.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class ModelParallelConfigError(ConfigError, ValueError):
 
 
 def dtype_name(value: Any) -> str | None:
-    """The canonical name of a dtype: of `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
-
-    Raises ValueError for anything else, naming what is accepted.
-    """
+    """The canonical name of `torch.bfloat16`, `"bf16"`, ...; None for None. Raises ValueError for what is no dtype."""
     if value is None:
         return None
     text = str(value).removeprefix("torch.").lower()
@@ -279,21 +275,15 @@ def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
     """(message, remedy) of each broken rule."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if config.sequence_parallel and tp <= 1:
-        yield (
-            f"sequence_parallel splits over the tensor-parallel ranks, and tensor_model_parallel_size is {tp}",
-            "parallel.sequence_parallel=false",
-        )
+        message = f"sequence_parallel splits over the tensor-parallel ranks, and tensor_model_parallel_size is {tp}"
+        yield message, "parallel.sequence_parallel=false"
     if pp > 1 and config.pipeline_dtype is None:
-        yield (
-            f"pipeline_model_parallel_size is {pp} and pipeline_dtype is unset: stages agree on what they send",
-            "parallel.pipeline_dtype=float32",
-        )
-    if config.overlap_p2p_comm_warmup_flush and (not config.overlap_p2p_comm or config.batch_p2p_comm):
-        yield (
-            "overlap_p2p_comm_warmup_flush needs overlap_p2p_comm true and batch_p2p_comm false, "
-            f"here {config.overlap_p2p_comm} and {config.batch_p2p_comm}",
-            "parallel.overlap_p2p_comm=true parallel.batch_p2p_comm=false",
-        )
+        message = f"pipeline_model_parallel_size is {pp} and pipeline_dtype is unset: stages agree on what they send"
+        yield message, "parallel.pipeline_dtype=float32"
+    overlaps, batches = config.overlap_p2p_comm, config.batch_p2p_comm
+    if config.overlap_p2p_comm_warmup_flush and (not overlaps or batches):
+        message = "overlap_p2p_comm_warmup_flush needs overlap_p2p_comm true and batch_p2p_comm false, "
+        yield f"{message}here {overlaps} and {batches}", "parallel.overlap_p2p_comm=true parallel.batch_p2p_comm=false"
     if config.defer_embedding_wgrad_compute:
         yield from _broken_deferral(config)
 
@@ -301,17 +291,13 @@ def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
 def _broken_deferral(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
     remedy = "parallel.defer_embedding_wgrad_compute=false"
     if config.pipeline_model_parallel_size == 1:
-        yield (
-            "defer_embedding_wgrad_compute moves work into the pipeline's flush, and there is one pipeline rank",
-            remedy,
-        )
+        message = "defer_embedding_wgrad_compute moves work into the pipeline's flush, and there is one pipeline rank"
+        yield message, remedy
     if not config.gradient_accumulation_fusion:
         yield "defer_embedding_wgrad_compute needs gradient_accumulation_fusion", remedy
     if config.wgrad_deferral_limit < 0:
-        yield (
-            f"wgrad_deferral_limit counts microbatches: at least 0, here {config.wgrad_deferral_limit}",
-            "parallel.wgrad_deferral_limit=0",
-        )
+        message = f"wgrad_deferral_limit counts microbatches: at least 0, here {config.wgrad_deferral_limit}"
+        yield message, "parallel.wgrad_deferral_limit=0"
 
 
 def cautions(config: ModelParallelConfig) -> list[str]:

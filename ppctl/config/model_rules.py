@@ -1,12 +1,7 @@
-"""Rules on the model: the decoder's own sizes, and what a model whose code is transformers' cannot do.
-
-Knows relations inside ModelConfig, and the keys that only ppctl's own blocks read. Must not know layouts, how a block
-is built, or what transformers' code computes.
-"""
+"""Rules on the model: the decoder's own sizes, and what a model whose code is transformers' cannot do."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -47,15 +42,11 @@ def decoder(config: RunConfig) -> Iterator[Finding]:
     kinds = model.cp_comm_type
     if not isinstance(kinds, str) and len(kinds) not in (1, model.num_layers):
         keys = ("model.cp_comm_type", "model.num_layers")
-        yield (
-            keys,
-            f"cp_comm_type lists {len(kinds)} layers, and there are {model.num_layers}",
-            "model.cp_comm_type=p2p",
-        )
+        message = f"cp_comm_type lists {len(kinds)} layers, and there are {model.num_layers}"
+        yield keys, message, "model.cp_comm_type=p2p"
 
 
 def _implementation(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on whose code runs."""
     if model.transformers is not None:
         return
     takes = "model.implementation=transformers" if model.from_ else "model.from=DIR model.implementation=transformers"
@@ -76,79 +67,49 @@ def turns_heads(model: ModelConfig) -> bool:
 
 
 def _heads(model: ModelConfig) -> Iterator[Finding]:
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if min(heads, groups or 1, model.hidden_size) < 1:
-        return
-    if not model.multi_latent_attention and model.kv_channels is None and model.hidden_size % heads:
-        yield (
-            ("model.hidden_size", "model.num_attention_heads"),
-            f"{heads} heads do not divide a hidden size of {model.hidden_size}",
-            f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}",
-        )
-    elif (
-        turns_heads(model)
-        and not model.multi_latent_attention
-        and (model.kv_channels or model.hidden_size // heads) % 2
-    ):
-        yield (
-            ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
-            f"rotary positions rotate pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
-            f"model.kv_channels={(model.kv_channels or model.hidden_size // heads) + 1}",
-        )
+    heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
+    keys = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
+    width = model.kv_channels or model.hidden_size // heads
+    if not latent and model.kv_channels is None and model.hidden_size % heads:
+        message = f"{heads} heads do not divide a hidden size of {model.hidden_size}"
+        yield keys[:2], message, f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}"
+    elif turns_heads(model) and not latent and width % 2:
+        message = f"rotary positions rotate pairs: a head of width {width} is odd"
+        yield keys, message, f"model.kv_channels={width + 1}"
     elif turns_heads(model):
         yield from _rotary(model)
     if groups and heads % groups:
-        yield (
-            ("model.num_query_groups", "model.num_attention_heads"),
-            f"{groups} key/value heads cannot be shared evenly by {heads} heads",
-            f"model.num_query_groups={max(g for g in range(1, min(groups, heads) + 1) if heads % g == 0)}",
-        )
+        fitting = max(g for g in range(1, min(groups, heads) + 1) if heads % g == 0)
+        message = f"{groups} key/value heads cannot be shared evenly by {heads} heads"
+        yield ("model.num_query_groups", keys[1]), message, f"model.num_query_groups={fitting}"
 
 
 def _rotary(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on rotary positions, of heads whose width is even."""
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    share = model.rotary_percent
-    turned = int(head * share) if 0 < share <= 1 else 0
-    if model.multi_latent_attention:
-        yield from _latent(model)
-    elif 0 < share < math.inf and head > 0 and (turned < 2 or turned % 2):
-        yield (
-            ("model.rotary_percent",),
-            f"rotary positions rotate pairs within a head: {share:g} of its width of {head} cannot be turned",
-            f"model.rotary_percent={2 * min(max(round(turned / 2), 1), head // 2) / head:g}",
-        )
-    if model.rotary_scaling_type == "llama3" and 0 < model.beta_fast <= model.beta_slow:
-        message = "beta_fast, the fast frequencies, must be above beta_slow"
-        yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
-    if model.rotary_scaling_factor is not None and 0 < model.rotary_base <= 1:
-        keys = ("model.rotary_base", "model.rotary_scaling_factor")
-        yield (
-            keys,
-            "YaRN separates fast frequencies from slow ones: the base must be above 1",
-            "model.rotary_base=10000",
-        )
-
-
-def _latent(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on latent attention."""
-    width = model.qk_pos_emb_head_dim
-    if width % 2:
+    share, width = model.rotary_percent, model.qk_pos_emb_head_dim
+    turned = int(head * share)
+    if model.multi_latent_attention and width % 2:
         message = f"rotary positions rotate pairs: a width of {width} is odd"
         yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
+    elif not model.multi_latent_attention and (turned < 2 or turned % 2):
+        message = f"rotary positions rotate pairs within a head: {share:g} of its width of {head} cannot be turned"
+        fitting = 2 * min(max(round(turned / 2), 1), head // 2) / head
+        yield ("model.rotary_percent",), message, f"model.rotary_percent={fitting:g}"
+    if model.rotary_scaling_type == "llama3" and model.beta_fast <= model.beta_slow:
+        message = "beta_fast, the fast frequencies, must be above beta_slow"
+        yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
+    if model.rotary_scaling_factor is not None and model.rotary_base <= 1:
+        message = "YaRN separates fast frequencies from slow ones: the base must be above 1"
+        yield ("model.rotary_base", "model.rotary_scaling_factor"), message, "model.rotary_base=10000"
 
 
 def _experts(model: ModelConfig) -> Iterator[Finding]:
     experts = model.num_moe_experts
-    if experts is None or experts < 1:
+    if experts is None:
         return
     if model.moe_router_topk > experts:
-        keys = ("model.moe_router_topk", "model.num_moe_experts")
-        yield (
-            keys,
-            f"a token cannot go to {model.moe_router_topk} of {experts} experts",
-            f"model.moe_router_topk={experts}",
-        )
+        message = f"a token cannot go to {model.moe_router_topk} of {experts} experts"
+        yield ("model.moe_router_topk", "model.num_moe_experts"), message, f"model.moe_router_topk={experts}"
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if groups and experts % groups:
         keys = ("model.moe_router_num_groups", "model.num_moe_experts")

@@ -1,7 +1,4 @@
-"""Which decoder layers have experts: Megatron's `moe_layer_freq`, read without executing anything.
-
-Knows ModelConfig's number of layers and this one key. Must not know what a layer is made of.
-"""
+"""Which decoder layers have experts: Megatron's `moe_layer_freq`, read without executing anything."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ def _wrong(what: str, model: ModelConfig) -> ConfigError:
 
 
 def _evaluate(text: str) -> Any:
-    """The value of an expression of integers, lists, `+` and `*`; None for anything else. Nothing is executed."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):

@@ -1,7 +1,6 @@
 """Rules on how a model is divided and run: recomputation, offloading, messages, schedules, whole matrices.
 
-Knows Megatron's names of modules. Must not know stages: how many layers these have is the plan's
-(`plan/layout_choice.py`), what a stage recomputes is in `geometry/layers.py`.
+How many layers stages have is the plan's (`plan/layout_choice.py`); what they recompute is in `geometry/layers.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ def muon(config: RunConfig) -> Iterator[Finding]:
     for axis in ("tensor_model", "expert_tensor"):
         key = f"parallel.{axis}_parallel_size"
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
-            yield (
-                (key, _OPTIMIZER),
-                "Muon needs whole matrices, and tensor parallelism splits them",
-                f"{key}=1\n{_OPTIMIZER}=adamw",
-            )
+            message = "Muon needs whole matrices, and tensor parallelism splits them"
+            yield (key, _OPTIMIZER), message, f"{key}=1\n{_OPTIMIZER}=adamw"
     if config.model.lora:
         message = "Muon orthogonalises whole weights, and an adapter is a product of two factors"
         yield (_OPTIMIZER, "model.lora"), message, f"{_OPTIMIZER}=adamw"
@@ -114,7 +110,6 @@ def _modules(config: RunConfig) -> Iterator[Finding]:
 
 
 def _missing(model: ModelConfig) -> dict[str, str]:
-    """The modules that this model does not have, and why."""
     missing: dict[str, str] = {}
     if model.num_moe_experts is None:
         missing |= dict.fromkeys(("moe", "experts", "moe_act"), "model.num_moe_experts is null")

@@ -1,7 +1,4 @@
-"""The written form of values that change during a run: a batch that grows, a learning rate and a weight in pieces.
-
-Must not know the schema, which names these forms; `batch_sizes.py` and `learning_rate.py` say what they mean.
-"""
+"""The written form of values that change during a run: a batch that grows, a learning rate and a weight in pieces."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ def read_rampup(value: Any) -> Rampup:
 
 def read_piece(row: Any) -> tuple[str, int, float | None, float | None]:
     """Style, steps, tokens and rate of a row {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}.
-
-    The piece ends at `until` updates or, if its tokens are not None, after so many tokens. Raises ValueError.
-    """
+    The piece ends at `until` updates or, if its tokens are not None, after so many tokens. Raises ValueError."""
     if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
         raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")
     style, lr = row["style"], row.get("lr")

@@ -1,8 +1,4 @@
-"""NeMo Automodel's `PipelineConfig`, and its arithmetic of stages.
-
-Knows names, defaults, how far ppctl supports each field, and two pure functions. Must not know torch (`dtype` holds a
-`torch.dtype` or its name) or files.
-"""
+"""NeMo Automodel's `PipelineConfig`, and its arithmetic of stages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules on precision: the dtype of weights and messages, autocast, and the scale of the loss.
-
-Knows the keys that name a dtype and those of the loss scale. Must not know torch.
-"""
+"""Rules on precision: the dtype of weights and messages, autocast, and the scale of the loss."""
 
 from __future__ import annotations
 
@@ -78,11 +75,8 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
         return
     if weight_dtype(parallel) == "float64":
         keys = ("parallel.enable_autocast", "parallel.params_dtype")
-        yield (
-            keys,
-            "autocast computes float32 weights in 16 bits, not float64 weights",
-            "parallel.enable_autocast=false",
-        )
+        message = "autocast computes float32 weights in 16 bits, not float64 weights"
+        yield keys, message, "parallel.enable_autocast=false"
     elif cast == "float32":
         keys = ("parallel.enable_autocast", name)
         message = "forwards are cast to float32, which they are computed in anyway"
@@ -93,7 +87,6 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
 
 
 def _fp8(config: RunConfig) -> Iterator[Finding]:
-    """Products in 8 bits: of bfloat16, of rows of whole 16 bytes."""
     model, parallel = config.model, config.parallel
     if model.fp8 is None:
         return
@@ -131,7 +124,6 @@ def _widths(model: ModelConfig, etp: int) -> dict[str, int]:
 
 
 def _loss_scale(config: RunConfig) -> Iterator[Finding]:
-    """A loss scale that is fixed does not move, and one that moves begins above its minimum."""
     optim = config.optim
     for field in _LOSS_SCALE if optim.loss_scale is not None else ():
         key = f"optim.{field}"

@@ -23,10 +23,7 @@ def seconds(text: str) -> int:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a SLURM time limit: `30`, `30:00`, `12:00:00`, `2-12`, `2-12:00:00`; None for UNLIMITED.
-
-    Raises ValueError for anything else.
-    """
+    """Seconds of `30`, `30:00`, `12:00:00`, `2-12`, `2-12:00:00`; None for UNLIMITED. Raises ValueError."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     match = _SLURM.fullmatch(text.strip())

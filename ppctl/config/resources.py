@@ -1,9 +1,5 @@
-"""Where conf/ and the recipes are, and which recipes there are.
-
-Knows the checkout, the installed package (`ppctl._conf`, `ppctl._recipes`) and PPCTL_RECIPES_PATH. Must not know Hydra
-or what is in the files, except a recipe's first line. Only a file that a command line names is
-looked for in the working directory.
-"""
+"""Where conf/ and the recipes are, and which recipes there are: in the checkout, the installed package
+(`ppctl._conf`, `ppctl._recipes`), PPCTL_RECIPES_PATH, and a file that a command line names."""
 
 from __future__ import annotations
 

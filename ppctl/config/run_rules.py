@@ -1,7 +1,4 @@
-"""Rules on how a run is started, watched and saved: samples, recorded steps, copies in memory, submission.
-
-Knows the names of sbatch's and srun's options. Must not know how the batch script is written.
-"""
+"""Rules on how a run is started, watched and saved: samples, recorded steps, copies in memory, submission."""
 
 from __future__ import annotations
 

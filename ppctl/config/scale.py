@@ -1,9 +1,8 @@
 """`+scale=smoke` and `+scale=axes`: a recipe as a faithful miniature, which trains on a laptop.
 
-Knows which values make a run large. Must not know where they came from, files or Hydra. What a recipe is about stays:
-kinds of layers, schedule, MTP, routing rules, precision and every other switch. With `smoke` pp, vpp, layout and
-numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the recipe stays, two ranks long.
-These values depend on each other: that is why they are computed here and are no metadata of the keys.
+What a recipe is about stays: kinds of layers, schedule, MTP, routing rules, precision and every other switch. With
+`smoke` pp, vpp, layout and numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the
+recipe stays, two ranks long. These values depend on each other: they are no metadata of the keys.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from math import gcd
 from typing import Any
 
 from ppctl.config.argv import PLACE
+from ppctl.config.keys import text_keys
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.schedule.policies import POLICIES, schedule_policy
@@ -37,6 +37,16 @@ AXIS = 2
 """The number of ranks along each axis."""
 
 
+_LEFT_AT_DEFAULTS = (
+    *("parallel.sequence_parallel", "parallel.hierarchical_context_parallel_sizes", "parallel.expert_dispatch"),
+    *("data.path", "data.tokenizer", "data.format", "data.chat_template", "data.pack"),
+    *("model.mtp_loss_scaling_pieces", "train.batch_rampup", "train.samples", "train.tokens"),
+    *("optim.warmup_tokens", "optim.lr_decay_style", "optim.lr_decay_steps", "optim.lr_decay_tokens"),
+    *("optim.lr_wsd_decay_steps", "optim.lr_pieces"),
+    *("launch.nodes", "launch.gpus_per_node", "launch.device_memory"),
+)
+
+
 def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
     """The values, by key, that make `config` small; none follows a `typed` one.
 
@@ -51,39 +61,18 @@ def smoke(config: RunConfig, typed: Collection[str] = ()) -> dict[str, Any]:
     values |= {
         "parallel.data_parallel_size": 1,
         "parallel.expert_tensor_parallel_size": None if parallel.expert_tensor_parallel_size is None else 1,
-        "parallel.sequence_parallel": False,
-        "parallel.hierarchical_context_parallel_sizes": None,
-        "data.path": None,
-        "data.tokenizer": "byte",
-        "data.format": "text",
-        "data.chat_template": None,
-        "data.pack": False,
         "data.seq_length": SEQUENCE,
         "pipeline.pp_seq_len": None if config.pipeline.pp_seq_len is None else SEQUENCE,
         "train.global_batch_size": _microbatches(config) * train.micro_batch_size,
-        "model.mtp_loss_scaling_pieces": None,
-        "train.batch_rampup": None,
-        "train.samples": None,
-        "train.tokens": None,
         "train.steps": steps(config, _microbatches(config)),
         "optim.lr": 2e-3,
         "optim.min_lr": 2e-4,
         "optim.warmup_steps": 0,
-        "optim.warmup_tokens": None,
-        "optim.lr_decay_style": "cosine",
-        "optim.lr_decay_steps": None,
-        "optim.lr_decay_tokens": None,
-        "optim.lr_wsd_decay_steps": None,
-        "optim.lr_pieces": None,
         "launch.device": "any",
-        "launch.nodes": None,
-        "launch.gpus_per_node": None,
-        "parallel.expert_dispatch": "auto",
-        "launch.device_memory": None,
         "checkpoint.interval": 0,
         "log.name": f"{config.log.name}_smoke",
     }
-    return values
+    return values | {name: text_keys()[name].default for name in _LEFT_AT_DEFAULTS}
 
 
 def steps(config: RunConfig, num_microbatches: int) -> int:
@@ -141,9 +130,8 @@ def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
         "parallel.data_parallel_size": dp,
         "parallel.sequence_parallel": tp > 1 and (parallel.sequence_parallel or bool(model.num_moe_experts)),
         "parallel.pipeline_model_parallel_layout": None,
-        "parallel.hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes
-        if cp > 1
-        else None,
+        "parallel.hierarchical_context_parallel_sizes": (cp > 1 and parallel.hierarchical_context_parallel_sizes)
+        or None,
         "model.num_layers": layers,
         "model.moe_layer_freq": 1 if all(freq) or not model.num_moe_experts else freq,
         "train.global_batch_size": 2 * pp * dp * config.train.micro_batch_size,
@@ -194,7 +182,6 @@ def _in_proportion(value: int, new: int, old: int, multiple: int = 1) -> int:
 
 
 def _divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is at most `at_most`."""
     return max(d for d in range(1, max(1, at_most) + 1) if number % d == 0)
 
 

@@ -1,9 +1,7 @@
 """The closed configuration: one dataclass per group of keys, and RunConfig that holds them.
 
-A dataclass knows every key of its group: type, default, what it means, and as metadata (`metadata.py`) what else is
-known of it alone. Groups with files of their own: `model_config`, `training_config`, `launch_config`; Megatron's
-and NeMo's fields: `model_parallel_config`, `pipeline_config`. Importers take all of them from here. Must not know
-Hydra, files or derived values: rules between values are in `checks.py`, derivations in `ppctl/plan`. Torch-free.
+Groups with files of their own: `model_config`, `training_config`, `launch_config`; Megatron's and NeMo's fields:
+`model_parallel_config`, `pipeline_config`. Importers take all of them from here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The keys of `data`, `optim`, `train` and `checkpoint`: on what a model is trained, how long, what is kept.
-
-How a key is written: `metadata.py`. Must not know models or ranks.
-"""
+"""The keys of `data`, `optim`, `train` and `checkpoint`: on what a model is trained, how long, what is kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The problems of words on the command line that name nothing, each with the name that was probably meant.
-
-Must not know what else is in a config.
-"""
+"""The problems of words on the command line that name nothing, each with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -61,7 +58,6 @@ def no_such_key(key: str, text: str) -> Problem:
 
 
 def _within_a_field(key: str, text: str) -> Problem | None:
-    """The problem of a value inside of a field of a model's config.json: a field is set as a whole."""
     mapping = "model.hf_overrides"
     field, _, inner = key.removeprefix(f"{mapping}.").partition(".")
     if not key.startswith(f"{mapping}.") or not inner:
@@ -82,7 +78,6 @@ def _misspelt(key: str, name: str) -> bool:
 
 
 def _fits(name: str, text: str) -> bool:
-    """Whether the value typed for a key of another name is one that the key `name` takes."""
     from ppctl.config.hydra_source import parse
 
     key = ALIASES.get(name, name)

@@ -1,7 +1,6 @@
 """One YAML file of the configuration: its values, and the line of every key.
 
-Knows YAML, read as OmegaConf reads it: 1e-5 is a number, a date and 12:00:00 are text, a key that occurs twice is an
-error. Must not know Hydra's composition or the schema.
+Read as OmegaConf reads it: 1e-5 is a number, a date and 12:00:00 are text, a key that occurs twice is an error.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.setting import Setting
-from ppctl.geometry.foreign_costs import LayerCost, most
+from ppctl.geometry.foreign_costs import LayerCost, measured_for, most
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import LOSS_ROWS, Kind
 
@@ -55,7 +55,7 @@ def foreign_tables(model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setti
     """Bytes of the tables of layers (kind, whether it is recomputed); a recomputed one keeps its arguments."""
     foreign = foreign_of(model)
     assert foreign is not None
-    measured = foreign.measured_in(setting.element, setting.seq_length)
+    measured = measured_for(foreign.measured, setting.element, setting.seq_length)
     kept: set[int] = set()
     keeps_input = False
     for place, (kind, recomputed) in enumerate(kinds):

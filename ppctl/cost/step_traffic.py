@@ -51,6 +51,10 @@ class Stages(NamedTuple):
     of: Sequence[Sequence[Sequence[Layer]]]
     normed: Sequence[Sequence[Parameter]]
     """By pp_rank, the parameters that enter the gradient norm; tied ones only where their owner is."""
+    uses: Sequence[int]
+    """By pp_rank, how often the token embedding is used."""
+    routers: int
+    """Routers with a loss, the most on any pp_rank."""
     pp_rank: int
 
     @classmethod
@@ -66,7 +70,9 @@ class Stages(NamedTuple):
             for own in of
         ]
         normed = [list(own.values()) for own in named]
-        return (cls(of, normed, pp_rank) for pp_rank in range(len(of)))
+        uses = [sum(len(embedding_uses(model, layers)) for layers in own) for own in of]
+        routers = max(sum(routers_with_losses(model, layers) for layers in own) for own in of)
+        return (cls(of, normed, uses, routers, pp_rank) for pp_rank in range(len(of)))
 
     @property
     def own(self) -> Sequence[Sequence[Layer]]:
@@ -81,17 +87,16 @@ def once_a_step(
     found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
     if sums.owned:
         _matrices(found, model, stages.own, sizes, sums)
-    _reports(found, model, stages, sizes)
+    _reports(found, stages, sizes)
     _norms(found, stages, sizes, sums)
     _tied(found, model, stages, sizes, sums)
     _biases(found, model, stages, sizes, sequence_parallel=sequence_parallel)
     return found
 
 
-def _reports(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes) -> None:
+def _reports(found: Traffic, stages: Stages, sizes: ParallelSizes) -> None:
     """A row of numbers of every rank, gathered along one axis after another (`comm/groups.py`)."""
-    routers = max(sum(routers_with_losses(model, layers) for layers in own) for own in stages.of)
-    size = _NUMBER * (REPORTED + sizes.vpp + routers)
+    size = _NUMBER * (REPORTED + sizes.vpp + stages.routers)
     for axis in ("pp", "dp", "cp", "tp"):
         if (ranks := getattr(sizes, axis)) > 1:
             found.note(axis, "all_gather", size * (ranks - 1))
@@ -116,7 +121,7 @@ def _norms(found: Traffic, stages: Stages, sizes: ParallelSizes, sums: Sums) -> 
 
 def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
     """Each use's gradient of a table that stages of several ranks share, from its rank to the others."""
-    uses = [sum(len(embedding_uses(model, layers)) for layers in own) for own in stages.of]
+    uses = stages.uses
     ranks = sum(1 for number in uses if number)
     if ranks < 2 or not uses[stages.pp_rank]:
         return
@@ -186,7 +191,7 @@ def _matrices(
     found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
 ) -> None:
     """Note that gradients of the matrices that Muon moves go to their owners, and weights come back: for each bucket
-    one reduce and one broadcast per owner (`parallel/owned.py`)."""
+    one reduce and one broadcast per owner (`parallel/shard.py`)."""
     named = [
         {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
         for layers in stages

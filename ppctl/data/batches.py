@@ -1,8 +1,4 @@
-"""Batches: the samples of one data-parallel rank in a step, as tensors.
-
-Knows how the sampler's ids, the corpus's windows and a rank's share meet. Must not know pipeline ranks, stages, devices
-or how the loss uses the mask. The only file of `data/` that imports torch.
-"""
+"""Batches: the samples of one data-parallel rank in a step, as tensors. The only file of `data/` that imports torch."""
 
 from __future__ import annotations
 
@@ -21,9 +17,7 @@ from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, Data, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
-
-Lengths = tuple[tuple[int, ...], ...]
-"""For each row the lengths of its documents, in order; they add up to the row."""
+from ppctl.sequence_halves import Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +123,8 @@ class Batches:
 
 
 def positions(tokens: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
-    """How far each of `tokens` [..., s] is from the first of its document.
-
-    A mark belongs to the document that it ends; a sample that begins or stops within a document has a part of it, which
-    counts as a document.
-    """
+    """How far each of `tokens` [..., s] is from the first of its document: a mark belongs to the one that it ends, and
+    a sample that begins or stops within a document has a part of it, which counts as one."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     begins = np.zeros_like(tokens)
     begins[..., 1:] = np.where(tokens[..., :-1] == end, places[..., 1:], 0)
@@ -149,10 +140,8 @@ def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
 def find_documents(
     tokens: torch.Tensor, end: DocumentEnd, places: npt.NDArray[np.int64] | None = None
 ) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
-    """A StepBatch's `positions` and `documents`, each None if `end` does not ask for it.
-
-    From its `tokens`, unless the data itself says the `places` of tokens in their documents.
-    """
+    """A StepBatch's `positions` and `documents`, each None if `end` does not ask for it: from its `tokens`, unless the
+    data itself says the `places` of tokens in their documents."""
     if not (end.restarts_positions or end.separates):
         return None, None
     restarting = positions(tokens.numpy(), end.token) if places is None else places
@@ -191,10 +180,8 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class RankData:
-    """What one of `dp_size` data-parallel ranks reads of a run's data; `data` is None if its stages need no tokens.
-
-    `config` is the run's, with the size of its whole batch.
-    """
+    """The part of a run's data that one of `dp_size` data-parallel ranks reads; `data` is None if its stages need no
+    tokens. `config` is the run's, with the size of its whole batch."""
 
     config: RunConfig
     data: Data | None
@@ -252,12 +239,6 @@ def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:
     if len(set(checksums.values())) <= 1:
         return
     seen = ", ".join(f"rank {rank}: {value:08x}" for rank, value in sorted(checksums.items()))
-    raise TrainingError(
-        Problem(
-            "PP-E407",
-            f"the ranks that read data drew different samples for step {step}: their inputs and labels do not belong "
-            "together",
-            place=seen,
-            remedy="compare data_digest of the ranks in their logs: same files and same Python on every host",
-        )
-    )
+    message = f"the ranks that read data drew different samples for step {step}: their inputs and labels do not belong"
+    remedy = "compare data_digest of the ranks in their logs: same files and same Python on every host"
+    raise TrainingError(Problem("PP-E407", f"{message} together", remedy, seen))

@@ -1,7 +1,5 @@
 """A blend: samples of one corpus, or of several in fixed proportions, each in an order of its own.
 
-Knows weights as whole numbers, corpora and the ids of their samples. Must not know files, steps, batches or torch.
-
 Slot k of quota n comes at (2k + 1) / 2n of the cycle (stride scheduling), so that every stretch of the cycle holds each
 corpus in its proportion; the cycle repeats. Position p of the run is therefore a few integer operations, as it is of
 one corpus, and of each corpus every sample comes once before any comes again.
@@ -26,9 +24,7 @@ from ppctl.data.sampler import Ids
 @dataclass(frozen=True, eq=False)
 class Blend:
     """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas they are drawn as of one corpus.
-
-    Sample ids count through all corpora in order.
-    """
+    Sample ids count through all corpora in order."""
 
     corpora: tuple[Corpus | ConversationRows, ...]
     quotas: tuple[int, ...] | None = None

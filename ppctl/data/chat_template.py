@@ -1,8 +1,7 @@
 """A tokenizer's chat template: makes one text of messages, and marks which parts of it the assistant wrote.
 
-The marks come from the template itself, or from rendering the conversation turn by turn. Knows where templates are, and
-the child process that renders (`rendering`). Must not know tokens, files of conversations, nor what is in a template:
-launcher and ranks run no template themselves.
+The marks come from the template itself, or from rendering the conversation turn by turn. Launcher and ranks run no
+template themselves: a child process does (`rendering`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ppctl.data.tokenizer import named_marks, read_settings
 from ppctl.errors import DataError, Problem
 from ppctl.host.files import read_text
 from ppctl.host.processes import python
@@ -53,10 +53,8 @@ class ChatTemplate:
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans | None]:
-        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell.
-
-        Raises RenderingFailed with the template's own words, or if it takes too much time or memory.
-        """
+        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell. Raises
+        RenderingFailed with the template's own words, or if it takes too much time or memory."""
         self._process = self._process or self._start()
         text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
         return text, spans
@@ -92,29 +90,25 @@ class ChatTemplate:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process: its template is not used any more."""
     process.kill()
     with suppress(OSError, ValueError):  # a pipe may be broken
         process.communicate()
 
 
 def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
-    """The template in `file` (`data.chat_template`), or else the template that belongs to `data.tokenizer`.
-
-    Raises DataError (PP-E419) if there is none.
-    """
+    """The template in `file` (`data.chat_template`), else the tokenizer's. Raises DataError (PP-E419) without one."""
     directory = Path(tokenizer).expanduser()
     directory = directory.parent if directory.is_file() else directory
-    settings = _settings(directory) if tokenizer != "byte" else {}
+    settings = read_settings(directory / _SETTINGS) if tokenizer != "byte" else {}
     if file is not None:
         path = Path(file).expanduser()
         try:
-            return ChatTemplate(read_text(path), _marks(settings), str(path))
+            return ChatTemplate(read_text(path), named_marks(settings), str(path))
         except OSError as error:
             message = f"data.chat_template={file} cannot be read: {error.strerror or error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=null", str(path))) from None
     for source, path in _sources(directory, settings):
-        return ChatTemplate(source, _marks(settings), str(path))
+        return ChatTemplate(source, named_marks(settings), str(path))
     message = f"data.tokenizer={tokenizer} has no chat template, and data.format=chat renders messages with one"
     looked = f"looked for chat_template.jinja and {_SETTINGS} in {directory}"
     place = "data.tokenizer" if tokenizer == "byte" else looked
@@ -132,21 +126,3 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> list[tuple[str, Pa
     if isinstance(named, str):
         sources.append((named, directory / _SETTINGS))
     return sources
-
-
-def _settings(directory: Path) -> Mapping[str, Any]:
-    try:
-        settings: Any = json.loads(read_text(directory / _SETTINGS))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
-
-
-def _marks(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by the names that templates know them by: `bos_token`, `eos_token`, …"""
-    marks = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(text, str):
-            marks[name] = text
-    return marks

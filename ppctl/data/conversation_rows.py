@@ -1,6 +1,5 @@
 """Rows of whole conversations, from which batches are drawn if not all tokens are trained on.
 
-Knows which conversations stand in which row, and what of a row counts. Must not know files, steps, batches or torch.
 A row is a sample: one conversation or several in a row, then padding that is not trained on.
 """
 
@@ -156,11 +155,8 @@ def make_rows(
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of at most `room` tokens, each conversation whole in one: best fit, the longest first.
-
-    Of equal lengths the earlier comes first; rows hold their conversations in order, and are in the order of their
-    first ones.
-    """
+    """Rows of at most `room` tokens, each conversation whole in one: best fit, the longest first, of equal lengths the
+    earlier. Rows hold their conversations in order, and are in the order of their first ones."""
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (room left, row), in order
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):

@@ -1,8 +1,4 @@
-"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned.
-
-Knows the forms of a line, chat templates and where the assistant's turns stand in a rendered conversation. Must not
-know rows, samples or torch.
-"""
+"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -59,8 +55,6 @@ class Learned(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """A rendered line."""
-
     text: str
     learned: Spans
     place: str
@@ -68,20 +62,14 @@ class _Text(NamedTuple):
 
 def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
     """Every line of the .jsonl `files` in order: messages, rendered by the template, or without one a prompt and its
-    completion.
-
-    Raises DataError as `encoded` does.
-    """
+    completion. Raises DataError as `encoded` does."""
     texts = (_text_of(line, template) for line in lines(files))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
 
 
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
-    """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own.
-
-    A token that begins before the answer is one of transformers' mask if the template has the keyword `generation`;
-    elsewhere it belongs to the prompt, which the model reads.
-    """
+    """Without a template, with the marks that the tokenizer puts around every text, and an end; one writes its own. A
+    token that begins before the answer is learned if the template says what is generated, else the prompt's."""
     around = template is None
     pieces = tokenizer.encode_pieces([item.text for item in batch], around=around)
     for item, (ids, begins, ends) in zip(batch, pieces, strict=True):

@@ -1,7 +1,4 @@
-"""The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it.
-
-Must not know steps, ranks, batches, weights or torch.
-"""
+"""The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ class Corpus:
         return None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError naming the document of the first token that a model of this vocabulary has no row for.
-
-        Looks at the first WHOLE bytes; later tokens are looked at when they are read.
-        """
+        """Raise DataError naming the document of the first of WHOLE bytes' tokens that the model's vocabulary lacks."""
         _refuse_beyond(self, self.tokens[: WHOLE // self.tokens.dtype.itemsize], 0, vocab_size)
 
     def holds(self, token: int) -> bool:
@@ -91,10 +85,7 @@ class Corpus:
         _refuse_beyond(self, self.tokens[begin:end], begin, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
-        """The samples to train on and, from the end, the share that is held out: at least one, never all.
-
-        Raises DataError if that leaves nothing to train on.
-        """
+        """The samples to train on and the share held out at the end, at least one. Raises DataError if that is all."""
         number = self.num_samples(seq_length)
         first = (number - held_out_samples(number, fraction, self.description)) * seq_length
         return self._part(0, first + 1, "trained on"), self._part(first, number * seq_length + 1, "held out")
@@ -190,11 +181,7 @@ def _refuse_beyond(corpus: Corpus, tokens: Tokens, begin: int, vocab_size: int) 
 
 
 def _too_short(corpus: Corpus, seq_length: int) -> Problem:
-    tokens = len(corpus.tokens)
-    return Problem(
-        "PP-E404",
-        f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs "
-        f"{seq_length + 1} (its inputs and the label of the last)",
-        remedy=f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY,
-        place=corpus.description,
-    )
+    tokens, needed = len(corpus.tokens), f"{seq_length + 1} (its inputs and the label of the last)"
+    message = f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs {needed}"
+    remedy = f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY
+    return Problem("PP-E404", message, remedy, corpus.description)

@@ -1,7 +1,6 @@
 """Megatron's .bin and .idx: the .bin has the tokens, the .idx the places of documents.
 
-Read by mapping, never loaded; written byte for byte as Megatron does for the same tokens, whole or not at all. Knows
-the format, its damage, and how to name a document. Must not know samples, text or what the tokens mean.
+Read by mapping, never loaded; written byte for byte as Megatron does for the same tokens, whole or not at all.
 
     PREFIX.idx   "MMIDIDX\\0\\0", version 1 (uint64), type code (uint8), S sequences (uint64), D boundaries (uint64);
                  lengths int32[S], first bytes int64[S], and int64[D]: document d is the sequences from D[d] to D[d + 1]
@@ -149,7 +148,6 @@ def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
 
 
 def _damage(indexed: Indexed, idx: Path, bin_: Path) -> Iterator[str]:
-    """Yield the contradictions in the two files, worst first."""
     boundaries, sequences = indexed.boundaries, len(indexed.lengths)
     if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
         span = f"from {boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "nothing"
@@ -226,10 +224,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: Tokens, end: Sequence[int] = (), place: str = "") -> None:
-        """Append a document and the marks at its end: one sequence, or none if it has no token.
-
-        `place` names it if it is too long for the format (DataError).
-        """
+        """Append a document and its end marks: one sequence, or none without a token. Raises DataError with `place`."""
         size = len(tokens) + len(end)
         if size > _LONGEST:
             message = f"a document has {size:,} tokens, and a .idx can say {_LONGEST:,} at most"

@@ -1,8 +1,4 @@
-"""From a config's `data` section to the samples to train on and those held out, and a check of them before a run.
-
-Knows which keys name which data, and what training requires of the data. Must not know steps or ranks, nor import
-torch, because the launcher makes the check.
-"""
+"""From a config's `data` section to the samples to train on and those held out, and the launcher's check of them."""
 
 from __future__ import annotations
 
@@ -69,20 +65,16 @@ def load_data(data: DataConfig) -> Data:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file).
-
-    Raises DataError if it cannot be read, ConfigError if the library for it is missing.
-    """
+    """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file). Raises
+    DataError if it cannot be read, ConfigError if the library for it is missing."""
     if name == "byte":
         return ByteTokenizer()
     return HuggingFaceTokenizer.open(Path(name).expanduser())
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
-    """Return the token that ends a document, and what the config lets follow from it.
-
-    Raises DataError (PP-E410) if something follows from a mark that the tokenizer does not name.
-    """
+    """The token that ends a document, and what the config lets follow from it. Raises DataError (PP-E410) if something
+    follows from a mark that the tokenizer does not name."""
     asked = of_document_ends(data)
     if not asked:
         return NO_END
@@ -154,10 +146,8 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 
 
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the record of the data in env.json, and its problems.
-
-    Reads all text and maps the rest; looks for tokens beyond the vocabulary as the ranks will (`check_vocabulary`).
-    """
+    """The record of the data in env.json, and its problems: reads all text and maps the rest, and looks for tokens
+    beyond the vocabulary as the ranks will (`check_vocabulary`)."""
     try:
         data = load_data(config.data)
     except PpctlError as error:
@@ -169,7 +159,6 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
-    """A problem for each corpus without a document's end, although something is to follow from it."""
     for corpus in data.training.corpora:
         if isinstance(corpus, Corpus) and data.end != NO_END and not corpus.holds(data.end.token):
             asked = of_document_ends(config.data)

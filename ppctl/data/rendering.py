@@ -1,8 +1,7 @@
 """`python -m ppctl.data.rendering`: renders conversations with one chat template, within limits of time and memory.
 
 A template is somebody else's program: it may never end, or fill the memory with one operation. In a process of its own
-it can end nothing else. Knows Jinja as chat templates are written for it: the environment is that of transformers'
-`apply_chat_template`, which is not called because importing it imports torch. Must not know tokens or files.
+it can end nothing else. The environment is that of transformers' `apply_chat_template`, whose import imports torch.
 
 Each line of stdin is a JSON object and gets one on stdout: first the template, then conversations.
 """

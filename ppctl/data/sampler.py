@@ -8,8 +8,6 @@ Beyond, the order is a keyed permutation that costs a few integer operations for
 Sources: a balanced Feistel network is a permutation for any round function (Luby and Rackoff, 1988); walking the cycle
 until the value falls into the range makes it one of any size (Black and Rogaway, 2002); random words and the mixing
 function are splitmix64's (Steele, Lea and Flood, 2014).
-
-Knows positions and sample ids. Must not know the corpus, tokens, files or torch.
 """
 
 from __future__ import annotations
@@ -91,10 +89,8 @@ def _epoch_keys(seed: int, epochs: _Words) -> _Words:
 
 
 def _shuffle(values: _Words, keys: _Words, size: int) -> _Words:
-    """Each value (< size) through its key's permutation of 0 .. size - 1: the ranks of `size` words of its stream.
-
-    Two of the words are equal with a probability below 2^-45; the earlier one then comes first.
-    """
+    """Each value (< size) through its key's permutation of 0 .. size - 1: the ranks of `size` words of its stream. Two
+    words are equal with a probability below 2^-45; the earlier one then comes first."""
     epochs, row = np.unique(keys, return_inverse=True)
     words = _mix(epochs[:, None] + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
     return words.argsort(axis=1, kind="stable")[row.reshape(keys.shape), values].astype(np.uint64)

@@ -1,7 +1,4 @@
-"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens.
-
-Knows .txt and .jsonl files and every way in which they can be wrong. Must not know what the tokens are for.
-"""
+"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ READABLE = (".txt", ".jsonl")
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 """Directories of the standard library that are tests, a GUI that some systems leave out, or not the library at all."""
 MOST_PROBLEMS = 20
-_OWN_DATA = "data.path='texts/**/*.txt'"
 READ_LIBRARY = "data.path=null"
 """Reads the running interpreter's own library."""
 _MANY = 1024
@@ -38,23 +34,15 @@ def standard_library() -> tuple[list[Path], str]:
         folders[:] = [name for name in folders if name not in LEFT_OUT]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(
-            Problem(
-                "PP-E405",
-                "the running Python has no library sources to train on (they are zipped or were left out)",
-                remedy=_OWN_DATA,
-                place=str(root),
-            )
-        )
+        message = "the running Python has no library sources to train on (they are zipped or were left out)"
+        raise DataError(Problem("PP-E405", message, "data.path='texts/**/*.txt'", str(root)))
     files.sort(key=lambda file: file.relative_to(root).as_posix())
     return files, f"the standard library of Python {sysconfig.get_python_version()} ({len(files)} files)"
 
 
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
     """The .txt and .jsonl files that `pattern` means, in the order of their names, and a line that describes them.
-
-    `form` is how messages write the pattern. Raises DataError if there are no files.
-    """
+    `form` is how messages write the pattern. Raises DataError if there are no files."""
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
     paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
@@ -95,11 +83,8 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong if one cannot be read.
-
-    A .txt file is a document; of a .jsonl file every line that is not blank, an object whose `text_key` it is.
-    `progress` is called with the number of bytes read since its last call.
-    """
+    """All documents in order, empty ones too, and what is wrong if one cannot be read: a .txt file, or of a .jsonl file
+    the `text_key` of every line that is not blank. `progress` takes the bytes read since its last call."""
     for item in _read_all(files, progress):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
@@ -170,7 +155,6 @@ def _document(line: Line, text_key: str) -> Document | Problem:
 
 
 def _meant(value: Mapping[str, Any], text_key: str) -> str:
-    """Return the key that reads such a line; else how a line looks that is read."""
     if "messages" in value or "conversations" in value:
         return "data.format=chat"
     if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
@@ -198,12 +182,8 @@ def encode_files(
     progress: Callable[[int], None] = lambda size: None,
     text_key: str = "text",
 ) -> Iterator[tuple[Tokens, str]]:
-    """The tokens of every document of `files` in order, those without one too, and its place for messages.
-
-    There is no mark at a document's end.
-
-    Raises DataError as `encoded` does.
-    """
+    """The tokens of every document of `files` in order, those without one too, and its place for messages. There is no
+    mark at a document's end. Raises DataError as `encoded` does."""
 
     def encode(batch: Sequence[Document]) -> Iterator[tuple[Tokens, str]]:
         for ids, document in zip(tokenizer.encode_documents(batch), batch, strict=True):
@@ -218,10 +198,8 @@ Made = TypeVar("Made")
 
 
 def encoded(items: Iterable[Item | Problem], encode: Callable[[Sequence[Item]], Iterable[Made]]) -> Iterator[Made]:
-    """Yield what `encode` returns for the items, which it gets in batches.
-
-    Raises DataError with the problems of all items, the first twenty; what was yielded before is to be thrown away.
-    """
+    """The results of `encode` for the items, which it gets in batches. Raises DataError with the problems of all items,
+    the first twenty; what was yielded before is to be thrown away."""
     problems: list[Problem] = []
     for batch in _batches(items, problems):
         if not problems:

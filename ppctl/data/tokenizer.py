@@ -1,8 +1,4 @@
-"""Tokenizers: bytes, which encode any text of any language, or a Hugging Face directory's, by the library `tokenizers`.
-
-Knows ids, bytes and the files of such a directory. Must not know corpora or the model's (padded) vocabulary size. The
-library is an extra, imported here alone.
-"""
+"""Tokenizers: bytes, which encode any text, or a Hugging Face directory's by the extra `tokenizers`."""
 
 from __future__ import annotations
 
@@ -67,10 +63,8 @@ def tokenizer_path(name: str) -> str | None:
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes themselves; three ids beyond them mark documents and padding.
-
-    A model's `vocab_size` must be at least `vocab_size`; the ids between the two are never produced.
-    """
+    """Ids 0..255 are the bytes themselves; three ids beyond them mark documents and padding. A model may have more
+    rows: their ids are never produced."""
 
     bos = 256
     eos: int | None = 257
@@ -115,11 +109,8 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 
 class HuggingFaceTokenizer:
-    """Encodes as the directory's own pipeline does: the tokens that it puts around every text (a bos, say) included.
-
-    `eos` is the `eos_token` of tokenizer_config.json or special_tokens_map.json; if neither names one, the only
-    special token that is usual for it.
-    """
+    """Encodes as the directory's own pipeline does, with the tokens that it puts around every text (a bos, say). `eos`
+    is the `eos_token` of its settings; if these name none, the only special token that is usual for it."""
 
     def __init__(self, library: Library, eos: int | None) -> None:
         library.no_truncation()
@@ -199,7 +190,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 def _find_eos(library: Library, directory: Path) -> int | None:
     for name in _SETTINGS:
-        token = _eos_token(directory / name)
+        token = named_marks(read_settings(directory / name)).get("eos_token")
         if token is not None:
             number: int | None = library.token_to_id(token)
             return number
@@ -213,12 +204,20 @@ def _special(library: Library) -> set[str]:
     return {token.content for token in library.get_added_tokens_decoder().values() if token.special}
 
 
-def _eos_token(file: Path) -> str | None:
-    """Return the `eos_token` that the file names, as a text or an object with the text as its content."""
+def read_settings(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file of a tokenizer's directory; empty if there is none."""
     try:
         settings: Any = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):
-        return None
-    token = settings.get("eos_token") if isinstance(settings, Mapping) else None
-    token = token.get("content") if isinstance(token, Mapping) else token
-    return token if isinstance(token, str) else None
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def named_marks(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by the names that files and templates know them by: `bos_token`, `eos_token`, …"""
+    marks = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            marks[name] = text
+    return marks

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from ppctl.comm.buffers import MessageSpec, Shelf
-from ppctl.comm.communicator import Communicator
-from ppctl.comm.message_batches import ChannelEnd, MessageBatch
+from ppctl.comm.buffers import Message, Shelf
+from ppctl.comm.channels import Arrival
+from ppctl.comm.communicator import ChannelEnd, Communicator, MessageBatch
 from ppctl.engine.engine_error import EngineError
 from ppctl.engine.pace import DevicePace, Heartbeat, HostPace, make_pace
 from ppctl.engine.pair_runner import PairRunner, pairs_of
@@ -61,8 +61,8 @@ class Engine:
         self.actions = schedule.actions[self.pp_rank]
         variable = variable_shapes or (communicator is not None and communicator.modes.variable)
         self._stages = _make_stages(schedule, programs, deallocates=deallocate_pipeline_outputs, variable=variable)
-        self._outgoing: dict[tuple[Op, int], ChannelEnd] = {}
-        self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf]] = {}
+        self._outgoing: dict[tuple[Op, int], tuple[ChannelEnd, dict[int, Message]]] = {}
+        self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf, dict[int, Arrival]]] = {}
         self._batch: MessageBatch | None = None
         self._batch_ends: frozenset[int] = frozenset()
         if communicator is not None:
@@ -122,14 +122,14 @@ class Engine:
             raise EngineError(self.pp_rank, self.actions, self.pace.at, error) from error
 
     def _flush(self) -> None:
-        for end in self._outgoing.values():
+        for end, _ in self._outgoing.values():
             end.flush()
 
     def _check(self) -> None:
         """The device is through: it must have had every message."""
-        for end in self._outgoing.values():
+        for end, _ in self._outgoing.values():
             end.check()
-        for end, _ in self._incoming.values():
+        for end, *_ in self._incoming.values():
             end.check()
 
     def _forward(self, action: Action) -> None:
@@ -176,21 +176,14 @@ class Engine:
         self.recorder.end(self._index)
         self._end(self._index)
 
-    def _send_forward(self, action: Action) -> None:
-        self._outgoing[Op.SEND_F, action.stage].send(self._stages[action.stage].outbox.pop(action.mb))
+    def _send(self, action: Action) -> None:
+        end, outbox = self._outgoing[action.op, action.stage]
+        end.send(outbox.pop(action.mb))
         self._sent(self._index)
 
-    def _send_backward(self, action: Action) -> None:
-        self._outgoing[Op.SEND_B, action.stage].send(self._stages[action.stage].gradient_outbox.pop(action.mb))
-        self._sent(self._index)
-
-    def _receive_forward(self, action: Action) -> None:
-        end, shelf = self._incoming[Op.RECV_F, action.stage]
-        self._stages[action.stage].inbox[action.mb] = end.post(shelf)
-
-    def _receive_backward(self, action: Action) -> None:
-        end, shelf = self._incoming[Op.RECV_B, action.stage]
-        self._stages[action.stage].gradient_inbox[action.mb] = end.post(shelf)
+    def _receive(self, action: Action) -> None:
+        end, shelf, inbox = self._incoming[action.op, action.stage]
+        inbox[action.mb] = end.post(shelf)
 
     def _reduce_gradients(self, action: Action) -> None:
         self.recorder.begin(self._index)
@@ -204,14 +197,14 @@ class Engine:
             self._batch, self._batch_ends = communicator.batch(), schedule.batch_ends(self.pp_rank)
         for op, number in {(a.op, a.stage) for a in self.actions if a.op in MESSAGES}:
             channel = schedule.placement.channel(Action(op, number, 0))
-            end = communicator.end_in(channel, self._batch)
+            end, stage = communicator.end_in(channel, self._batch), self._stages[number]
             if op in SENDS:
                 end.reserve(schedule.capacities[channel])
-                self._outgoing[op, number] = end
+                self._outgoing[op, number] = end, stage.outbox if op is Op.SEND_F else stage.gradient_outbox
             else:
-                stage = self._stages[number]
-                spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
-                self._incoming[op, number] = (end, communicator.pool.shelf(spec))
+                forward = op is Op.RECV_F
+                shelf = communicator.pool.shelf(stage.receives if forward else stage.sends)
+                self._incoming[op, number] = end, shelf, stage.inbox if forward else stage.gradient_inbox
 
     def _batch_timer(self) -> str:
         """The timer's name for the batch that ends with the current action: Megatron's for these messages together."""
@@ -259,10 +252,8 @@ _HANDLERS: Mapping[Op, _Handler] = {
     Op.B: Engine._backward,
     Op.I: Engine._backward,
     Op.W: Engine._weight_gradients,
-    Op.SEND_F: Engine._send_forward,
-    Op.RECV_F: Engine._receive_forward,
-    Op.SEND_B: Engine._send_backward,
-    Op.RECV_B: Engine._receive_backward,
+    **dict.fromkeys((Op.SEND_F, Op.SEND_B), Engine._send),
+    **dict.fromkeys((Op.RECV_F, Op.RECV_B), Engine._receive),
     Op.REDUCE_GRAD: Engine._reduce_gradients,
 }
 

@@ -42,16 +42,6 @@ class Heartbeat(Protocol):
         """The action has the message that it waited for, and computes."""
 
 
-class Event(Protocol):
-    """A mark on a device's queue."""
-
-    def record(self) -> None:
-        """Set the mark after everything that is enqueued now."""
-
-    def synchronize(self) -> None:
-        """Return when the device has passed it."""
-
-
 class HostPace:
     """The host computes: actions are where it is."""
 
@@ -100,7 +90,7 @@ class DevicePace:
         self,
         length: int,
         heartbeat: Heartbeat,
-        make_event: Callable[[], Event],
+        make_event: Callable[[], torch.cuda.Event],
         ahead: int = AHEAD,
         on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -113,8 +103,8 @@ class DevicePace:
         """The number of the list that the host is in."""
         self._on_device = on_device
         self._free = Semaphore(ahead)
-        self._events: list[Event] = []
-        self._marks: SimpleQueue[tuple[int, int, bool, Event] | None] = SimpleQueue()
+        self._events: list[torch.cuda.Event] = []
+        self._marks: SimpleQueue[tuple[int, int, bool, torch.cuda.Event] | None] = SimpleQueue()
         """(list, action, whether it begins to compute here, mark), in the order of the device's queue; None ends it."""
         self._made = self._passed = 0
         self._failure: tuple[int, Exception] | None = None
@@ -192,7 +182,7 @@ class DevicePace:
                 self._events.append(event)
                 self._passed += 1
 
-    def _pass(self, number: int, index: int, event: Event, *, begins: bool, enters: bool) -> None:
+    def _pass(self, number: int, index: int, event: torch.cuda.Event, *, begins: bool, enters: bool) -> None:
         """Wait until the device has passed one mark, and move the heartbeat; in the watching thread."""
         if enters:
             self.heartbeat.enter(index)

@@ -1,7 +1,6 @@
 """config.json and ModelConfig, both ways, exactly or not at all.
 
-Knows how a family's table is applied. Must not know weights. What a family cannot express is never dropped: a model is
-written only if reading it back gives the same model.
+What a family cannot express is never dropped: a model is written only if reading it back gives the same model.
 """
 
 from __future__ import annotations

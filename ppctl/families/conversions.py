@@ -1,8 +1,7 @@
 """Conversions between keys of config.json and of ModelConfig that are not one to one: positions, experts.
 
-Knows Hugging Face's conventions, old and new. Must not know families or files. A `_read_` function takes config.json
-with its family's defaults filled in and returns values of ModelConfig, or raises Unbuilt for what ppctl does not build;
-the `_write_` function of the same name is its inverse.
+A `_read_` function takes config.json with its family's defaults filled in and returns values of ModelConfig, or raises
+Unbuilt for what ppctl does not build; the `_write_` function of the same name is its inverse.
 """
 
 from __future__ import annotations
@@ -116,19 +115,16 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_part_rope(config: Json) -> dict[str, Any]:
-    """Read base, extension and the share of every head that they turn."""
     rope = _positions(config)
     share = number({"partial_rotary_factor": config["partial_rotary_factor"], **rope}, "partial_rotary_factor")
     return {**_read_rope(config), "rotary_percent": float(share)}
 
 
 def _write_part_rope(model: ModelConfig) -> dict[str, Any]:
-    """Write base, extension and the share of every head that they turn."""
     return {**_write_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
 def _read_first_dense(config: Json) -> dict[str, Any]:
-    """Routed and shared experts in all layers but the first ones."""
     layers, dense = whole(config, "num_hidden_layers"), whole(config, "first_k_dense_replace")
     if not config["n_routed_experts"] or dense >= layers:
         return {"num_moe_experts": None}
@@ -153,7 +149,6 @@ def _write_first_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_groups(config: Json) -> dict[str, Any]:
-    """Group-limited routing and the factor on the chosen experts' weights."""
     return {
         "moe_router_num_groups": whole(config, "n_group") if config["n_group"] else None,
         "moe_router_group_topk": whole(config, "topk_group") if config["topk_group"] else None,
@@ -162,7 +157,6 @@ def _read_groups(config: Json) -> dict[str, Any]:
 
 
 def _write_groups(model: ModelConfig) -> dict[str, Any]:
-    """All three values, defaults included."""
     return {
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
@@ -181,7 +175,6 @@ def _read_sparse_step(config: Json) -> dict[str, Any]:
 
 
 def _write_sparse_step(model: ModelConfig) -> dict[str, Any]:
-    """Write the dense layers as a list."""
     dense = [i for i, moe in enumerate(moe_layer_pattern(model)) if not moe]
     return {"num_experts": model.num_moe_experts or 0, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -202,7 +195,6 @@ def _read_divided(config: Json) -> dict[str, Any]:
 
 
 def _write_divided(model: ModelConfig) -> dict[str, Any]:
-    """Write what the router that ppctl builds does."""
     return {"norm_topk_prob": model.moe_router_topk > 1}
 
 

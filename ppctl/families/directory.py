@@ -1,7 +1,4 @@
-"""A Hugging Face model directory: its family, its model, and where every canonical tensor is, checked before use.
-
-Knows which tensors a model must have and which may be there besides. Must not know torch: values are read elsewhere.
-"""
+"""A Hugging Face model directory: its family, its model, and where every canonical tensor is, checked before use."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed, pasted
 from ppctl.families.config_json import read_config
-from ppctl.families.family_table import Family, mtp_copies, stored_name
+from ppctl.families.family_table import MTP_COPIES, Family, stored_name
 from ppctl.families.safetensors import INDEX, SINGLE, Stored, read_directory
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
@@ -100,11 +97,8 @@ def _block(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def quantised_note(path: Path) -> str:
-    """A line about a directory whose config says that its weights are quantised and that stores them as plain floats;
-    empty for others.
-
-    Who turns weights of few bits into floats often leaves the config as it was. transformers would go by the config.
-    """
+    """A line about a directory whose config says that its weights are quantised and that stores them as plain floats,
+    as whoever turns them into floats often leaves it (transformers would go by the config); empty for others."""
     said = read_config_file(path).get("quantization_config")
     dtypes = {stored.dtype for stored in read_directory(path).values()} if said and has_weights(path) else set()
     if not dtypes or not dtypes <= {*_FLOATS}:
@@ -151,8 +145,8 @@ def stored_names(family: Family, model: ModelConfig) -> dict[str, str]:
 def mtp_tables(model: ModelConfig) -> dict[str, str]:
     """Stored name of each table that MTP modules are stored with -> the canonical tensor that it is a copy of."""
     tied = model.share_embeddings_and_output_weights
-    depths = range(model.mtp_num_layers or 0)
-    copies = {name: of for depth in depths for name, of in mtp_copies(model.num_layers, depth).items()}
+    modules = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+    copies = {f"model.layers.{module}.{name}": of for module in modules for name, of in MTP_COPIES.items()}
     return {name: EMBEDDING if tied else of for name, of in copies.items()}
 
 

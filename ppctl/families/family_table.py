@@ -1,7 +1,6 @@
-"""The families: how each writes a model's sizes in config.json, and what it calls its tensors.
+"""The families: how each writes a model's sizes in config.json, and what it calls its tensors. A family is a row.
 
-Knows keys, defaults, fixed choices and names, as data: a family is a row. Must not know shapes or files. Sources: the
-public config.json of each family's models, and the defaults of the classes in transformers that read them.
+Sources: the public config.json of each family's models, and the defaults of the classes in transformers that read them.
 """
 
 from __future__ import annotations
@@ -99,11 +98,6 @@ def _within(name: str, table: Mapping[str, str]) -> str:
     if expert is not None:
         module = module.replace(expert[0], ".experts.{expert}.")
     return f"{table[module]}.{kind}".format(expert=expert and expert[1])
-
-
-def mtp_copies(model_layers: int, depth: int) -> dict[str, str]:
-    """Hugging Face's name of each copy that MTP module `depth` is stored with -> the canonical name of the original."""
-    return {f"model.layers.{model_layers + depth}.{name}": of for name, of in MTP_COPIES.items()}
 
 
 # Families

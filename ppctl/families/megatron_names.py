@@ -1,8 +1,8 @@
 """Where Megatron-core keeps each tensor of a model: its key in a `torch_dist` checkpoint, and which rows of it.
 
-Knows names and shapes. Must not know files or torch. A tensor of ours is a run of rows of theirs, or some rows of every
-group of heads: queries, keys and values are one matrix there, group by group, and the gate of a feed-forward stands
-in front of its other half. Source: the sharded state dicts of Megatron-core 0.16 (`transformer/*.py`, `ssm` aside).
+A tensor of ours is a run of rows of theirs, or some rows of every group of heads: queries, keys and values are one
+matrix there, group by group, and the gate of a feed-forward stands in front of its other half. Source: the sharded
+state dicts of Megatron-core 0.16 (`transformer/*.py`, `ssm` aside).
 """
 
 from __future__ import annotations

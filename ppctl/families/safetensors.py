@@ -1,7 +1,6 @@
 """The headers of safetensors files: which tensors a directory has, and whether their bytes are there.
 
-Knows the format (eight bytes of length, a JSON header, the tensors' bytes) and the index beside several files. Must not
-know models or torch: nothing but headers is read, which takes milliseconds for any size.
+Nothing but headers is read, which takes milliseconds for any size.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _BITS = {
 }
 """Bits of one value -> every dtype of the format."""
 _SIZES = {dtype: bits for bits, dtypes in _BITS.items() for dtype in dtypes}
-_MOST_OF_A_HEADER = 100_000_000
-"""Bytes that the format allows a header."""
+_MOST_BYTES_OF_A_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,10 @@ def read_header(file: Path) -> dict[str, Stored]:
             size = file.stat().st_size
             if length > size - 8:
                 raise _damaged(file, f"has {size} bytes, which end within its header")
-            if length > _MOST_OF_A_HEADER:
-                raise _damaged(file, f"has no header of safetensors, which has at most {_MOST_OF_A_HEADER:,} bytes")
+            if length > _MOST_BYTES_OF_A_HEADER:
+                raise _damaged(
+                    file, f"has no header of safetensors, which has at most {_MOST_BYTES_OF_A_HEADER:,} bytes"
+                )
             header = json.loads(stream.read(length))
         texts = (header.pop("__metadata__", None) or {}).values()
         tensors = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
@@ -85,8 +85,7 @@ def _stored(file: Path, entry: Mapping[str, Any], start: int) -> Stored:
 
 
 def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
-    """A line for each tensor whose bytes do not fit its shape and dtype, or do not begin where the tensor before
-    ends."""
+    """A line for each tensor whose bytes do not fit its shape and dtype, or do not begin where the one before ends."""
     for name, each in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         bits, type_ = math.prod(each.shape) * _SIZES.get(each.dtype, 0), f"{each.dtype}{list(each.shape)}"
         if each.dtype not in _SIZES:

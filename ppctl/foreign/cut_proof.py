@@ -148,7 +148,6 @@ _BY_HAND = "the value as an argument that is no tensor, such as step({'x': x, 'm
 
 
 def _line_of(error: Exception) -> str:
-    """The line of the user's code in which an exception began."""
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
     return f"{frames[-1].filename}:{frames[-1].lineno}\n{frames[-1].line}" if frames else ""

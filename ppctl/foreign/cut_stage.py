@@ -114,13 +114,11 @@ class CutStage(nn.Module):
                     _remove(self.model, name)
         if inner and ("" in self.aware) != (inner in self.aware):
             if inner in self.aware:  # to the forward around it, the inner model is one module of several stages
-                self._replace(modules[inner], inner, min(self.cut.inner_parts, key=self._distance))
+                nearest = min(self.cut.inner_parts, key=lambda part: abs(part - self.number))
+                self._replace(modules[inner], inner, nearest)
             else:
                 target: Any = modules[inner]
                 target.forward = partial(self._inside, target.forward)
-
-    def _distance(self, part: int) -> int:
-        return abs(part - self.number)
 
     def _replace(self, module: nn.Module, name: str, part: int) -> None:
         target: Any = module

@@ -33,8 +33,9 @@ from ppctl.foreign.miniature import CODE_FAILS, line_of
 from ppctl.foreign.miniature_proof import CutProof, drops_of, prove
 from ppctl.foreign.peft_adapters import add_adapters, shapes_of
 from ppctl.geometry.adapters import frozen, with_adapters
-from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits, from_json
+from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter
+from ppctl.records.json_reader import read
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
@@ -180,7 +181,6 @@ def _adapted(
 
 
 def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> str:
-    """A sentence that says how many parameters of adapters are trained."""
     trained = sum(row.size for rows in structures for row in rows if row.gradient != "none")
     where = f" in {len(adapters.layers)} of {len(structures)} layers" if adapters.layers else ""
     named = f"{trained:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)}{where}"
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
     """Return JSON: an object with the description as text (`model`), or with `problems`."""
     try:
-        asked = None if adapters is None else from_json(Adapters, adapters)
+        asked = None if adapters is None else read(Adapters, adapters)
         return json.dumps({"model": describe(directory, overrides, asked).to_text()})
     except PpctlError as error:
         return json.dumps({"problems": [problem.to_json() for problem in error.problems]})

@@ -285,7 +285,9 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
     problems = [problem for name, value in values.items() for problem in _misfits(config, name, value, overrides[name])]
     if problems:
         raise ConfigError(problems)
-    values = {name: _as_own(getattr(config, name), value) for name, value in values.items()}
+    for name, value in values.items():
+        if isinstance(getattr(config, name), float) and isinstance(value, int):  # configs want the exact type
+            values[name] = float(value)
     try:
         return make(values)
     except ConfigError as refused:
@@ -301,11 +303,6 @@ def value_of(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _as_own(own: Any, value: Any) -> Any:
-    """Return a whole number as a float if the field's own value is one: transformers' configs want the exact type."""
-    return float(value) if isinstance(own, float) and isinstance(value, int) else value
 
 
 def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]:

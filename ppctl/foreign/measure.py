@@ -158,7 +158,6 @@ class _MeasuredModel:
         return found
 
     def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[PassCosts]:
-        """Run each batch through one part of the model."""
         stage = self._stage(layers)
         for parameter in stage.canonical_parameters().values():
             parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free

@@ -125,7 +125,6 @@ def _take_token(config: Any, name: str, token: int | None, last: int) -> None:
 
 
 def _lower(config: Any, name: str, most: int) -> None:
-    """Lower a size, or each of a list of sizes."""
     value = _own(config, name)
     if isinstance(value, list) and value and all(map(_is_size, value)):
         setattr(config, name, [min(each, most) for each in value])

@@ -1,7 +1,6 @@
 """Adapters as rows of the table of parameters: what `model.lora` asks for, beside frozen weights.
 
-Knows what may be asked for, and what a layer's rows become. Must not know peft, which makes adapters
-(`foreign/peft_adapters`, which also knows the modules of a model), torch or files.
+`foreign/peft_adapters` makes them, and knows the modules of a model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Canonical names: the rows of the table of parameters by stage and by name, and which names are uses of one tensor.
 
 A canonical name is global: `layers.37.attention.wq.weight` means the same parameter in every cut. A tied parameter has
-one name per use; the first use in canonical order owns it. Must not know tensors or modules.
+one name per use; the first use in canonical order owns it.
 """
 
 from __future__ import annotations

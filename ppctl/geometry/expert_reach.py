@@ -1,7 +1,4 @@
-"""Over how many parts of the experts a token's experts are spread, and runs of experts whose results are summed first.
-
-Knows how many experts a token has, and how a router limits them. Must not know ranks, tensors or seconds.
-"""
+"""Over how many parts of the experts a token's experts are spread, and runs of experts that are summed first."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Costs of the parts of a model of transformers, measured on meta tensors.
-
-Knows numbers that grow with sequences and their lengths. Must not know how they were found
-(`ppctl.foreign.measure`), or which layers a stage has.
-"""
+"""Costs of the parts of a model of transformers, measured on meta tensors."""
 
 from __future__ import annotations
 
@@ -107,7 +103,6 @@ _BYTES_OF_PARTS = ("tables", "before", "first", "last", "layers")
 
 
 def _scaled(costs: Any, factor: float) -> Any:
-    """Return the costs with `factor` times the bytes, which grow with the width of a number."""
     if isinstance(costs, Growth):
         return Growth(*(factor * value for value in costs))
     if isinstance(costs, LayerCost | PartCosts):

@@ -1,7 +1,6 @@
 """A causal language model of transformers as a value: its rows of the table of parameters, its parts, its costs.
 
-Knows what plans, checkpoints and stages ask of a model whose blocks are not ppctl's. Must not know torch, transformers
-or files: a child process describes the model once (`ppctl.foreign.describe`), and the text travels in the config
+A child process describes the model once (`ppctl.foreign.describe`), and the text travels in the config
 (`model.transformers`).
 """
 
@@ -9,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import repeat
-from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.foreign_costs import PartCosts, measured_for
+from ppctl.geometry.foreign_costs import PartCosts
 from ppctl.geometry.rows import Parameter
+from ppctl.records.json_reader import read
 
 VERSION = 3
 """Version of the text; an older model is described again."""
@@ -144,10 +142,6 @@ class ForeignModel(NamedTuple):
             return self.kinds[structure].rows
         return {"embedding": self.first, "loss": self.last}.get(kind, ())
 
-    def measured_in(self, element: int, length: int) -> PartCosts:
-        """Costs of the parts in numbers of `element` bytes, in sequences of this length."""
-        return measured_for(self.measured, element, length)
-
     def to_text(self) -> str:
         """Return the model as JSON, equal for equal models."""
         data = {"version": VERSION, **self._asdict(), "anatomy": asdict(self.anatomy)}
@@ -160,33 +154,9 @@ class ForeignModel(NamedTuple):
             data = json.loads(text)
             if data.pop("version") != VERSION:
                 raise ValueError("it is of another version of ppctl")
-            model: ForeignModel = from_json(cls, data)
-            return model
+            return read(cls, data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
-
-
-@cache
-def _fields(kind: Any) -> dict[str, Any] | None:
-    """The annotations of a record's fields in their order; None of what is no record."""
-    return get_type_hints(kind) if is_dataclass(kind) or hasattr(kind, "_fields") else None
-
-
-def from_json(kind: Any, data: Any) -> Any:
-    """JSON's `data` as a value of the annotation `kind`: a record from an object, or from a list of its fields.
-
-    Raises KeyError or TypeError for records with other fields; plain values stay what they are.
-    """
-    origin, kinds = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return None if data is None else from_json(kinds[0], data)
-    if origin is tuple:
-        return tuple(map(from_json, repeat(kinds[0]) if kinds[-1] is Ellipsis else kinds, data))
-    if (fields := _fields(kind)) is None:
-        return data
-    if isinstance(data, dict):
-        return kind(**{name: from_json(fields[name], each) for name, each in data.items()})
-    return kind(*map(from_json, fields.values(), data))
 
 
 @cache

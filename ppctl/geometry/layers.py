@@ -1,19 +1,14 @@
-"""Layers as values: which kinds there are, which have experts, the widths inside one, and which a stage
-recomputes or offloads.
-
-Knows ModelConfig, Megatron's meaning of `train.recompute_*`, and the keys of `cpu_offloading`. Must not know
-parameters, bytes, ranks or schedules. A layer is text (`decoder.3`) only in files and messages.
-"""
+"""Layers as values: their kinds, which have experts, the widths inside one, and what a stage recomputes or offloads."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from ppctl.geometry.foreign_costs import LayerCost
+from ppctl.geometry.foreign_costs import LayerCost, measured_for
 from ppctl.geometry.foreign_model import described, first_trained, foreign_of
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
@@ -123,7 +118,7 @@ def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
 def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> LayerCost | None:
     """Costs of a layer of transformers in numbers of `element` bytes; None for ppctl's own."""
     foreign = foreign_of(model)
-    return None if foreign is None else foreign.measured_in(element, length).cost(kind.name, kind.structure)
+    return None if foreign is None else measured_for(foreign.measured, element, length).cost(kind.name, kind.structure)
 
 
 def has_backward(model: ModelConfig, layer: Layer) -> bool:
@@ -202,6 +197,15 @@ def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> 
     width = number or 1
     runs = [tuple(decoder[first : first + width]) for first in range(0, len(decoder), width)]
     return (*runs, *mtp)
+
+
+def alike(model: ModelConfig, train: TrainConfig, stage: int, layers: Sequence[Layer]) -> Hashable:
+    """Equal for stages that hold, compute and send as much, wherever in the model their layers stand."""
+    if model.transformers is not None:
+        return tuple(layers), _chosen(train, stage)
+    kinds = zip(layer_kinds(model, layers), layers, strict=True)
+    numbered = tuple((kind, 0 if layer.kind == "decoder" else layer.index) for kind, layer in kinds)
+    return numbered, holds_final_norm(model, layers), _chosen(train, stage)
 
 
 def recomputed_modules(train: TrainConfig, stage: int) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""Which rank of a data-parallel group owns which matrix: Muon orthogonalises each whole on one rank (decision 67).
-
-Knows shapes and how many products an iteration takes. Must not know tensors, groups of processes or seconds.
-"""
+"""Which rank of a data-parallel group owns which matrix: Muon orthogonalises each whole on one rank (decision 67)."""
 
 from __future__ import annotations
 

@@ -250,7 +250,6 @@ def _whole(name: str, width: int, inputs: int) -> Parameter:
 def _norm(
     sizes: Sizes, name: str, width: int, recomputed: str | None = None, gradient: Gradient = "tokens"
 ) -> Iterator[Parameter]:
-    """Yield the rows of a norm: a weight and, for LayerNorm, a bias."""
     yield Parameter(f"{name}.weight", (width,), "norm", (), gradient, "ones", recomputed)
     if sizes.norm_bias:
         yield Parameter(f"{name}.bias", (width,), "bias", (), gradient, "zeros", recomputed)

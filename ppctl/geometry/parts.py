@@ -1,7 +1,6 @@
 """Which part of every parameter a rank holds: its places on the axes that split parameters, and slices of rows.
 
-Knows rows of the table of parameters. Must not know tensors or groups of ranks. An axis splits a dim into neighbouring
-runs, equal but for the last ones: a vocabulary needs no padding to be divided.
+An axis splits a dim into neighbouring runs, equal but for the last ones: a vocabulary needs no padding to be divided.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A row of the table of parameters: what is known of one parameter, of ppctl's own decoder or of another model.
-
-Knows names, shapes and rules of one row. Must not know which rows a model has (`parameters`, `foreign_model`).
-"""
+"""A row of the table of parameters: what is known of one parameter, of ppctl's own decoder or of another model."""
 
 from __future__ import annotations
 

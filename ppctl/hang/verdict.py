@@ -200,7 +200,6 @@ def _need(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _peer(plan: Plan, rank: int, pp_rank: int) -> int:
-    """The rank at `pp_rank` of the pipeline that `rank` belongs to."""
     return RankGrid(plan.sizes).group_of("pp", rank)[pp_rank]
 
 

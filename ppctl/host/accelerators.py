@@ -1,7 +1,6 @@
 """Device presets: peak rates, bandwidths, and the share of them that real kernels reach. Data.
 
-Knows hardware figures and their sources. Must not know models, schedules or ranks. Rates are those of dense matrix
-products; the vendors' figures with sparsity are twice as much.
+Rates are those of dense matrix products; the vendors' figures with sparsity are twice as much.
 """
 
 from __future__ import annotations

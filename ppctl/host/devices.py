@@ -1,8 +1,4 @@
-"""Which device the ranks of one machine use, which backend carries messages between them, and in how many queues.
-
-Knows the rules alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor
-configs.
-"""
+"""Which device the ranks of one machine use, which backend carries messages between them, and in how many queues."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Atomic replacement, size-limited reads and locks of files; output streams whose reader has closed them.
-
-Knows the operating system. Must not know what is written, nor where.
-"""
+"""Atomic replacement, size-limited reads and locks of files; output streams whose reader has closed them."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def _expanded(path: Path | str) -> Path:
 
 
 def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) -> bytes:
-    """All bytes of a regular file; `~` is a home directory.
-
-    Raises OSError as `open_regular`, and for a file of more than `most` bytes.
-    """
+    """All bytes of a regular file (`~`: home). Raises OSError as `open_regular`, and for more than `most` bytes."""
     with open_regular(_expanded(path), follow=follow) as file:
         if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
             return data
@@ -98,10 +92,8 @@ def read_text(path: Path | str, most: int = MOST_READ) -> str:
 
 
 def write_atomically(path: Path, text: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there.
-
-    A `private` file can be read by this user alone.
-    """
+    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there. A
+    `private` file can be read by this user alone."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb", opener=_opener_of_private if private else None) as file:
@@ -122,10 +114,7 @@ def _opener_of_private(path: str, flags: int) -> int:
 
 
 def append(path: Path, line: str) -> None:
-    """Append `line` in a single write: lines of two writers never mix.
-
-    Raises OSError if the disk is full; then no half of the line is left.
-    """
+    """Append `line` in a single write: lines of two writers never mix, and after an OSError no half is left."""
     data = line.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -143,10 +132,8 @@ TAKEN = -1
 
 
 def lock(path: Path, patience: float = 0.0) -> int | None:
-    """A descriptor that holds the directory's lock; TAKEN if another process has it; None without locks.
-
-    For `patience` seconds it tries again: a process that only tests the lock has it for a moment, too.
-    """
+    """A descriptor that holds the directory's lock; TAKEN if another process has it; None without locks. For `patience`
+    seconds it tries again: a process that only tests the lock has it for a moment, too."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     deadline = time.monotonic() + patience
     while True:

@@ -2,7 +2,7 @@
 
 Anybody may take a name there: a FIFO hangs whoever opens it, a link leads to a file elsewhere, a file may be a lie.
 So all files are in directories of this user's alone (mode 0700), with random names if no later start must find them;
-and what is opened must be this user's, a regular file, and no link. Must not know what is in the files.
+and what is opened must be this user's, a regular file, and no link.
 """
 
 from __future__ import annotations

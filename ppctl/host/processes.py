@@ -1,7 +1,4 @@
-"""The processes of this machine: how one is started, a name that stays unique, whether one has ended or is stopped.
-
-Also SIGTERM to this one. Knows /proc. Must not know what a process does, nor runs.
-"""
+"""This machine's processes: how one is started, whether one has ended or is stopped; and SIGTERM to this one."""
 
 from __future__ import annotations
 
@@ -74,10 +71,7 @@ def is_stopped(pid: int) -> bool:
 
 @contextmanager
 def unwinding_on_term() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit(143), so that unfinished files and started processes go with this one.
-
-    In the main thread only.
-    """
+    """Let SIGTERM raise SystemExit(143) in the main thread, so that files and processes end with this one."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

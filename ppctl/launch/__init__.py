@@ -9,5 +9,5 @@
     weights        the weights that a run starts from; described: models whose code is transformers'
     slurm          SLURM's commands
 
-A submitted job runs `script`, then on every node `enter`, in every task `rank`, and at the end `leave`.
+A submitted job runs `script` (its text: job.sbatch), on every node `enter`, in every task `rank`, then `leave`.
 """

@@ -1,7 +1,4 @@
-"""A model whose code is transformers', described by a child process, once for each config and set of versions.
-
-Knows how the child is started and where its answers are kept. Must not know torch, nor what a description says.
-"""
+"""A model whose code is transformers', described by a child process, once for each config and set of versions."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreig
 from ppctl.host.files import cache_directory, read_text, write_atomically
 from ppctl.host.private_files import own_directory
 from ppctl.host.processes import python
+from ppctl.launch.enter import package_digest
 
 _EXTRAS = {
     "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
@@ -84,8 +82,7 @@ def absent_for(model: ModelConfig) -> list[Problem]:
 
 
 def other_version(model: ModelConfig) -> str | None:
-    """A note if the transformers of this machine is another one than a model was proved with, as a run or checkpoint
-    from elsewhere may have been; None if it is the same, or not here."""
+    """A note if a model from elsewhere was proved with another transformers than this machine has."""
     foreign = foreign_of(model)
     with suppress(metadata.PackageNotFoundError):
         here = metadata.version("transformers")
@@ -118,20 +115,13 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
-    """A digest of all that an answer depends on: proof and costs of both dtypes, with the loss that every run has and
-    the attention that the config names."""
-    versions = [VERSION, ppctl.__version__, _digest_of_code()]
+    """A digest of all that an answer depends on: it has proof and costs of both dtypes, with the loss of every run."""
+    # Commits of one version differ in the files that make an answer.
+    code = [package_digest(Path(ppctl.__file__).parent / name) for name in _CODE]
+    versions = [VERSION, ppctl.__version__, *code]
     for package in ("torch", "transformers", *([] if adapters is None else ["peft"])):
         with suppress(metadata.PackageNotFoundError):
             versions.append(metadata.version(package))
     asked = [config, dict(overrides), versions, *([] if adapters is None else [adapters])]
     text = json.dumps(asked, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _digest_of_code() -> str:
-    """A digest of the source files that make an answer: commits of one version differ in them."""
-    package, digest = Path(ppctl.__file__).parent, hashlib.sha256()
-    for file in sorted(file for name in _CODE for file in (package / name).glob("*.py")):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()

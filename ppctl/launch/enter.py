@@ -1,8 +1,7 @@
 """`python -m ppctl.launch.enter RUN --code DIGEST`: the first step of a submitted job, once on every node.
 
-Knows what a node needs before its ranks start: it sees the run directory, and its ppctl is the one that was submitted
-(a job may wait for hours, and must not run what somebody has edited since). On the first node it also sets the run
-directory to go on. Must not import torch. On a problem it prints one line on stdout and exits with the error's code.
+The node must see the run directory, and its ppctl be the one that was submitted (a job may wait for hours, and must not
+run what somebody has edited since). On a problem it prints one line on stdout and exits with the error's code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Detects who started this process (a person, torchrun, SLURM), and knows the environment variables that a rank needs.
-
-Knows the variables of torchrun and SLURM. Must not know configs, plans or devices.
-"""
+"""Detects who started this process (a person, torchrun, SLURM), and what a rank needs in its environment."""
 
 from __future__ import annotations
 
@@ -66,8 +63,7 @@ def detect(environ: Mapping[str, str]) -> Started:
 
 
 def _by_variables(environ: Mapping[str, str]) -> Started:
-    """The place of this process from RANK, WORLD_SIZE and MASTER_*. Raises KeyError or ValueError if one of them is
-    missing or wrong."""
+    """The place of this process from RANK, WORLD_SIZE and MASTER_*. Raises KeyError or ValueError for wrong ones."""
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if not 0 <= rank < world:
         raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world}")
@@ -85,7 +81,6 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
 
 
 def _rank_variables(rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
-    """The variables by which a worker knows its place."""
     ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
     return {name: str(value) for name, value in ranks.items()}
 
@@ -143,11 +138,9 @@ def allocator_variables(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
 
 
 def default_variables() -> dict[str, str]:
-    """Every rank's variables, weaker than the environment: one thread, a stack on a crash, the allocator's.
-
-    torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
-    """
+    """Every rank's variables, weaker than the environment: one thread, a stack on a crash, the allocator's."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
+    # torch.compile would load libraries from /tmp/torchinductor_USER, which another user may have made.
     with suppress(RuntimeError):  # a user without a home directory
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "compiled")
     return variables

@@ -1,8 +1,7 @@
 """`python -m ppctl.launch.leave RUN --step-code N`: the third step of a submitted job, after its last rank.
 
-Knows that the run directory decides how the job ended: result.json, errors/, status.json. srun's exit code says only
-that something was wrong (it is the highest of all ranks', and 0 for a cancelled step). Must not import torch. Prints
-the report, writes status.json and exits with the job's exit code.
+The run directory decides how the job ended: srun's exit code is the highest of all ranks', and 0 for a cancelled step.
+Prints the report, writes status.json and exits with the job's exit code.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
 
 
 def _states(run: RunDir) -> list[RankState]:
-    """The state that each rank published last."""
     return published_states(run.heartbeats(), now=0.0, silence=math.inf)
 
 

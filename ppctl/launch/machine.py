@@ -1,7 +1,4 @@
-"""This machine's GPUs and cores, found without torch: whether they are enough for a job's ranks, and which device.
-
-Knows NVIDIA's driver and CUDA_VISIBLE_DEVICES. Must not know configs or plans.
-"""
+"""This machine's GPUs and cores, found without torch: whether they are enough for a job's ranks, and which device."""
 
 from __future__ import annotations
 

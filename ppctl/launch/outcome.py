@@ -1,7 +1,6 @@
 """How a job ended: its exit code, its state, and the report, whose first line names the rank that failed first.
 
-Knows what ranks leave behind: an error record, an exit code or signal, a heartbeat, a log. Must not know processes. A
-rank that loses its connection because another rank died raises an error too; such echoes never hide the first failure.
+A rank that loses its connection because another rank died raises an error too; such echoes never hide the failure.
 """
 
 from __future__ import annotations
@@ -154,7 +153,6 @@ def _where(run: RunDir, first: RankFailure, state: RankState | None) -> tuple[in
 
 
 def _between(run: RunDir, ends: Sequence[int]) -> str:
-    """Which connection broke, with the hosts of both ranks if edges.json has them."""
     hosts = dict(enumerate(run.edges().get("hosts", ())))
     named = [f"rank {rank}" + (f" on {hosts[rank]}" if rank in hosts else "") for rank in ends]
     return f"the connection from {' to '.join(named)} broke, and no rank had reported a failure before"

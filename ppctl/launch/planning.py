@@ -1,9 +1,4 @@
-"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once.
-
-Every command that takes overrides has its config and its plan from here (ARCHITECTURE.md draws the road). Knows who
-reads a model's directory and a tokenizer. Must not know how values are composed (`ppctl.config`) or derived
-(`ppctl.plan`), nor what a command does with them.
-"""
+"""From a command line to a plan: composes, checks and plans as far as possible, and reports every problem once."""
 
 from __future__ import annotations
 
@@ -58,10 +53,8 @@ def _is_unread(composed: Composed) -> bool:
 def plan_of(
     composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
-    """The plan of a composed config, and all problems: those that were known before, and the plan's.
-
-    `before` is the plan of the run's last start, whose schedule is kept if one was searched for.
-    """
+    """The plan of a composed config, and all problems, the known ones among them; of the plan `before`, that of the
+    run's last start, a schedule that was searched for is kept."""
     try:
         with _patience_asked():
             plan = plan_checked(composed.config, composed.provenance, problems, before=before)
@@ -87,14 +80,12 @@ def _patience_asked() -> Iterator[None]:
 
 
 def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
-    """The values that `model.from` sets."""
     from ppctl.launch.weights import values_of  # imports ppctl.families: a tenth of a plan's time, rarely needed
 
     return values_of(source, implementation, overrides, lora)
 
 
 def _count_tokens(tokenizer: str) -> int:
-    """The rows that an embedding needs for `data.tokenizer`."""
     from ppctl.data.load import load_tokenizer  # numpy
 
     return load_tokenizer(tokenizer).vocab_size

@@ -1,7 +1,4 @@
-"""One rank as a process: started by the local launcher, or this process itself, which becomes one.
-
-Knows how a rank's process is started, ended and read. Must not know why, nor what the rank prints.
-"""
+"""One rank as a process: started by the local launcher, or this process itself, which becomes one."""
 
 from __future__ import annotations
 
@@ -44,10 +41,8 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
 
 
 def _parent_death_signal() -> Callable[[], None]:
-    """A function that asks the kernel to kill the calling process when its parent dies (Linux only; survives exec).
-
-    The library is loaded here, so that the function itself is safe between fork and exec.
-    """
+    """A function that asks the kernel to kill the calling process when its parent dies (Linux only; survives exec). Its
+    library is loaded here: between fork and exec that is not safe."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def arrange() -> None:
@@ -100,10 +95,8 @@ class RankProcess:
         """The pipe of a piped rank."""
 
     def poll(self) -> int | None:
-        """The return code once the rank has ended. Everything that it started is killed then.
-
-        This happens before the rank is reaped: while it is a zombie, no other process group can have its number.
-        """
+        """The return code once the rank has ended. What it started is killed before the rank is reaped."""
+        # While it is a zombie, no other process group can have its number.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if self.returncode is None and os.waitid(os.P_PID, self._popen.pid, flags) is not None:
             self.send_to_group(signal.SIGKILL)
@@ -138,9 +131,7 @@ def writer_to(out: TextIO) -> Callable[[str], None]:
 
 def copy_lines(source: IO[bytes] | None, show: Callable[[str], None]) -> threading.Thread:
     """Start a thread that hands a rank's output to `show` line by line: a stopped terminal never blocks the launcher.
-
-    Once `show` has raised OSError or ValueError, the rest is read and dropped.
-    """
+    Once `show` has raised OSError or ValueError, the rest is read and dropped."""
 
     def run() -> None:
         lost = False
@@ -158,7 +149,6 @@ def copy_lines(source: IO[bytes] | None, show: Callable[[str], None]) -> threadi
 
 
 def _warn_of_lost_lines(error: Exception) -> None:
-    """Print on stderr, if it still works, that the lines are lost and the run is not."""
     why = error.strerror if isinstance(error, OSError) else error
     with suppress(OSError, ValueError):
         text = f"note: stdout cannot be written any more ({why}); the run goes on: `ppctl logs -f` shows it, `kill"

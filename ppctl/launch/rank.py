@@ -1,7 +1,6 @@
 """`python -m ppctl.launch.rank RUN`: the second step of a submitted job. Each task of the job's srun becomes one rank.
 
-Knows SLURM's variables and where a rank's output goes. Must not know configs or torch. stderr of every rank, and stdout
-of all but rank 0, go to the rank's own log; rank 0's step lines go to the job's log.
+Its stderr, and the stdout of all ranks but 0, go to the rank's own log; rank 0's step lines go to the job's log.
 """
 
 from __future__ import annotations

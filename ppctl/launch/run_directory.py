@@ -1,7 +1,4 @@
-"""The run directory before its ranks start: made new, or set to go on; and env.json, which records the machine.
-
-Knows what a run directory must hold before the first rank reads it. Must not know how a config was composed.
-"""
+"""The run directory before its ranks start: made new, or set to go on; and env.json, which records the machine."""
 
 from __future__ import annotations
 
@@ -63,11 +60,8 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
-    """Set `run` to go on from `checkpoint` with the config of `launch`; its earlier files are kept under numbered
-    names.
-
-    Raises ConfigError (PP-E610) if the directory cannot be written.
-    """
+    """Set `run` to go on from `checkpoint` with the config of `launch`; earlier files are kept under numbered names.
+    Raises ConfigError (PP-E610) if the directory cannot be written."""
     resume = launch.config.checkpoint.resume
     if checkpoint is not None and resume != AUTO:
         resume = str(checkpoint)

@@ -1,7 +1,4 @@
-"""SLURM's commands: sbatch, squeue, sacct, scancel. Their text forms only: --json differs between versions.
-
-Knows how each is called and what it prints. Must not know configs, plans or run directories.
-"""
+"""SLURM's commands: sbatch, squeue, sacct, scancel. Their text forms only: --json differs between versions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The local launcher: runs a job on this machine, watches its ranks until none is left, and returns how it ended.
 
-Knows processes, signals and deadlines. Must not know what a rank does: a rank reports by its exit code, its error
-record, its heartbeat and status.json. What happens:
+A rank reports by its exit code, its error record, its heartbeat and status.json. What happens:
 
     a rank fails               the launcher ends the others: SIGINT, then SIGKILL
     SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
@@ -45,8 +44,7 @@ _ONE_PRESS = 1.0
 """Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already."""
 _AFTER_KILL = 5.0
 """Seconds to wait for a process that was killed; one in an uninterruptible system call may stay."""
-_PROGRESS_INTERVAL = 1.0
-"""Seconds between two checks whether anything moves."""
+_PROGRESS_INTERVAL_S = 1.0
 _STACKS = 2.0
 """Seconds that ranks have to write stacks and flight records, on a machine where the other ranks are busy."""
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -203,7 +201,7 @@ class Watch:
         return [rank for rank in self._ranks if rank.rank not in self.exits]
 
     def _timeout(self) -> float | None:
-        waits = [] if self._progress is None or self._deadline is not None else [_PROGRESS_INTERVAL]
+        waits = [] if self._progress is None or self._deadline is not None else [_PROGRESS_INTERVAL_S]
         if self._deadline is not None:
             waits.append(max(0.0, self._deadline - time.monotonic()))
         if self._to_ask and self.cause is None:
@@ -245,9 +243,7 @@ class Watch:
 
     def _ask(self, number: int) -> None:
         """Ask the ranks to save and leave: each once, but a rank that is still starting ignores it and is asked again.
-
-        Never more often: the signal would kill a rank that has saved and is about to exit.
-        """
+        Never more often: the signal would kill a rank that has saved and is about to exit."""
         for rank in self._alive():
             if rank.rank in self._to_ask:
                 state = heartbeat.read(self.job.directory, rank.rank)
@@ -292,7 +288,6 @@ class Watch:
         return True
 
     def _end_all(self) -> None:
-        """Leave no process behind, whatever happened."""
         if self._alive() and not self._killed:
             self._end("failure", signal.SIGKILL)
             while self._alive() and time.monotonic() < (self._deadline or 0.0):

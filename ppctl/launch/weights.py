@@ -1,9 +1,6 @@
 """The source of a run's first weights (`model.from`): which model it holds, and whether that model fits the run.
 
-Also which tensors a checkpoint of a run holds, so that one can be compared with a config.
-
-Knows model directories, checkpoints and runs. Must not know how a config is composed, nor torch: it reads headers and
-manifests, not weights.
+Also which tensors a checkpoint of a run holds. It reads headers and manifests, not weights.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_weights(text: str, root: Path = Path("runs")) -> Path:
-    """The absolute path that `model.from` means: a directory with a config.json, else a checkpoint.
-
-    Raises ConfigError (PP-E520) if it is neither.
-    """
+    """The absolute path of a directory with a config.json, else of a checkpoint. Raises ConfigError (PP-E520)."""
     try:
         path = Path(text).expanduser().absolute()
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
@@ -156,9 +150,7 @@ def check_weights(path: Path, model: ModelConfig) -> list[str]:
 
 def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (shape, dtype) of all that a checkpoint of a run holds: what `session_shards` of its ranks make up.
-
-    Masters and moments are as wide as sums are: float64 of a model in float64, else float32.
-    """
+    Masters and moments are as wide as sums are: float64 of a model in float64, else float32."""
     model, wide = config.model, "float64" if weight_dtype(config.parallel) == "float64" else "float32"
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, shape in model_tensors(model).items():
@@ -173,7 +165,6 @@ def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str
 
 
 def _tokenizer(path: Path) -> str | None:
-    """The `data.tokenizer` of the weights at `path`; None if it is not known."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
     state = run_state(path)

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ppctl.megatron import functions
-from ppctl.megatron.loaded import CORE, PipelineSizes, pipeline_sizes
 from ppctl.megatron.models import misuse
+from ppctl.megatron.pipelines import CORE, PipelineSizes, pipeline_sizes
 from ppctl.schedule.schedule_request import ScheduleRequest, requested
 from ppctl.schedule.simulate import Costs
 

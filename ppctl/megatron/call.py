@@ -6,10 +6,9 @@ Knows stages' programs, sync and the config's hooks. Must not know which schedul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,7 +113,6 @@ class CallOnRank:
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 
     def _enter(self, contexts: ExitStack) -> None:
-        """Enter what holds for the whole call."""
         contexts.enter_context(self._sync)
         if not self._call.forward_only and setting(self._call.config, "gradient_accumulation_fusion", False):
             contexts.enter_context(main_gradients(self._call.chunks))
@@ -124,7 +122,6 @@ class CallOnRank:
             split_products(self._call.chunks)
 
     def _program(self, chunk: int) -> StageProgram:
-        """The program that the engine runs for a chunk."""
         stage = self._stages[chunk]
         edges = self._edges(stage)
 
@@ -192,7 +189,7 @@ class CallOnRank:
         finalize(list(call.chunks), tokens, pg_collection=call.groups, **more)
 
 
-class Synchroniser:
+class Synchroniser(ExitStack):
     """Runs a plan's events; a context that leaves `no_sync` on every path, exceptions included.
 
     `no_sync_func` makes a context; a list of them makes one each, entered together. `grad_sync_func` and
@@ -200,6 +197,7 @@ class Synchroniser:
     """
 
     def __init__(self, plan: SyncPlan, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
+        super().__init__()
         self._plan = plan
         no_sync = setting(config, "no_sync_func")
         self._holds = no_sync if isinstance(no_sync, list | tuple) else [no_sync] if no_sync is not None else []
@@ -207,15 +205,6 @@ class Synchroniser:
             kind: _calls(setting(config, name), name, chunks, stages)
             for kind, name in ((SyncKind.REDUCE, "grad_sync_func"), (SyncKind.GATHER, "param_sync_func"))
         }
-        self._held = ExitStack()
-
-    def __enter__(self) -> Synchroniser:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._held.__exit__(kind, error, trace)
 
     def start(self) -> None:
         """Run what comes before the first action."""
@@ -236,16 +225,12 @@ class Synchroniser:
     def _run(self, events: Iterable[Sync]) -> None:
         for kind, stage in events:
             if kind is SyncKind.HOLD:
-                self._hold()
+                for hold in self._holds:
+                    self.enter_context(hold())
             elif kind is SyncKind.RELEASE:
-                self._held.close()
+                self.close()
             else:
                 self._calls[kind][stage]()
-
-    def _hold(self) -> None:
-        for make in self._holds:
-            context: AbstractContextManager[Any] = make()
-            self._held.enter_context(context)
 
 
 def _calls(

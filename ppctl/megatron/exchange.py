@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.channels import PeerLost, Pending, wait_for
+from ppctl.comm.channels import MessageError, PeerLost, Pending, VariableEnd, empty_header, header, shapes_of, wait_for
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import HEADER_TAGS, TAGS, other_end
-from ppctl.comm.variable_shapes import MessageError, VariableEnd, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
 from ppctl.schedule.action import Channel
 
@@ -96,7 +96,9 @@ class NeighbourExchange:
         for name in wanted:
             self._check_receive(name, shape)
         shapes = self._shapes(sends, receives) if self._modes.variable else dict.fromkeys(wanted, shape)
-        got = {name: self._empty(shapes[name]) for name in wanted}
+        # New tensors: the caller keeps them, so that they cannot come from a pool.
+        new = partial(torch.empty, dtype=self._modes.dtype, device=self._device, requires_grad=True)
+        got: dict[str, torch.Tensor] = {name: new(tuple(shapes[name])) for name in wanted}
         handles = self._start(moves | {name: tensor.detach() for name, tensor in got.items()})
         if wait:
             self._finish(handles)
@@ -148,10 +150,6 @@ class NeighbourExchange:
         if self._modes.dtype is None:
             message = f"{name} needs to know what dtype it receives, and the config has no pipeline_dtype"
             raise MessageError(Problem("PP-E716", message, "parallel.pipeline_dtype=float32"))
-
-    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
-        """A new tensor to receive into: the caller keeps it, so that it cannot come from a pool."""
-        return torch.empty(tuple(shape), dtype=self._modes.dtype, device=self._device, requires_grad=True)
 
     # --- how it moves ------------------------------------------------------------------------------------------------
 

@@ -27,17 +27,16 @@ rank, stage and action, for whatever fails within.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import nn
 
 from ppctl.megatron.call import Call, CallOnRank
-from ppctl.megatron.loaded import groups_or_own, pipeline_sizes
 from ppctl.megatron.message_shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.pipelines import agree, misplaced_on_v, pipeline_of
+from ppctl.megatron.pipelines import agree, groups_or_own, misplaced_on_v, pipeline_of, pipeline_sizes
 from ppctl.megatron.steps import ForwardStep
 from ppctl.schedule.action import Action, Placement, Schedule
 from ppctl.schedule.passes import lower, split_before_late_weights
@@ -61,99 +60,82 @@ def use(request: ScheduleRequest) -> None:
     _requested = request
 
 
+def _function(
+    run: Callable[[Call, P2PCommunicator | None, AdjustShapes | None], list[Any]], *, interleaved: bool = False
+) -> Callable[..., list[Any]]:
+    """The function with Megatron's arguments that runs a call of them, under the name of `run`."""
+
+    def forward_backward(
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Any,
+        model: nn.Module | list[nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: AdjustShapes | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = None,
+    ) -> list[Any]:
+        if interleaved:
+            chunks, iterators = all_chunks(model, data_iterator)
+        else:
+            chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
+        sizes = (seq_length, micro_batch_size, decoder_seq_length)
+        groups = groups_or_own(pg_collection, p2p_communicator)
+        options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce, interleaved)
+        call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
+        return run(call, p2p_communicator, adjust_tensor_shapes_fn)
+
+    for name in ("__name__", "__qualname__", "__doc__"):
+        setattr(forward_backward, name, getattr(run, name))
+    return forward_backward
+
+
+@_function
 def forward_backward_no_pipelining(
-    *,
-    forward_step_func: ForwardStep,
-    data_iterator: Any,
-    model: nn.Module | list[nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: AdjustShapes | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool | None = None,
+    call: Call, communicator: P2PCommunicator | None, adjust: AdjustShapes | None
 ) -> list[Any]:
     """Run all microbatches through a whole model, one after the other; gradients are synchronised in the last one.
 
     No message is sent, so that the sizes are not used. Raises ConfigError for a communicator of several ranks.
     """
-    _refuse_adjusting(adjust_tensor_shapes_fn)
-    if p2p_communicator is not None and p2p_communicator.total_stages > 1:
-        message = f"the communicator has {p2p_communicator.total_stages} ranks, and this function does not pipeline"
+    _refuse_adjusting(adjust)
+    if communicator is not None and communicator.total_stages > 1:
+        message = f"the communicator has {communicator.total_stages} ranks, and this function does not pipeline"
         raise misuse(message, "get_forward_backward_func()")
-    chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
-    sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    groups = groups_or_own(pg_collection, p2p_communicator)
-    options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
-    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
     schedule = _lowered(call, None, ScheduleRequest())
     sync = sync_without_pipelining(schedule.actions[0])
     return CallOnRank(call, schedule, 0, sync, {}, lambda stage: Edges((), ())).run(None)
 
 
+@_function
 def forward_backward_pipelining_without_interleaving(
-    *,
-    forward_step_func: ForwardStep,
-    data_iterator: Any,
-    model: nn.Module | list[nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: AdjustShapes | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool | None = None,
+    call: Call, communicator: P2PCommunicator | None, adjust: AdjustShapes | None
 ) -> list[Any]:
     """Run 1F1B with one chunk per rank, any number of microbatches.
 
     `adjust_tensor_shapes_fn(receive_shapes, send_shapes)` returns both lists as they are on this rank's edges, one
     shape per tensor; a stage then takes and returns lists of tensors. Both ends of an edge must agree.
     """
-    chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
-    sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    groups = groups_or_own(pg_collection, p2p_communicator)
-    options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
-    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
-    return _run_pipeline(call, p2p_communicator, adjust_tensor_shapes_fn)
+    return _run_pipeline(call, communicator, adjust)
 
 
+@partial(_function, interleaved=True)
 def forward_backward_pipelining_with_interleaving(
-    *,
-    forward_step_func: ForwardStep,
-    data_iterator: list[Any] | None,
-    model: list[nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: AdjustShapes | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool | None = None,
+    call: Call, communicator: P2PCommunicator | None, adjust: AdjustShapes | None
 ) -> list[Any]:
     """Run interleaved 1F1B with one or more chunks per rank, in groups of `microbatch_group_size_per_vp_stage`.
 
     The groups must fill the pipeline; the last one need not, and fewer microbatches than ranks work as well.
     """
-    _refuse_adjusting(adjust_tensor_shapes_fn)
-    chunks, iterators = all_chunks(model, data_iterator)
-    sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    groups = groups_or_own(pg_collection, p2p_communicator)
-    options = (sizes, forward_only, collect_non_loss_data, first_val_step, groups, force_all_reduce)
-    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options, True)
-    return _run_pipeline(call, p2p_communicator, None)
+    _refuse_adjusting(adjust)
+    return _run_pipeline(call, communicator, None)
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -285,7 +267,6 @@ def _must_agree(call: Call, *, varying: bool) -> dict[str, int | None]:
 
 
 def _edges(call: Call, num_stages: int, adjust: AdjustShapes | None) -> Callable[[int], Edges]:
-    """The edges of this rank's stages, by stage."""
     if num_stages == 1:
         return lambda stage: Edges((), ())
     seq_length, micro_batch_size, decoder_seq_length = call.sizes

@@ -83,20 +83,14 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if setting(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
         message = "deferring the output layer's gradients comes later for sequence parallelism"
         raise TrainingError(Problem("PP-E727", message, "defer_embedding_wgrad_compute=False"))
-    weight = _output_weight(embedding_module)
+    weight = getattr(embedding_module.output_layer, "weight", None)
+    if weight is None:
+        weight = embedding_module.shared_embedding_or_output_weight()
     activations, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     with torch.no_grad():
         while activations:
-            add_to_main_grad(weight, _weight_gradient(gradients.pop(0), activations.pop(0)))
-
-
-def _output_weight(module: Any) -> Any:
-    weight = getattr(module.output_layer, "weight", None)
-    return module.shared_embedding_or_output_weight() if weight is None else weight
-
-
-def _weight_gradient(gradient: Tensor, activation: Tensor) -> Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]).t().mm(activation.reshape(-1, activation.shape[-1]))
+            gradient, activation = (each.pop(0).flatten(0, -2) for each in (gradients, activations))
+            add_to_main_grad(weight, gradient.t().mm(activation))
 
 
 class Deferral:

@@ -67,7 +67,8 @@ def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed:
     """
     threads, memory = own_share()
     room, ahead = min(memory // 16, _MOST_AHEAD) // torch.float32.itemsize, deque[_Drawn]()
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         for stack, parameter in parameters.items():
             row = parameter_of(stack, model)
             for name, tensor in pieces(stack, parameter, row, parts.experts(row.experts)):
@@ -78,6 +79,8 @@ def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed:
                 ahead.append(_Drawn(tensor, parts.slices(row), size, drawn))
         for each in ahead:
             each.fill()
+    finally:
+        pool.shutdown(cancel_futures=True)  # an error does not wait for draws that nobody has begun
 
 
 class _Drawn(NamedTuple):

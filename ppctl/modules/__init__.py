@@ -3,5 +3,5 @@
 `sources` are the two kinds of models in one form, `batch` is what a step reads and its loss, `pipeline_parts` makes
 what a pipeline is of, with one error for all ranks (`rank_agreement`), `rank_stages` are what a rank has, `calls` their
 programs for the engine, and `python_pipeline` runs its steps. `torch_schedule` runs stages that
-torch.distributed.pipelining has made; `torch_schedule_choice` is which schedule it runs.
+torch.distributed.pipelining has made.
 """

@@ -143,17 +143,18 @@ def _comparable(config: PipelineConfig) -> list[str]:
 
 def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
     """The placement of the stages. Raises ScheduleError if the schedule needs another number per rank."""
-    request = _request_of(config)
+    request = request_of(config)
     request.check(pp, num_stages // pp)
     return Placement(request.kinds[0], pp, num_stages)
 
 
 def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int, batched: bool) -> Schedule:
     """The schedule of a call, with its messages. Raises ScheduleError if there is none for these sizes."""
-    return lower(_request_of(config).made(place, num_microbatches), batched=batched)
+    return lower(request_of(config).made(place, num_microbatches), batched=batched)
 
 
-def _request_of(config: PipelineConfig) -> ScheduleRequest:
+def request_of(config: PipelineConfig) -> ScheduleRequest:
+    """The schedule that a config asks for, by its policy or in a file. Raises ScheduleError for a file of none."""
     if config.pp_schedule_csv is None:
         return ScheduleRequest(wanted_policy(config), argument="pp_schedule")
     return ScheduleRequest(given=read_schedule(config.pp_schedule_csv), argument="pp_schedule_csv")

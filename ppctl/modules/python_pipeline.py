@@ -264,7 +264,9 @@ class Pipeline:
     def _check(self, *, training: bool) -> None:
         if self._closed:
             raise ConfigError(Problem(CODE, "the pipeline is closed", "pipeline = ppctl.pipeline(model, config)"))
-        _check_gradients(training)
+        if training and not torch.is_grad_enabled():
+            message = "gradients are disabled (no_grad or inference_mode), and a step computes them"
+            raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
         """Check a batch on this rank, before any message: what crosses the cuts, and whether the loss can be
@@ -282,13 +284,6 @@ class Pipeline:
             message = f"dtype is {wanted}, and the stages send {others[0]}"
             raise ConfigError(Problem(CODE, message, "PipelineConfig(dtype=None)"))
         return batch, crossing
-
-
-def _check_gradients(training: bool) -> None:
-    """Raise ConfigError (PP-E130) for a step if nothing has a gradient."""
-    if training and not torch.is_grad_enabled():
-        message = "gradients are disabled (no_grad or inference_mode), and a step computes them"
-        raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
 
 
 def _given(batch: Any, named: Mapping[str, Any]) -> Any:

@@ -19,8 +19,9 @@ from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, listed
 from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
+from ppctl.modules.pipeline_parts import request_of
 from ppctl.modules.rank_agreement import CODE, agreed
-from ppctl.modules.sources import PipelineModel, wanted_policy
+from ppctl.modules.sources import PipelineModel
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.schedule.action import Placement
 from ppctl.schedule.policies import POLICIES
@@ -81,7 +82,7 @@ class RankStages:
         owner = {name: next(iter(uses)) for uses in self._source.ties for name in uses}
         own = self.state_dict()
         first = {n: state[of] for n, of in owner.items() if n != of and of in state and n in state}
-        unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not _equal(each, state[n])]
+        unequal = [f"{n} and {owner[n]}" for n, each in first.items() if not torch.equal(each, state[n].to(each))]
         if unequal:
             raise CheckpointError(_unequal(unequal, "PP-E537"))
         held = {name: state.get(name, state.get(owner.get(name, name))) for name in own}
@@ -193,10 +194,12 @@ class RankStages:
 
     def _check_sync(self, config: PipelineConfig) -> None:
         shards = any(sync.shards for sync in self.sync.values())
-        splits = config.pp_schedule_csv is None and POLICIES[wanted_policy(config)].splits
+        request = request_of(config)
+        splits = request.given.split if request.given is not None else POLICIES[str(request.policy)].splits
         if shards and splits:
-            message = f"fully_shard reduces gradients in a whole backward, and {config.pp_schedule} splits it"
-            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b'"))
+            asked = config.pp_schedule_csv or config.pp_schedule
+            message = f"fully_shard reduces gradients in a whole backward, and {asked} splits it"
+            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b' pp_schedule_csv=None"))
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
             raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
@@ -205,10 +208,6 @@ class RankStages:
 def _unequal(names: list[str], code: str) -> Problem:
     message = "the model shares these parameters, and they were given different values"
     return Problem(code, message, "a model with tie_word_embeddings=False", listed(names))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other.to(one))
 
 
 def _bytes(tensor: Any) -> Any:

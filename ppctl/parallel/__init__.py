@@ -2,10 +2,10 @@
 
 axis_groups      a rank's process groups, by the axes along which they go
 replicate        sums of gradients over replicas
-shard, owned     tensors in equal parts over ranks, or in runs that belong to one rank each
+shard            tensors in equal parts over ranks, or in runs that belong to one rank each
 ties             parameters that several stages share
 tensor           collectives of tensor and sequence parallelism; slices: tensors made whole
 context          attention to sequences that are divided over ranks (decision 42); context_gradients
-all_to_all       exchanges between all ranks of a group; dispatch: rows to experts on other ranks (node_copies)
+all_to_all       exchanges between all ranks of a group; dispatch: rows to experts on other ranks
 exchange_counts  how many exchanges have been started along each axis, for the hang detector
 """

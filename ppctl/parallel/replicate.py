@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ppctl.parallel.exchange_counts import starting
 from ppctl.topology import BUCKET_ELEMENTS
 
 Item = TypeVar("Item")
@@ -52,21 +53,26 @@ class GradientReducer:
         self._start([p for p in own if p in self.experts], self.expert_group)
 
     def _start(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        if group is None:
-            return
-        for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
-            flat = _flat([_gradient(parameter) for parameter in bucket])
-            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-                parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            if work is not None:
-                self._running.append(work)
+        if group is not None:
+            self._running += start_sums(parameters, group)
 
     def finish(self) -> None:
         """Wait for every reduction started since the last call: the gradients are the sums."""
         for work in self._running:
             work.wait()
         self._running.clear()
+
+
+def start_sums(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start summing gradients over the group, in buckets; returns what to wait for. Until then they are undefined."""
+    works = []
+    for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
+        flat = _flat([_gradient(parameter) for parameter in bucket])
+        for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
+        starting(group)
+        works.append(dist.all_reduce(flat, group=group, async_op=True))
+    return [work for work in works if work is not None]
 
 
 def _flat(gradients: list[torch.Tensor]) -> torch.Tensor:

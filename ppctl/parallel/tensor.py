@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.parallel.exchange_counts import starting
-from ppctl.parallel.replicate import buckets
+from ppctl.parallel.replicate import start_sums
 from ppctl.parallel.shard import all_gather, reduce_scatter
-from ppctl.topology import BUCKET_ELEMENTS
 
 
 class TensorParallel:
@@ -90,13 +89,8 @@ class SharedTokens:
 @torch.no_grad()
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Give whole parameters, of whose gradients every rank has a part, the sums over the ranks; once a step."""
-    for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
-        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        starting(group)
-        dist.all_reduce(flat, group=group)
-        for parameter, total in zip(bucket, flat.split([part.numel() for part in parts]), strict=True):
-            parameter.grad = total.view_as(parameter)
+    for work in start_sums(parameters, group):
+        work.wait()
 
 
 def gather_runs(own: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from ppctl.config.batch_sizes import at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
@@ -22,14 +23,31 @@ from ppctl.plan.expert_dispatch import exchanged_again
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
 from ppctl.plan.memory_limit import GIB, amount, device_limit, memory_violations
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing, step_traffic
+from ppctl.plan.prices import (
+    matrix_owners,
+    predicted,
+    seconds_after,
+    simulation_costs,
+    step_timing,
+    step_traffic,
+)
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
 from ppctl.plan.stages import tie_groups
 from ppctl.plan.types import Derived, RankCost, SmallerBatch, StageCost, StageSpec
-from ppctl.plan.violations import ConfigValues, Judge, Overrides, Violation, Violations, as_problems, parse_overrides
-from ppctl.schedule.trace import bubble_fraction
+from ppctl.plan.violations import (
+    ConfigValues,
+    Judge,
+    Overrides,
+    Rule,
+    Violation,
+    Violations,
+    as_problems,
+    parse_overrides,
+)
+from ppctl.schedule.simulate import Costs, traced
+from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 
 
 def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *, title: str | None = None) -> Plan:
@@ -73,9 +91,9 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
     plain, decided = derivation.compute_only(batch.num_microbatches)
     proof = derivation.proof
     if proof is None or proof.plain != plain or derivation.frozen_stages:
-        proof = proved(values, plain, derivation.frozen_stages)
+        proof = proved(values, plain, derivation.frozen_stages, simulation_costs(costs, stages))
     run = plain if proof.wrong else proof.schedule
-    trace = predicted(run, simulation_costs(costs, stages))
+    trace = _trace(proof, simulation_costs(costs, stages))
     smaller, of_sizes = _smaller(derivation, proof)
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
@@ -133,27 +151,33 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
     batches: list[SmallerBatch] = []
     held: list[_OfSize] = []
+    costs = simulation_costs(derivation.costs, stages)
     proofs = {derivation.batch.num_microbatches: full}
     for segment, steps, batch in derivation.smaller:
         count, config = batch.num_microbatches, at_size(values.config, segment.size)
         if count not in proofs:
-            proofs[count] = proved(values, derivation.compute_only(count)[0], derivation.frozen_stages)
+            plain, _ = derivation.compute_only(count)
+            proofs[count] = proved(values, plain, derivation.frozen_stages, costs, full)
         proof = proofs[count]
-        trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(derivation.costs, stages))
+        trace = _trace(proof, costs)
         ranks = derivation.rank_costs(proof.schedule, segment.size)
-        timing = step_timing(
-            config, stages, sizes, proof.schedule, trace, derivation.costs, ranks, batch.accumulation, ""
-        )
         held.append((ranks, [] if proof is full else proof.wrong))
         batches.append(
             SmallerBatch(
                 *(segment.step, steps, segment.sample, segment.size),
                 *(count, batch.accumulation, bubble_fraction(trace)),
-                timing.pipeline_s * batch.accumulation + timing.optimizer_s,
+                step_time(trace) * batch.accumulation + seconds_after(config, stages, sizes, ranks),
                 proof.schedule,
             )
         )
     return tuple(batches), held
+
+
+def _trace(proof: ProvedSchedule, costs: Costs) -> Trace:
+    """The step as it would run, without messages if these are wrong."""
+    if proof.wrong or proof.run is None:
+        return predicted(proof.plain if proof.wrong else proof.schedule, costs)
+    return traced(proof.schedule, proof.run)
 
 
 def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
@@ -168,8 +192,12 @@ def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides)
 
 def _judge(values: ConfigValues) -> Judge:
     """Returns a judge of other configs, which leaves out what the rules on values report of this one already."""
-    known = {violation.rule for violation in _checked(values)}
-    return lambda other: [violation for violation in _judged(other) if violation.rule not in known]
+
+    @cache
+    def known() -> set[Rule]:
+        return {violation.rule for violation in _checked(values)}
+
+    return lambda other: [violation for violation in _judged(other) if violation.rule not in known()]
 
 
 def _judged(values: ConfigValues) -> Violations:

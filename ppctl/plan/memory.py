@@ -7,7 +7,7 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from ppctl.cost.state import (
     state_bytes,
 )
 from ppctl.geometry.canonical_names import embedding_uses
-from ppctl.geometry.layers import NUMBERED, Layer
+from ppctl.geometry.layers import NUMBERED, Layer, alike
 from ppctl.host.accelerators import Device, preset
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
@@ -93,32 +93,41 @@ class _LastingBytes(NamedTuple):
     """Another use's gradient, beside the state; None if allocators know nothing of backwards."""
     buffers: int
 
+    def at(self, stages: Mapping[int, int]) -> _LastingBytes:
+        """The bytes of a rank with `stages[s]` in place of s, and the same layers."""
+        passing = None if self.passing is None else {stages[s]: each for s, each in self.passing.items()}
+        return self._replace(passing=passing, summed={stages[s]: size for s, size in self.summed.items()})
+
 
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
 ) -> RankPricer:
     """Return a function from a schedule to each pp_rank's bytes; what no schedule changes is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
-    alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
+    by_kind = {_kind(config, stage): stage for stage in stages}
+    priced_kinds = {
+        kind: stage_activations(config.model, stage.layers, setting, stage.stage) for kind, stage in by_kind.items()
+    }
+    alive = [priced_kinds[_kind(config, stage)] for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
     offloaded = [each.offloaded for each in alive]
     received = [message_bytes(stage.receives) for stage in stages]
     of_rank: list[list[StageSpec]] = [[] for _ in range(sizes.pp)]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
-    ranks = [_rank(config, stages, own, sizes, setting) for own in of_rank]
+    ranks = _ranks(config, stages, of_rank, sizes, setting)
+    last: tuple[Schedule, object, tuple[RankCost, ...]] | None = None
 
     @cache
     def halves() -> Ends | None:
         return halves_of(config, stages, setting, alive)
 
-    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, samples: int) -> RankCost:
+    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, calls: int) -> RankCost:
         actions, rank = schedule.actions[pp_rank], ranks[pp_rank]
         state = rank.state
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
         if rank.passing is not None:
-            calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
             held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
             state = State(rank.always + held.weights, held.gradients, state.optimizer)
             in_step = held.total + rank.always + state.optimizer
@@ -140,13 +149,43 @@ def rank_pricer(
         )
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
+        nonlocal last
         ends = halves() if schedule.split else None
         for at in range(schedule.frozen_stages):  # an arrived message is not kept: it lies in a buffer for messages
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
-        return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
+        calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
+        lists = schedule if schedule.shorter is None else schedule.shorter  # a further round holds what the others hold
+        if last is None or last[0] is not lists or last[1] != (calls, messages):
+            held = tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
+            last = lists, (calls, messages), held
+        return last[2]
 
     return price
+
+
+def _kind(config: RunConfig, stage: StageSpec) -> Hashable:
+    return alike(config.model, config.train, stage.stage, stage.layers)
+
+
+def _ranks(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    of_rank: Sequence[list[StageSpec]],
+    sizes: ParallelSizes,
+    setting: Setting,
+) -> list[_LastingBytes]:
+    """`_rank` of every pp_rank; ranks with alike stages are priced once."""
+    known: dict[Hashable, tuple[list[StageSpec], _LastingBytes]] = {}
+    ranks = []
+    for own in of_rank:
+        # Which matrices Muon moves where depends on more than their shapes.
+        key = (*(_kind(config, stage) for stage in own), *(own if config.optim.name == "muon" else ()))
+        if key not in known:
+            known[key] = own, _rank(config, stages, own, sizes, setting)
+        like, lasting = known[key]
+        ranks.append(lasting.at({there.stage: here.stage for there, here in zip(like, own, strict=True)}))
+    return ranks
 
 
 def _rank(
@@ -277,8 +316,9 @@ def _tied_sum(
 ) -> int:
     """Bytes of a tied token embedding's gradient that a rank receives from another stage after the schedule."""
     model = config.model
-    uses = sum(len(embedding_uses(model, stage.layers)) for stage in stages)
-    if uses < 2 or not any(embedding_uses(model, stage.layers) for stage in own):
+    if not any(embedding_uses(model, stage.layers) for stage in own):
+        return 0
+    if sum(len(embedding_uses(model, stage.layers)) for stage in stages) < 2:
         return 0
     elements = -(-model.vocab_size // sizes.tp) * model.hidden_size
     return precision_of(config).gradient * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))

@@ -100,12 +100,6 @@ class Plan:
             smaller=(),
         )
 
-    @property
-    def longest_row(self) -> int:
-        """Actions of a rank in a schedule call, the most of all ranks and sizes of the batch."""
-        schedules = [self.schedule, *(each.schedule for each in self.smaller)]
-        return max(len(row) for schedule in schedules for row in schedule.actions)
-
     @cached_property
     def forward_schedule(self) -> Schedule:
         """The forward-only twin (evaluation, generation), lowered. Derived, so that plan.json need not hold it."""

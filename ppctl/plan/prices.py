@@ -7,7 +7,7 @@ prices. Must not know how schedules are made or how closed forms work (`ppctl.co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -28,10 +28,10 @@ from ppctl.cost.times import (
     optimizer_seconds,
     reduce_seconds,
 )
-from ppctl.cost.traffic import stage_passes
+from ppctl.cost.traffic import Traffic, stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
-from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import Kind, Layer, alike, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
@@ -40,7 +40,7 @@ from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
 from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
-from ppctl.schedule.trace import Span, Trace, busy_time, step_time
+from ppctl.schedule.trace import Trace, busy_time, step_time
 from ppctl.topology import ParallelSizes
 
 
@@ -57,7 +57,14 @@ def stage_costs(
     """
     price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(own) for own in layers]
-    return tuple(price(stage, own, stage == len(held) - 1) for stage, own in enumerate(held))
+    known: dict[Hashable, StageCost] = {}
+    costs = []
+    for stage, own in enumerate(held):
+        last = stage == len(held) - 1
+        if (kind := (alike(config.model, config.train, stage, own), last)) not in known:
+            known[kind] = price(stage, own, last)
+        costs.append(known[kind])
+    return tuple(costs)
 
 
 def pricer(
@@ -180,19 +187,11 @@ def step_timing(
 ) -> Timing:
     """All times of `calls` schedule calls and one optimizer step."""
     device = device_of(config)
-    pipeline = step_time(trace)
-    optimizer = max(
-        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
-        + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
-        for r in ranks
-    )
+    pipeline, optimizer = step_time(trace), seconds_after(config, stages, sizes, ranks)
     step = calls * pipeline + optimizer
     tokens = config.train.global_batch_size * config.data.seq_length
     flops = sum(s.flops for s in stages) * schedule.num_microbatches * calls * sizes.dp
     rate = flops / step / sizes.world if pipeline else 0.0
-    rows: list[list[Span]] = [[] for _ in range(trace.pp)]
-    for span in trace.spans:
-        rows[span.pp_rank].append(span)
     return Timing(
         priced_by=priced_by,
         pipeline_s=pipeline,
@@ -201,9 +200,21 @@ def step_timing(
         tokens_per_s_per_device=tokens / step / sizes.world if pipeline else 0.0,
         tflops_per_device=rate / 1e12,
         mfu=rate / device.bf16_flops if device.name != "cpu" else None,
-        bubbles=tuple(1 - busy_time(row) / pipeline for row in rows) if pipeline else (),
+        bubbles=tuple(1 - busy_time(row) / pipeline for row in trace.rows()) if pipeline else (),
         critical=tuple(seconds_by_kind(critical_path(trace)).items()),
         stages=tuple(costs),
+    )
+
+
+def seconds_after(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, ranks: Sequence[RankCost]
+) -> float:
+    """Seconds of the optimizer step that follows on the pipeline."""
+    device = device_of(config)
+    return max(
+        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
+        + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
+        for r in ranks
     )
 
 
@@ -245,11 +256,16 @@ def step_traffic(
     sp = config.parallel.sequence_parallel
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     layers = [[stage.layers for stage in own] for own in by_rank]
-    exchanges = []
+    exchanges, passes, after = [], dict[Hashable, Traffic](), dict[Hashable, Traffic]()
     for pp_rank, (own, held) in enumerate(zip(by_rank, Stages.each(model, layers), strict=True)):
-        total = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
-        for stage in own:
-            total.add(stage_passes(model, stage.layers, setting, stage.stage).all, microbatches)
+        kinds = tuple(alike(model, config.train, stage.stage, stage.layers) for stage in own)
+        if (rank := (kinds, pp_rank * sums.owned)) not in after:
+            after[rank] = once_a_step(model, held, sizes, sums, sequence_parallel=sp)
+        total = Traffic().add(after[rank])
+        for stage, kind in zip(own, kinds, strict=True):
+            if kind not in passes:
+                passes[kind] = stage_passes(model, stage.layers, setting, stage.stage).all
+            total.add(passes[kind], microbatches)
             for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):
                 if edge and stages[other].pp_rank != pp_rank:
                     total.note("pp", "send", microbatches * message_bytes(edge), microbatches * len(edge))

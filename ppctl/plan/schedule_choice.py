@@ -19,6 +19,7 @@ from ppctl.plan.sizes import CALL, TOO_MUCH, BatchSplit, nearest_divisors
 from ppctl.plan.types import Derived, RankCost
 from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 from ppctl.schedule.action import Schedule
+from ppctl.schedule.executor import Execution
 from ppctl.schedule.pairs import deferred_weights, pair_up
 from ppctl.schedule.passes import lower, run_weights_sooner, without_frozen
 from ppctl.schedule.policies import (
@@ -31,7 +32,7 @@ from ppctl.schedule.policies import (
     schedule_policy,
     too_few_microbatches,
 )
-from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.simulate import Costs, attempted, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
 from ppctl.topology import ParallelSizes
@@ -240,13 +241,22 @@ class ProvedSchedule(NamedTuple):
     plain: Schedule
     schedule: Schedule
     wrong: list[Problem]
+    run: Execution | None = None
+    """How it was run to its end, at the costs that were given."""
 
 
-def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> ProvedSchedule:
+def proved(
+    values: ConfigValues,
+    plain: Schedule,
+    frozen_stages: int = 0,
+    costs: Costs | None = None,
+    like: ProvedSchedule | None = None,
+) -> ProvedSchedule:
     """The lowered schedule, without what frozen stages do not need, and all that is wrong with it, or with its
     forward-only twin if a capacity is set.
 
-    `plain` has all backwards; only a file may be without those of the frozen stages.
+    `plain` has all backwards; only a file may be without those of the frozen stages. The proof runs the schedule, at
+    `costs` if there are any. Lists that repeat those of a proof that it is `like` need no second proof.
     """
     capacity = values[CAPACITY]
     if plain.name == FROM_FILE and frozen_stages and verify(plain):
@@ -262,16 +272,17 @@ def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Pro
         return ProvedSchedule(plain, plain, wrong)
     schedule = free if capacity is None or free.batched else lower(plain, capacity=capacity)
     schedule = without_frozen(schedule, frozen_stages)
-    wrong = verify(schedule)
+    run = None if costs is None else attempted(schedule, costs)
+    wrong = verify(schedule, run, None if like is None or like.wrong else like.schedule.shorter)
     if capacity is None or schedule.batched:
-        return ProvedSchedule(plain, schedule, wrong)
+        return ProvedSchedule(plain, schedule, wrong, run)
     twin = forwards_alone(schedule.placement, plain.num_microbatches)
     wrong = wrong or verify(lower(twin, capacity=capacity))
     enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
     place = values.cite(CAPACITY)
     wrong = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
-    return ProvedSchedule(plain, schedule, wrong)
+    return ProvedSchedule(plain, schedule, wrong, run)
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> ProvedSchedule:

@@ -69,7 +69,6 @@ def _convert(args: argparse.Namespace) -> Done:
 
 
 def _progress() -> Progress:
-    """A function that prints a line every few seconds."""
     printed = time.monotonic()
 
     def progress(name: str, done: int, total: int) -> None:

@@ -86,20 +86,6 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no class of a distributed checkpoint")
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """Read the index of a checkpoint. Raises OSError, and ValueError if it is damaged or names other classes."""
-    try:
-        with open_regular(directory / METADATA) as stream:
-            index = _Unpickler(stream).load()
-    except OSError:
-        raise
-    except Exception as error:  # a pickle that is damaged can raise anything
-        raise ValueError(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
-    if not isinstance(index, Metadata):
-        raise ValueError(f"{METADATA} holds no description of tensors")
-    return index
-
-
 class DcpReader:
     """Reads boxes of the tensors of one checkpoint. Holds the parts that it read last, one of each tensor's."""
 
@@ -107,16 +93,17 @@ class DcpReader:
         """Raises CheckpointError (PP-E532) if `.metadata` is missing, damaged or names other classes."""
         self.path = path
         try:
-            metadata = read_metadata(path)
+            with open_regular(path / METADATA) as stream:
+                metadata = _Unpickler(stream).load()
         except OSError as error:
             raise self._refused(f"{METADATA} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise self._refused(str(error)) from None
+        except Exception as error:  # a pickle that is damaged can raise anything
+            raise self._refused(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from None
+        if not isinstance(metadata, Metadata):
+            raise self._refused(f"{METADATA} holds no description of tensors")
         self._metadata = metadata
         entries = metadata.state_dict_metadata
         self.tensors = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
-        self.others = sorted(entries.keys() - self.tensors.keys())
-        """Keys of what is no tensor."""
         self._last: tuple[object, Tensor] | None = None
 
     def kind(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -140,7 +127,6 @@ class DcpReader:
         return out
 
     def _part(self, key: str, part: Box) -> Tensor:
-        """One part, as it is stored."""
         if self._last is not None and self._last[0] == (key, part):
             return self._last[1]
         self._last = None  # its memory is free for the next

@@ -79,7 +79,6 @@ def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
 
 
 def _described(source: Path, model: ModelConfig) -> _Weights:
-    """Open the weights of a model whose code is transformers'."""
     from ppctl.foreign.library import config_from  # transformers, which other models do without
     from ppctl.foreign.stored import StoredWeights
 

@@ -127,7 +127,6 @@ def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[in
 
 
 def _joined(tensor: Callable[[str], Tensor], names: Mapping[str, RowBlock | None], shape: tuple[int, ...]) -> Tensor:
-    """Our tensors as one of theirs."""
     (first, rows), *_ = names.items()
     if rows is None:
         return tensor(first).reshape(shape)

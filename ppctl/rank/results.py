@@ -167,8 +167,9 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, 
     `watched` says that ppctl's own launcher writes and prints all but the traceback.
     """
     code = error.exit_code if isinstance(error, PpctlError) else 1
-    # If a watch has written the rank's failure, then this error is only a consequence.
-    if run is not None and (_was_replaced(run) or run.has_error(rank)):
+    # If a watch has written the rank's failure, then this error is only a consequence. If the run goes on without this
+    # rank, its node was lost, and came back when the job had been requeued.
+    if run is not None and (start_name(run) not in ("", slurm_start()) or run.has_error(rank)):
         run = None
     if run is not None:
         failure = _failure_of(error, rank, plan, code)
@@ -193,11 +194,6 @@ def _show_failure(error: Exception, run: RunDir | None, rank: int) -> None:
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
     else:
         traceback.print_exception(error)
-
-
-def _was_replaced(run: RunDir) -> bool:
-    """Whether the run goes on without this rank: its node was lost, and came back when the job had been requeued."""
-    return start_name(run) not in ("", slurm_start())
 
 
 def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) -> RankFailure:

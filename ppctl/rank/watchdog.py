@@ -194,17 +194,14 @@ def turn_on_recorders(run: RunDir) -> None:
         os.environ.setdefault(names[0], next((os.environ[name] for name in names if name in os.environ), value))
 
 
-def recorders(module: object = None) -> dict[str, Dump]:
+def recorders() -> dict[str, Dump]:
     """The dump function of each recorder that this build of torch has, by backend; without NCCL's on the CPU."""
-    names = _NAMES
-    if module is None:
-        import torch
-        from torch._C import _distributed_c10d
+    import torch
+    from torch._C import _distributed_c10d
 
-        module = _distributed_c10d
-        if not torch.cuda.is_initialized():  # a build for CUDA would write an empty record
-            names = {backend: name for backend, name in names.items() if backend != "nccl"}
-    dumps = {backend: getattr(module, name, None) for backend, name in names.items()}
+    # A build for CUDA would write an empty record on the CPU.
+    names = _NAMES if torch.cuda.is_initialized() else {"gloo": _NAMES["gloo"]}
+    dumps = {backend: getattr(_distributed_c10d, name, None) for backend, name in names.items()}
     return {backend: dump for backend, dump in dumps.items() if dump is not None}
 
 

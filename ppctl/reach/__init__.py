@@ -7,5 +7,5 @@
     warm_up      every channel and every group carries a first message (`first_contact`)
 
 Before these, ranks find each other through a store, in which values of ours have proofs (`store`). `python -m
-ppctl.reach.probe` measures messages between neighbours, for `ppctl doctor`, and tries a pipeline's `transports`.
+ppctl.reach.probe` measures messages between neighbours, for `ppctl doctor`, and tries a pipeline's transports.
 """

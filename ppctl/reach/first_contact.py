@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import DirectEnd, Pending, Transport
+from ppctl.comm.channels import DirectEnd, Pending, Transport, VariableEnd
 from ppctl.comm.connections import other_end
 from ppctl.comm.groups import send_round
-from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
 from ppctl.reach.store import SealedStore

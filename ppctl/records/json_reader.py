@@ -1,9 +1,9 @@
 """JSON that somebody else may have written, as values of declared types: every field's type, size and range is checked.
 
-A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples,
-TypedDicts, and classes with a `parse` of their text. `Annotated[type, rule]` adds a rule: a range, a set or a pattern
-that the value must be in, or a function that raises ValueError. Keys that an object's type does not declare are left
-out, or kept in a TypedDict: later versions may add some. Must not know files. Standard library only.
+A type is an annotation: plain types, None, Literal, unions, tuples, lists and dicts of types, dataclasses, NamedTuples
+(objects, or lists of their fields), TypedDicts, and classes with a `parse` of their text. `Annotated[type, rule]` adds
+a rule: a range, a set or a pattern that the value must be in, or a function that raises ValueError. Keys that an
+object's type does not declare are left out, or kept in a TypedDict: later versions may add some.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _reader(kind: Any) -> _Read:
         return _either([_reader(each) for each in args if each is not NoneType], optional=NoneType in args)
     if origin in (list, tuple):
         return _sequence(origin, args)
-    if origin is dict:
+    if origin in (dict, Mapping):
         return _mapping(*map(_reader, args))
     if hasattr(kind, "parse"):
         return lambda value: kind.parse(_text(value))
@@ -194,6 +194,8 @@ def _object(kind: Any) -> _Read:
     ]
 
     def read(value: Any) -> Any:
+        if type(value) is list and hasattr(kind, "_fields") and len(value) <= len(fields):
+            value = dict(zip(known, value, strict=False))
         if not isinstance(value, Mapping):
             raise Fault("an object", value)
         entries, name = {}, ""

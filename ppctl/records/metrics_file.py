@@ -1,7 +1,4 @@
-"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record.
-
-Must not know the run, nor what the figures mean.
-"""
+"""Reads metrics.jsonl while it grows: every record once, even if the file has gigabytes or lines without a record."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from ppctl.records.json_reader import parse, read
 from ppctl.records.run_records import Metrics
 
 _LONGEST = 2**16
-_TAIL = 2**18
-"""Bytes that are read at the end of a file at least."""
+_LEAST_TAIL_BYTES = 2**18
 _MOST_OF_A_RECORD = 2**11
 _MOST_DAMAGED = 1000
 """Lines without a record after which the rest is not read: a file of 200 MB may have as many."""
@@ -30,11 +26,10 @@ class MetricsFile:
     def __init__(self, path: Path, damaged: Callable[[object], None], *, last: int | None = None, at: int = 0) -> None:
         """`damaged` takes the reason why the file, or the first such line, was left out."""
         self._path, self._damaged, self._at = path, damaged, at
-        self._tail = None if last is None else max(_TAIL, last * _MOST_OF_A_RECORD)
+        self._tail = None if last is None else max(_LEAST_TAIL_BYTES, last * _MOST_OF_A_RECORD)
 
     def read(self) -> list[dict[str, Any]]:
-        """The records, without lines that are none. A last line without an end is still being written, or was cut by a
-        crash."""
+        """The records, without lines that are none; a last line without an end is still being written, or was cut."""
         try:
             with open_regular(self._path, follow=False) as file:
                 return [record for _, record in self._added(file)]
@@ -45,10 +40,9 @@ class MetricsFile:
             return []
 
     def drop_from(self, step: int) -> None:
-        """Cut the file before its first record of `step` or later, and before a last line without an end. It is read
-        from the end on. Raises OSError if it is no file."""
+        """Cut the file before its first record of `step` or later, reading from the end. Raises OSError for no file."""
         with open_regular(self._path, follow=False) as file:
-            size, self._tail = os.fstat(file.fileno()).st_size, _TAIL
+            size, self._tail = os.fstat(file.fileno()).st_size, _LEAST_TAIL_BYTES
             while True:
                 self._at = 0
                 records = self._added(file)

@@ -1,7 +1,6 @@
 """The state of a rank and the cause of a failure: records that ranks, launcher and commands exchange through files.
 
-Knows their fields and their JSON, in which later versions only add fields: records of older runs are read as well.
-Must not know where a record is stored, nor what is concluded from it.
+Later versions only add fields: records of older runs are read as well.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""The measurements of one rehearsed rank, which its process hands to the command that started it.
-
-Knows the fields and their JSON. Must not know how they are measured, nor what is concluded from them.
-"""
+"""The measurements of one rehearsed rank, which its process hands to the command that started it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
-
-from ppctl.records.json_reader import read
+from dataclasses import dataclass
+from typing import ClassVar
 
 FORWARD, BACKWARD, MESSAGE, STEP = PHASES = ("forward", "backward", "message", "step")
 """Activities of a rank; `step` is all around the schedule. The others grow with the number of microbatches."""
@@ -118,12 +112,3 @@ class Rehearsed:
     """The step took here."""
     layers: tuple[LayerKernels, ...] = ()
     """By kind of layer; empty for a model whose layers are not called as modules."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Rehearsed:
-        """The inverse of `to_json`. Raises ValueError for what is none of its results."""
-        return read(cls, data)

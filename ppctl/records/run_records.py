@@ -1,6 +1,6 @@
 """The entries of a run directory's JSON files, as `json_reader` checks them; others are kept as they are.
 
-Must not know who writes them, nor where they are. An older run has fewer entries, a newer one more.
+An older run has fewer entries, a newer one more.
 """
 
 from __future__ import annotations

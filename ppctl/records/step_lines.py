@@ -1,7 +1,4 @@
-"""A step as a line for a person: rank 0 prints it while it trains, and `ppctl logs` shows it later.
-
-Knows the keys of a metrics record and how wide a line may be. Must not know where records come from, nor torch.
-"""
+"""A step as a line for a person: rank 0 prints it while it trains, and `ppctl logs` shows it later."""
 
 from __future__ import annotations
 

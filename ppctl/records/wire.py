@@ -1,6 +1,5 @@
 """Converts values to bytes for another process, and back, checked against a type annotation: JSON, then raw bytes.
 
-Knows the types of the standard library, named tuples, dataclasses and enums. Must not know who sends what, nor how.
 Nothing that arrives chooses a class or runs: the receiver's annotation says what is made, and all else is refused.
 """
 
@@ -62,7 +61,6 @@ def _refusing() -> Iterator[None]:
 
 @cache
 def _converts(kind: Any) -> tuple[Convert, Convert]:
-    """The two directions of a kind."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _WAYS:
         return _WAYS[kind]
@@ -194,7 +192,6 @@ def _mapping(kinds: Sequence[Any]) -> tuple[Convert, Convert]:
 
 
 def _record(kind: Any) -> tuple[Convert, Convert]:
-    """A named tuple or a dataclass, by its fields in their order."""
     names = [each.name for each in fields(kind)] if is_dataclass(kind) else list(kind._fields)
     hints = get_type_hints(kind)
     to, back = _row(lambda values: kind(*values), [hints[name] for name in names])

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,6 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
 
 
 def _layers(session: Session) -> Iterator[tuple[nn.Module, str]]:
-    """The layers of the rank's stages, each with the name of its kind."""
     for stage in session.model.stages.values():
         layers = stage.decoder_layers()
         for module, kind in zip(layers.values(), layer_kinds(session.config.model, layers), strict=True):
@@ -200,7 +200,7 @@ def main() -> int:
     except ConfigError as error:
         print(json.dumps({"problems": [problem.to_json() for problem in error.problems]}))
         return 1
-    print(json.dumps(measured.to_json()))
+    print(json.dumps(asdict(measured)))
     return 0
 
 

@@ -1,8 +1,6 @@
 """A directory of checkpoints: names, order of writes, what a crash may leave, and which checkpoint a start reads.
 
-Knows directories, the `latest` file and that the manifest is a checkpoint's last file. Must not know tensors, ranks or
-what is in a file. Standard library only: launcher and ranks use it; no other module knows these
-names (decision 23).
+Standard library only: launcher and ranks use it; no other module knows these names (decision 23).
 
     step-20/        a checkpoint: complete, because it got this name by one rename, after its manifest was written
     latest          text: the name of the checkpoint to continue from; replaced by rename
@@ -127,19 +125,13 @@ def at(path: Path) -> Path | None:
 
 
 def complete(directory: Path) -> list[Path]:
-    """All complete checkpoints, by step; `step-N.old` only if there is no complete step-N.
-
-    Empty if there is no such directory. Raises OSError if it cannot be read.
-    """
+    """All complete checkpoints, by step; `step-N.old` only if there is no complete step-N. Raises OSError as `kept`."""
     by_step = {step_of(path): path for path in sorted(kept(directory), reverse=True) if is_complete(path)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def kept(directory: Path) -> list[Path]:
-    """Every step-N and step-N.old, complete or not.
-
-    Empty if there is no such directory. Raises OSError if it cannot be read.
-    """
+    """Every step-N and step-N.old, complete or not; none without the directory. Raises OSError if it cannot be read."""
     try:
         entries = list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -150,10 +142,8 @@ def kept(directory: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the checkpoint at `path` has been written completely, and its deletion has not begun.
-
-    Raises OSError if the file system does not answer: then the checkpoint may be there.
-    """
+    """Whether the checkpoint at `path` has been written completely, and its deletion has not begun. Raises OSError if
+    the file system does not answer: then the checkpoint may be there."""
     try:
         return stat.S_ISREG((path / MANIFEST).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have

@@ -1,8 +1,4 @@
-"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to continue from.
-
-Knows where runs are under their root, and by which names people call them. Must not know what is in a run's files, nor
-the rule by which a checkpoint is chosen (`checkpoint_folder`).
-"""
+"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ def list_runs(root: Path) -> list[RunDir]:
 
 def find_run(reference: str | None, root: Path) -> RunDir:
     """The run that `reference` means: a directory, an id or a unique prefix, a SLURM job number; None is the newest.
-
-    Raises ConfigError, listing the candidates, if there is none (PP-E611) or more than one (PP-E612).
-    """
+    Raises ConfigError, listing the candidates, if there is none (PP-E611) or more than one (PP-E612)."""
     if reference is not None and (Path(reference) / "config.yaml").is_file():
         return RunDir(Path(reference).absolute())
     runs = list_runs(root)
@@ -47,8 +41,7 @@ def find_run(reference: str | None, root: Path) -> RunDir:
 
 
 def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
-    """The runs that fit `reference` by the first rule that any run fits: the id, the job's number, or the id's
-    beginning."""
+    """The runs that fit by the first rule that any run fits: the id, the job's number, or the id's beginning."""
     rules: tuple[Callable[[RunDir], bool], ...] = (
         lambda run: run.id == reference,
         lambda run: run.id.startswith(f"{reference}.") and reference.isdigit(),
@@ -64,11 +57,8 @@ def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def last_checkpoint(run: RunDir) -> Path | None:
-    """The checkpoint that a start of `run` continues from; a warning on stderr if it is not the checkpoint that
-    `latest` names.
-
-    Raises CheckpointError (PP-E505) if the directory of checkpoints cannot be read.
-    """
+    """The checkpoint that a start of `run` continues from; warns if it is not the one that `latest` names. Raises
+    CheckpointError (PP-E505) if the directory of checkpoints cannot be read."""
     checkpoint = checkpoint_folder.find(run.checkpoints)
     if checkpoint is None:
         return None

@@ -1,10 +1,7 @@
 """Each rank's current state, in a file of this machine's shared memory, and what a node publishes of its ranks.
 
-Knows the bytes of the file and where it is. Must not know schedules or the paths of a run: an action is an index into
-the rank's own list, and a published record goes to a function of the caller's. An action costs no system call.
-
-The file is outside the run directory and outlives its rank: the launcher reads there what a killed rank was doing. It
-goes with its directory, which a start makes on every node (`private_files.own_directory`).
+An action is an index into the rank's own list, and costs no system call. The file outlives its rank: the launcher reads
+there what a killed rank was doing. It goes with the start's directory (`private_files.own_directory`).
 """
 
 from __future__ import annotations
@@ -34,8 +31,7 @@ _COUNT = struct.Struct("=q")
 _PID_AT, _STATE_AT, _STEP_AT, _EXCHANGES_AT = 8, 24, 32, 64
 _MARK = b"ppctl-4\0"
 _NONE = (0,) * len(EXCHANGING_AXES)
-_MOST_OF_A_FAILURE = 2**24
-"""Bytes of a failure, whose traceback is the longest part."""
+_MOST_BYTES_OF_A_FAILURE = 2**24
 _monotonic = time.monotonic
 
 
@@ -120,7 +116,7 @@ def take_failures(directory: Path, ranks: Iterable[int]) -> list[RankFailure]:
     failures = []
     for path in (_path(directory, rank, "failure") for rank in ranks):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            failures.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_OF_A_FAILURE))))
+            failures.append(RankFailure.from_json(json.loads(private_files.read(path, _MOST_BYTES_OF_A_FAILURE))))
             private_files.remove(path)
     return failures
 

@@ -1,7 +1,6 @@
 """The starts of one run: at most one process holds it at a time, and a later start keeps the files of an earlier start.
 
-Knows which files belong to one start. Must not know what is in them, nor how ranks are started. A run is started by
-`ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
+A run is started by `ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ def start_name(run: RunDir) -> str:
 
 
 def set_aside(run: RunDir) -> None:
-    """Keep plan, config, environment, errors and result of the last start, as plan-1.json and so on. Raises OSError,
-    and ConfigError (PP-E559) if one is no file."""
+    """Keep the last start's files as plan-1.json and so on. Raises OSError, ConfigError (PP-E559) if one is no file."""
     run.check_files()
     number = _free_number(run)
     for name in ("plan.json", "config.yaml", "env.json", "result.json"):

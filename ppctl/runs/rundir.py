@@ -1,12 +1,8 @@
-"""A run directory: its files, and how each is written and read.
+"""A run directory: its files, and how each is written and read. Who holds a run is in `run_starts`.
 
-The only module that knows the files' names. Must not know what the values mean: a config, a plan and a record are
-written and read whole. Launcher and ranks use it. Who holds a run, and what is kept of its earlier starts, is in
-`run_starts`.
-
-    runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                         edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
-                         logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
+runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
+                     edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
+                     logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
 """
 
 from __future__ import annotations
@@ -262,8 +258,7 @@ class RunDir:
         return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
     def plan_of(self, digest: str) -> Plan:
-        """The plan with this digest: plan.json, or the plan of an earlier start in another cut. Raises LookupError, and
-        as `read_plan`."""
+        """The plan with this digest, of this or an earlier start. Raises LookupError, and as `read_plan`."""
         for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
             with suppress(OSError):
                 if _digest(path) == digest:
@@ -271,10 +266,8 @@ class RunDir:
         raise LookupError("the plan that it follows is not in the run's directory")
 
     def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
-        """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends.
-
-        The batch script requeues if this file is there, and prints `why`, one line.
-        """
+        """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends:
+        the batch script requeues if this file is there, and prints `why`, one line."""
         self._write(f"requeue.{start}", f"{','.join(exclude)}\n{why}\n")
 
     # Paths for other writers

@@ -217,6 +217,8 @@ class Schedule:
     batched: bool = False
     pairs: frozenset[Pair] = frozenset()
     frozen_stages: int = 0
+    shorter: Schedule | None = field(default=None, init=False, compare=False, repr=False)
+    """A schedule with fewer rounds in its middle of which this one is `repetition.stretched`; `replace` forgets it."""
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -331,9 +333,8 @@ def _placement_of(rows: list[list[Action]]) -> Placement:
     """The placement under which every row holds only its own stages, or all but a few: `verify` names those."""
     owners = {action.stage: pp_rank for pp_rank, row in enumerate(rows) for action in row}
     if not owners:
-        raise ScheduleError(
-            Problem("PP-E303", "the schedule has no actions", "write one row per pp_rank, as in 0F0,0B0")
-        )
+        nothing = "the schedule has no actions"
+        raise ScheduleError(Problem("PP-E303", nothing, "write one row per pp_rank, as in 0F0,0B0"))
     for kind in ("loop", "v"):
         placement = Placement(kind, len(rows), max(owners) + 1)
         astray = sum(placement.rank_of(action.stage) != r for r, row in enumerate(rows) for action in row)

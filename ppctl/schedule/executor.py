@@ -9,13 +9,14 @@ Must not know where a schedule or its costs come from. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from sys import maxsize
 from typing import NamedTuple
 
-from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Channel, Op, Schedule, send_slots
+from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Action, Channel, Op, Schedule, send_slots
 
 _Ready = list[float | None]
 """Per microbatch: when a stage's input, or the gradient of its output, is there; None until that is known."""
@@ -30,6 +31,12 @@ class Execution:
     ends: list[list[float]]
     stuck: dict[int, int]
 
+    @property
+    def seconds(self) -> float:
+        """From the first action's start to the last action's end over all pp_ranks."""
+        begins, ends = ([row[at] for row in rows if row] for rows, at in ((self.starts, 0), (self.ends, -1)))
+        return max(ends) - min(begins) if ends else 0.0
+
 
 class _ChannelState:
     """The running state of one channel.
@@ -38,9 +45,9 @@ class _ChannelState:
     `seconds`.
     """
 
-    __slots__ = ("awake", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
+    __slots__ = ("awake", "batches", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
 
-    def __init__(self, seconds: float, free_sends: int, awake: list[int]) -> None:
+    def __init__(self, seconds: float, free_sends: int, awake: list[int], batches: Sequence[_Batch]) -> None:
         self.seconds = seconds
         self.free_at = 0.0
         self.free_sends = free_sends
@@ -49,19 +56,7 @@ class _ChannelState:
         self.delivered: list[float] = []
         self.waiters: list[int] = []
         self.awake = awake
-
-    def send(self, clock: float) -> int:
-        """Start a send. Returns how many of the line's messages must be through before the sender goes on."""
-        self.sent.append(clock)
-        if len(self.posted) >= len(self.sent):
-            self._deliver()
-        return len(self.sent) - self.free_sends
-
-    def post(self, clock: float, ready: _Ready, mb: int) -> None:
-        """Post a receive whose message is for `ready[mb]`."""
-        self.posted.append((clock, ready, mb))
-        if len(self.sent) >= len(self.posted):
-            self._deliver()
+        self.batches = batches
 
     def carry(self, clock: float, ready: _Ready, mb: int) -> None:
         """Send a message whose receive is always posted: how the edges of a schedule without messages behave.
@@ -73,17 +68,56 @@ class _ChannelState:
         if self.waiters:
             self._wake()
 
-    def _deliver(self) -> None:
+    def carried(self, number: int, pp_rank: int) -> Iterator[None]:
+        """Wait, as this rank, until so many messages are through."""
+        while len(self.delivered) < number:
+            self.waiters.append(pp_rank)
+            yield
+
+    def deliver(self) -> None:
+        """Let the next message through, which is sent and whose receive is posted."""
         number = len(self.delivered)
-        start, ready, mb = self.posted[number]
-        ready[mb] = self.free_at = max(start, self.sent[number], self.free_at) + self.seconds
-        self.delivered.append(self.free_at)
+        posted, ready, mb = self.posted[number]
+        ready[mb] = self.free_at = at = max(posted, self.sent[number], self.free_at) + self.seconds
+        self.delivered.append(at)
+        for batch in self.batches:
+            batch.open -= 1
+            if at > batch.through:
+                batch.through = at
+            if batch.waits and not batch.open:
+                batch.waits = False
+                self.awake.append(batch.pp_rank)
         if self.waiters:
             self._wake()
 
     def _wake(self) -> None:
         self.awake += self.waiters
         self.waiters.clear()
+
+
+class _Nowhere(_ChannelState):
+    """Stands for the line of a result that no stage takes, or whose SEND is an action of the lists."""
+
+    def carry(self, clock: float, ready: _Ready, mb: int) -> None:
+        """Do nothing."""
+
+
+class _Batch:
+    """The neighbouring messages of a rank's list: how many are not through yet, and when the last one was."""
+
+    __slots__ = ("open", "pp_rank", "through", "waits")
+
+    def __init__(self, pp_rank: int) -> None:
+        self.pp_rank = pp_rank
+        self.open = 0
+        self.through = 0.0
+        self.waits = False
+
+    def over(self) -> Iterator[None]:
+        """Wait until no message of the batch is open; the last one wakes the rank."""
+        if self.open:
+            self.waits = True
+            yield
 
 
 class _Work(NamedTuple):
@@ -93,16 +127,15 @@ class _Work(NamedTuple):
     comes_by: _ChannelState
     seconds: float
     gives: _Ready
-    goes_by: _ChannelState | None
-    """The channel of the result; None if the lists hold its SEND as an action, or no stage takes it."""
+    goes_by: _ChannelState
 
 
 class _Lookup(NamedTuple):
     """Everything that a list can refer to, by operation and stage."""
 
     work: dict[Op, list[_Work]]
-    sends: dict[Op, list[_ChannelState]]
-    receives: dict[Op, list[tuple[_ChannelState, _Ready]]]
+    messages: dict[Op, list[tuple[_ChannelState, _Ready | None]]]
+    """The line of a message, and the times of the inputs that it brings; None for a send."""
 
 
 def execute(
@@ -114,74 +147,74 @@ def execute(
     and completeness are free: a rank that waits for ever is reported in `stuck`.
     """
     awake = list(range(len(schedule.actions)))
-    tables = _tables(schedule, seconds, message_seconds, awake)
+    batches = list(map(_Batch, awake))
+    tables = _tables(schedule, seconds, message_seconds, awake, batches)
     stuck = dict.fromkeys(awake, 0)
     starts: list[list[float]] = [[] for _ in awake]
     ends: list[list[float]] = [[] for _ in awake]
-    ranks = [_run(schedule, r, tables, starts[r], ends[r], stuck) for r in awake]
+    ranks = [_run(schedule, batches[r], tables, starts[r], ends[r], stuck) for r in awake]
     while awake:
-        pp_rank = awake.pop()
-        waits_for = next(ranks[pp_rank], None)
-        if waits_for is not None:
-            waits_for.waiters.append(pp_rank)
+        next(ranks[awake.pop()], None)
+    for batch in batches:
+        if batch.waits:
+            stuck[batch.pp_rank] = _first_open(schedule.actions[batch.pp_rank], tables)
     return Execution(starts, ends, stuck)
 
 
 def _run(
-    schedule: Schedule, pp_rank: int, tables: _Lookup, starts: list[float], ends: list[float], stuck: dict[int, int]
-) -> Iterator[_ChannelState]:
-    """One rank, from its first action to its last; yields the line whose next message it waits for.
+    schedule: Schedule, batch: _Batch, tables: _Lookup, starts: list[float], ends: list[float], stuck: dict[int, int]
+) -> Iterator[None]:
+    """One rank, from its first action to its last; yields while it waits for a message, which wakes it.
 
     The neighbouring messages of a batched schedule are started together and waited for together, sends and receives
-    alike.
+    alike. All is written out in one loop, because it runs once for every action.
     """
-    work, sends, receives = tables
-    clock = 0.0
-    batch: list[_Open] = []
+    work, messages = tables
+    batched, pp_rank, clock = schedule.batched, batch.pp_rank, 0.0
     for index, (op, stage, mb) in enumerate(schedule.actions[pp_rank]):
         if op in work:
-            if batch:
-                clock = yield from _through(batch, pp_rank, clock, stuck)
+            if batch.open:
+                yield from batch.over()
+            if batch.through > clock:
+                clock = batch.through
             needs, line, seconds, gives, goes_by = work[op][stage]
             while (ready := needs[mb]) is None:
                 stuck[pp_rank] = index
-                yield line
-            clock = ready if ready > clock else clock
+                line.waiters.append(pp_rank)
+                yield
+            if ready > clock:
+                clock = ready
             starts.append(clock)
             clock += seconds
             ends.append(clock)
-            if goes_by is not None:
-                goes_by.carry(clock, gives, mb)
-        elif op in sends:
-            line = sends[op][stage]
-            through = line.send(clock)
-            if schedule.batched:
-                batch.append((index, line, len(line.sent)))
-            elif through > 0 and (len(line.delivered) < through or line.delivered[through - 1] > clock):
-                clock = yield from _through([(index, line, through)], pp_rank, clock, stuck)
+            goes_by.carry(clock, gives, mb)
+            continue
+        batch.open += batched
+        line, wanted = messages[op][stage]
+        if wanted is None:
+            line.sent.append(clock)
         else:
-            line, wanted = receives[op][stage]
-            line.post(clock, wanted, mb)
-            if schedule.batched:
-                batch.append((index, line, len(line.posted)))
-    clock = yield from _through(batch, pp_rank, clock, stuck)
+            line.posted.append((clock, wanted, mb))
+        if len(line.sent) > len(line.delivered) < len(line.posted):
+            line.deliver()
+        if wanted is None and (through := len(line.sent) - line.free_sends) > 0:
+            stuck[pp_rank] = index
+            yield from line.carried(through, pp_rank)
+            clock = max(clock, line.delivered[through - 1])
+    yield from batch.over()
     del stuck[pp_rank]
 
 
-_Open = tuple[int, _ChannelState, int]
-"""A message that its rank waits for: its index in the list, its line, and how many of the line's must be through."""
-
-
-def _through(
-    batch: list[_Open], pp_rank: int, clock: float, stuck: dict[int, int]
-) -> Generator[_ChannelState, None, float]:
-    """Wait until these messages are through, and forget them; returns when that is."""
-    for stuck[pp_rank], line, through in batch:
-        while len(line.delivered) < through:
-            yield line
-        clock = max(clock, line.delivered[through - 1])
-    batch.clear()
-    return clock
+def _first_open(row: Sequence[Action], tables: _Lookup) -> int:
+    """The index of the first message of a rank's list that is not through."""
+    started = Counter[int]()
+    for index, (op, stage, _) in enumerate(row):
+        if op in tables.messages:
+            line, _ = tables.messages[op][stage]
+            started[id(line)] += 1
+            if started[id(line)] > len(line.delivered):
+                return index
+    raise AssertionError("a rank waits for messages that are through")
 
 
 def _tables(
@@ -189,26 +222,27 @@ def _tables(
     seconds: Mapping[Op, Sequence[float]],
     message_seconds: Callable[[Channel], float],
     awake: list[int],
+    batches: Sequence[_Batch],
 ) -> _Lookup:
     """The work of every operation by stage. A list of ready times is one object for the action that fills it and the
     action that waits for it."""
     stages = range(schedule.placement.num_stages)
-    ahead, back, silent = _lines(schedule, message_seconds, awake)
+    ahead, back, silent = _lines(schedule, message_seconds, awake, batches)
     at_once: _Ready = [0.0] * schedule.num_microbatches
     unknown: list[_Ready] = [[None] * len(at_once) for _ in range(2 * len(stages))]
     inputs = [at_once, *unknown[: len(stages)]]
     gradients = [*unknown[len(stages) :], at_once]
 
     def forward(s: int) -> _Work:
-        goes_by = ahead[s + 1] if silent[s + 1] else None
+        goes_by = ahead[s + 1] if silent[s + 1] else ahead[0]
         return _Work(inputs[s], ahead[s], seconds[Op.F][s], inputs[s + 1], goes_by)
 
     def backward(op: Op, s: int) -> _Work:
-        goes_by = back[s] if silent[s] and schedule.gradient_leaves(s) else None
+        goes_by = back[s] if silent[s] and schedule.gradient_leaves(s) else ahead[0]
         return _Work(gradients[s + 1], back[s + 1], seconds[op][s], gradients[s], goes_by)
 
     def alone(op: Op, s: int) -> _Work:
-        return _Work(at_once, ahead[0], seconds[op][s], at_once, None)
+        return _Work(at_once, ahead[0], seconds[op][s], at_once, ahead[0])
 
     return _Lookup(
         {
@@ -216,8 +250,9 @@ def _tables(
             **{op: [backward(op, s) for s in stages] for op in INPUT_GRADIENTS},
             **{op: [alone(op, s) for s in stages] for op in TIMED - PASSED_ON},
         },
-        {Op.SEND_F: ahead[1:], Op.SEND_B: back[:-1]},
         {
+            Op.SEND_F: [(line, None) for line in ahead[1:]],
+            Op.SEND_B: [(line, None) for line in back[:-1]],
             Op.RECV_F: list(zip(ahead, inputs, strict=True)),
             Op.RECV_B: list(zip(back[1:], gradients[1:], strict=True)),
         },
@@ -225,7 +260,7 @@ def _tables(
 
 
 def _lines(
-    schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int]
+    schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int], batches: Sequence[_Batch]
 ) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
     """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
 
@@ -240,12 +275,13 @@ def _lines(
         queue = schedule.queue(channel)
         if queue not in lines:
             local = channel.source == channel.target
-            capacity = schedule.capacities.get(channel)
+            capacity = None if schedule.batched else schedule.capacities.get(channel)
             free_sends = maxsize if capacity is None else send_slots(capacity)
-            lines[queue] = _ChannelState(0.0 if local else message_seconds(channel), free_sends, awake)
+            ends = [batches[channel.source], batches[channel.target]] if schedule.batched else []
+            lines[queue] = _ChannelState(0.0 if local else message_seconds(channel), free_sends, awake, ends)
         return lines[queue]
 
-    nowhere = _ChannelState(0.0, 0, awake)
+    nowhere = _Nowhere(0.0, 0, awake, ())
     ahead = [line(Channel(before, after, "F")) for before, after in pairwise(ranks)]
     back = [line(Channel(after, before, "B")) for before, after in pairwise(ranks)]
     silent = [not in_lists for in_lists in schedule.messages_into[1:]]

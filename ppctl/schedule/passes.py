@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
-    BACKWARDS,
     COMPUTE,
     FORWARDS,
     INPUT_GRADIENTS,
@@ -24,19 +23,24 @@ from ppctl.schedule.action import (
     WEIGHT_GRADIENTS,
     Action,
     Channel,
+    I,
     Op,
     Pair,
     Schedule,
+    W,
     grouped,
     lane,
     receive_slots,
     send_slots,
 )
-from ppctl.schedule.batching import batch_messages
+from ppctl.schedule.batching import (
+    BACKWARD_SECONDS,
+    FORWARD_SECONDS,
+    MESSAGE_SECONDS,
+    batch_messages,
+    place_gradient_sync,
+)
 from ppctl.schedule.simulate import Costs, simulate
-
-FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
-"""The prices at which capacities and batches are chosen: every stage alike, messages that are short but not free."""
 
 
 def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = False) -> Schedule:
@@ -49,7 +53,7 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     if any(action.op not in COMPUTE for row in schedule.actions for action in row):
         raise ScheduleError(Problem("PP-E307", f"schedule {schedule.name} is lowered already"))
     if batched:
-        return place_gradient_sync(batch_messages(schedule, _costs(schedule)))
+        return batch_messages(schedule)
     if capacity is None:
         return add_messages(place_gradient_sync(schedule), least_capacities(schedule))
     if capacity < 1:
@@ -80,7 +84,10 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
     used = {place.channel(action) for row in rows for action in row if action.op in MESSAGES}
     capacities = {channel: size for channel, size in schedule.capacities.items() if channel in used}
     pairs = frozenset(pair for pair in schedule.pairs if stays(pair.backward))
-    return replace(schedule, actions=rows, capacities=capacities, pairs=pairs, frozen_stages=frozen_stages)
+    kept = replace(schedule, actions=rows, capacities=capacities, pairs=pairs, frozen_stages=frozen_stages)
+    if schedule.shorter is not None:
+        object.__setattr__(kept, "shorter", without_frozen(schedule.shorter, frozen_stages))
+    return kept
 
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
@@ -100,13 +107,13 @@ def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ..
     ordered: list[Action] = []
     for each in row:
         for action in each if isinstance(each, Pair) else (each,):
-            if action.op is not Op.W:
+            if action[0] is not W:
                 ordered.append(action)
             elif action in owed:
                 owed.remove(action)
                 ordered.append(action)
-            if action.op is Op.I:
-                owed.append(action._replace(op=Op.W))
+            if action[0] is I:
+                owed.append(action._replace(op=W))
         while len(owed) > most:
             ordered.append(owed.popleft())
     return tuple(ordered)
@@ -127,20 +134,6 @@ def split_before_late_weights(schedule: Schedule) -> Schedule:
     rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
     pairs = frozenset(pair._replace(backward=halves.get(pair.backward, pair[1:])[0]) for pair in schedule.pairs)
     return replace(schedule, actions=rows, pairs=pairs)
-
-
-def place_gradient_sync(schedule: Schedule) -> Schedule:
-    """REDUCE_GRAD of every stage right after its last backward, and after the messages that follow it."""
-    rows: list[tuple[Action, ...]] = []
-    for row in schedule.actions:
-        last = {action.stage: index for index, action in enumerate(row) if action.op in BACKWARDS}
-        synced = list(row)
-        for index, stage in sorted(((index, stage) for stage, index in last.items()), reverse=True):
-            while index + 1 < len(row) and row[index + 1].op in MESSAGES:
-                index += 1  # what a neighbour waits for goes first
-            synced.insert(index + 1, Action(Op.REDUCE_GRAD, stage))
-        rows.append(tuple(synced))
-    return replace(schedule, actions=tuple(rows))
 
 
 def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Schedule:

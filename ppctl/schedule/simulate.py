@@ -23,7 +23,7 @@ from ppctl.schedule.action import (
     Schedule,
     grouped,
 )
-from ppctl.schedule.executor import execute
+from ppctl.schedule.executor import Execution, execute
 from ppctl.schedule.trace import Span, Trace, makers, spans_of
 
 
@@ -67,15 +67,30 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
     received immediately. The two actions of a pair take the sum of their times. Raises ScheduleError if the schedule
     deadlocks (`verify` says why).
     """
-    run = execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
-    if run.stuck:
-        waits = ", ".join(f"rank {r} at {schedule.actions[r][i]}" for r, i in sorted(run.stuck.items()))
-        raise ScheduleError(Problem("PP-E317", f"schedule {schedule.name} hangs: {waits}"))
+    return traced(schedule, run_of(schedule, costs))
+
+
+def traced(schedule: Schedule, run: Execution) -> Trace:
+    """The trace of a schedule that was run to its end."""
     spans: list[Span] = []
     for pp_rank, (row, starts, ends) in enumerate(zip(schedule.actions, run.starts, run.ends, strict=True)):
         timed = (action for action in row if action[0] not in MESSAGES)
         spans += spans_of(pp_rank, timed, starts, ends)
     return Trace(schedule.placement.pp, tuple(spans), schedule.pairs)
+
+
+def run_of(schedule: Schedule, costs: Costs) -> Execution:
+    """The times that `simulate` puts into a trace, rank by rank. Raises ScheduleError if the schedule deadlocks."""
+    run = attempted(schedule, costs)
+    if run.stuck:
+        waits = ", ".join(f"rank {r} at {schedule.actions[r][i]}" for r, i in sorted(run.stuck.items()))
+        raise ScheduleError(Problem("PP-E317", f"schedule {schedule.name} hangs: {waits}"))
+    return run
+
+
+def attempted(schedule: Schedule, costs: Costs) -> Execution:
+    """`run_of` also of a schedule that deadlocks: ranks that did not finish are in `stuck`."""
+    return execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
 
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def bubble_rate(trace: Trace) -> float:
 
 def busy_time(spans: Iterable[Span]) -> float:
     """Seconds spent in F, B, I and W."""
-    return sum(end - start for _, (op, _, _), start, end in spans if op in COMPUTE)
+    return sum([span[3] - span[2] for span in spans if span[1][0] in COMPUTE])
 
 
 def bubble_fraction(trace: Trace) -> float:

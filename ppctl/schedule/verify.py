@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import itemgetter, lt
+from operator import lt
 
 from ppctl.errors import Problem
 from ppctl.schedule.action import (
@@ -23,6 +23,7 @@ from ppctl.schedule.action import (
     Action,
     Channel,
     Edge,
+    F,
     Op,
     Schedule,
     deps,
@@ -30,7 +31,7 @@ from ppctl.schedule.action import (
     receive_slots,
     send_slots,
 )
-from ppctl.schedule.executor import execute
+from ppctl.schedule.executor import Execution, execute
 from ppctl.schedule.pairs import SHOWN, some, wrong_pairs
 
 _RANKS_SHOWN = 8
@@ -38,8 +39,12 @@ _RANKS_SHOWN = 8
 _BEFORE, _AFTER = 2, 2
 
 
-def verify(schedule: Schedule) -> list[Problem]:
+def verify(schedule: Schedule, run: Execution | None = None, sound: Schedule | None = None) -> list[Problem]:
     """The problems of a schedule; empty means that every rank can run its list to the end.
+
+    `run` is its execution, at whatever costs, if there is one: where ranks are stuck is read there. Of a schedule
+    whose middle repeats the rounds of a `shorter` one, that one's lists are judged: each further round adds the same
+    actions in the same order, shifted. The execution is always that of the whole. `sound` was judged before.
 
     The rules: every (stage, microbatch) has one F, and one B or one I and W (in a forward-only schedule neither), on
     the rank that owns the stage and after its dependencies. In a lowered schedule every edge between ranks has its
@@ -54,12 +59,19 @@ def verify(schedule: Schedule) -> list[Problem]:
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
         return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
+    lists = schedule if schedule.shorter is None else schedule.shorter
+    wrong = [] if lists is sound else list(_wrong_lists(lists))
+    return wrong or _hanging(schedule, run) or [*wrong_pairs(schedule)]
+
+
+def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
+    """What is wrong with the lists, but for deadlocks and pairs."""
     wanted = _wanted(schedule)
-    if any(len(row) != len(own) or set(row) != own for row, own in zip(schedule.actions, wanted, strict=True)):
-        return list(_incomplete(schedule, wanted))
-    lanes = [_lanes_of(row, schedule.num_microbatches) for row in schedule.actions]
-    wrong = [*_disordered(schedule, lanes), *_crossed(schedule, lanes), *_beyond_slots(schedule, lanes)]
-    return wrong or _hanging(schedule) or [*wrong_pairs(schedule)]
+    lanes = [_lanes_of(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
+    complete = [own for own in lanes if own is not None]
+    if len(complete) < len(lanes):
+        return _incomplete(schedule, [set(chain.from_iterable(own.values())) for own in wanted])
+    return chain(_disordered(schedule, complete), _crossed(schedule, complete), _beyond_slots(schedule, complete))
 
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
@@ -80,26 +92,36 @@ def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
     return misplaced
 
 
-def _wanted(schedule: Schedule) -> list[set[Action]]:
+_Wanted = dict[tuple[Op, int], Sequence[Action]]
+"""(operation, stage) -> the actions that a rank has to run."""
+
+
+def _wanted(schedule: Schedule) -> list[_Wanted]:
     """The actions that every rank has to run. What a schedule has anywhere (messages, and on trained stages backwards
     and sync) it has everywhere."""
     place, count = schedule.placement, schedule.num_microbatches
-    ops = set(map(itemgetter(0), chain.from_iterable(schedule.actions)))
+    ops = set().union(*({op for op, _, _ in row} for row in schedule.actions))
     messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
     sync = backward and (messages or Op.REDUCE_GRAD in ops)
-    wanted: list[set[Action]] = [set() for _ in range(place.pp)]
+    halves: dict[int, list[int]] = {}
+    for stage, mb in schedule.split:
+        halves.setdefault(stage, []).append(mb)
+    wanted: list[_Wanted] = [{} for _ in range(place.pp)]
     for stage in range(place.num_stages):
         own = wanted[place.rank_of(stage)]
-        own.update(lane(Op.F, stage, count))
+        own[F, stage] = lane(F, stage, count)
         if backward and stage >= schedule.frozen_stages:
-            halves = {mb for mb in range(count) if (stage, mb) in schedule.split}
-            own.update(action for action in lane(Op.B, stage, count) if action.mb not in halves)
-            own.update(Action(op, stage, mb) for mb in halves for op in (Op.I, Op.W))
-            own.update([Action(Op.REDUCE_GRAD, stage)] * sync)
+            split = set(halves.get(stage, ()))
+            for op in (Op.I, Op.W) if split else ():
+                own[op, stage] = [action for action in lane(op, stage, count) if action.mb in split]
+            if len(split) < count:
+                own[Op.B, stage] = [action for action in lane(Op.B, stage, count) if action.mb not in split]
+            if sync:
+                own[Op.REDUCE_GRAD, stage] = [Action(Op.REDUCE_GRAD, stage)]
     for edge in schedule.edges if messages else ():
         if backward or edge.send is Op.SEND_F:
-            wanted[edge.channel.source].update(lane(edge.send, edge.sender, count))
-            wanted[edge.channel.target].update(lane(edge.receive, edge.receiver, count))
+            wanted[edge.channel.source][edge.send, edge.sender] = lane(edge.send, edge.sender, count)
+            wanted[edge.channel.target][edge.receive, edge.receiver] = lane(edge.receive, edge.receiver, count)
     return wanted
 
 
@@ -139,14 +161,20 @@ _Lanes = dict[tuple[Op, int], list[int]]
 """(operation, stage) -> the index in a rank's list for each microbatch, -1 for none: compared at C speed."""
 
 
-def _lanes_of(row: Sequence[Action], count: int) -> _Lanes:
-    """Return where a rank's list has each action, of `count` microbatches."""
+def _lanes_of(row: Sequence[Action], wanted: _Wanted, count: int) -> _Lanes | None:
+    """Where a rank's list has each action, of `count` microbatches; None unless it has the wanted ones, each once."""
+    at = dict(zip(row, range(len(row)), strict=True))
+    if len(at) < len(row) or len(row) != sum(map(len, wanted.values())):
+        return None
     lanes: _Lanes = {}
-    for index, (op, stage, mb) in enumerate(row):
-        if op is Op.REDUCE_GRAD:  # once for all microbatches
-            lanes[op, stage] = [index] * count
-        else:
-            lanes.setdefault((op, stage), [-1] * count)[mb] = index
+    for key, actions in wanted.items():
+        found = [at.get(action, -1) for action in actions]
+        if -1 in found:
+            return None
+        if len(found) < count:  # of those that are split, or REDUCE_GRAD, once for all microbatches
+            some = dict(zip((action.mb for action in actions), found, strict=True))
+            found = [some.get(mb, some.get(-1, -1)) for mb in range(count)]
+        lanes[key] = found
     return lanes
 
 
@@ -161,8 +189,13 @@ def _disordered(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Problem
     for pp_rank, own in enumerate(lanes):
         early: list[tuple[int, Action, Action]] = []
         for (op, stage), at in own.items():
-            needs = (deps(Action(op, stage, mb), schedule) for mb in examples[stage] if op not in RECEIVES)
-            for key in {(need.op, need.stage) for need in chain.from_iterable(needs)} & own.keys():
+            lists = (deps(Action(op, stage, mb), schedule) for mb in examples[stage] if op not in RECEIVES)
+            needs = (
+                {(need.op, need.stage) for need in chain.from_iterable(lists)}
+                if op is not Op.REDUCE_GRAD
+                else {(each, stage) for each in WEIGHT_GRADIENTS}
+            )
+            for key in needs & own.keys():
                 if any(map(lt, at, own[key])):
                     named = repeat(Action(op, stage)) if op is Op.REDUCE_GRAD else lane(op, stage, len(at))
                     pairs = zip(named, at, lane(*key, len(at)), own[key], strict=False)
@@ -222,10 +255,10 @@ def _beyond_slots(schedule: Schedule, lanes: Sequence[_Lanes]) -> Iterator[Probl
             yield Problem("PP-E316", f"channel {channel} has {slots} receive slots and {needs} needs one more")
 
 
-def _hanging(schedule: Schedule) -> list[Problem]:
+def _hanging(schedule: Schedule, run: Execution | None) -> list[Problem]:
     """The deadlock, if there is one: where every rank that is stuck waits, and for what."""
-    nothing = [0.0] * schedule.placement.num_stages
-    stuck = execute(schedule, dict.fromkeys(TIMED, nothing), lambda channel: 0.0).stuck
+    nothing = dict.fromkeys(TIMED, [0.0] * schedule.placement.num_stages)
+    stuck = (run or execute(schedule, nothing, lambda channel: 0.0)).stuck
     if not stuck:
         return []
     at = {pp_rank: schedule.actions[pp_rank][index] for pp_rank, index in sorted(stuck.items())}

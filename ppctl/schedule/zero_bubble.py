@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from itertools import islice
+from functools import cache
+from itertools import chain, islice
 
-from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Pair, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, I, Op, Pair, Placement, Schedule, W
 from ppctl.schedule.schedule_table import get_schedule_table
 
 
@@ -69,8 +70,8 @@ def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Sch
         words.add("F0", 2 * (pp - pp_rank) - 1)
         words.add("F1 F0", pp_rank)
         words.add("F1 I1 W1", pp - pp_rank)
-        while words.made["F1"] < full:
-            words.add("F0 I0 W0 F1 I1 W1" if words.made["F0"] < full else "I0 W0 F1 I1 W1")
+        words.add("F0 I0 W0 F1 I1 W1", full - words.made["F0"])
+        words.add("I0 W0 F1 I1 W1", full - words.made["F1"])
         words.add("I0 I1", pp_rank)
         words.add("I0 W0", pp - pp_rank)
         words.add("W1", full - words.made["W1"])
@@ -123,23 +124,39 @@ class _Words:
 
     def add(self, phase: str, times: int = 1) -> None:
         """Add the actions of the words in `phase`, `times` times."""
-        for word in phase.split() * times:
-            if "+" in word:
-                self.pairs.append(Pair(*map(self._one, word.split("+"))))
-            elif word != "W":
-                self._one(word)
+        words = phase.split()
+        if "W" not in words:
+            self._rounds(words, times)
+            return
+        for word in words * times:
+            if word != "W":
+                self._rounds([word], 1)
             elif self.owed:
                 self.actions.append(self.owed.popleft())
 
-    def _one(self, word: str) -> Action:
-        op, stage = Op(word[0]), self.stages[int(word[1])]
-        counted = "I" if op in INPUT_GRADIENTS else op  # B and I are one series
-        mb = self.made[counted + word[1]]
-        self.made[counted + word[1]] += 1
-        self.actions.append(Action(op, stage, mb))
-        if op is Op.I:
-            self.owed.append(Action(Op.W, stage, mb))
-        return self.actions[-1]
+    def _rounds(self, words: list[str], times: int) -> None:
+        """Add so many rounds of words, each of which counts microbatches of its own, at C speed."""
+        columns, owed = list[list[Action]](), list[list[Action]]()
+        for word in words:
+            own = list[list[Action]]()
+            for op, chunk, counted in map(_parsed, word.split("+")):
+                stage, first = self.stages[chunk], self.made[counted]
+                self.made[counted] += times
+                own.append([Action(op, stage, mb) for mb in range(first, first + times)])
+                if op is I:
+                    owed.append([Action(W, stage, mb) for mb in range(first, first + times)])
+            if len(own) > 1:
+                self.pairs += map(Pair, *own)
+            columns += own
+        self.actions += chain.from_iterable(zip(*columns, strict=True))
+        self.owed += chain.from_iterable(zip(*owed, strict=True))
+
+
+@cache
+def _parsed(word: str) -> tuple[Op, int, str]:
+    """The operation of a word, the chunk, and the series whose microbatches it counts: B and I are one."""
+    op = Op(word[0])
+    return op, int(word[1]), ("I" if op in INPUT_GRADIENTS else op) + word[1]
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:

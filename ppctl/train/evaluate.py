@@ -78,6 +78,5 @@ class Evaluator:
         return list(map(float, torch.stack(losses).tolist())) if losses else []  # waits for the device once
 
     def _gather(self, own: list[float] | list[int]) -> list[list[float]]:
-        """Every rank's numbers, by rank."""
         rows: list[list[float]] = gather_rows(own, self.session.own.rank, self.session.groups.world).tolist()
         return rows

@@ -148,7 +148,6 @@ def _sample(session: Session) -> dict[str, str] | None:
 
 
 def _sample_length(session: Session) -> int:
-    """Tokens of the sample, the same on every rank."""
     window = sum(spec.flops_forward for spec in session.plan.stages)
     small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
     return SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH

@@ -6,8 +6,7 @@ what they are compared with, nor where a run keeps its files. Steps that no key 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,13 +19,12 @@ from ppctl.checkpoint import disk
 from ppctl.checkpoint.shards import values_of
 from ppctl.checkpoint.step_parity import Handed, forget_step, step_directory, write_messages
 from ppctl.comm.buffers import Message
-from ppctl.comm.groups import gather_rows
+from ppctl.comm.groups import gather_values
 from ppctl.config.quantities import steps_of
 from ppctl.engine.stage import StageProgram
 from ppctl.schedule.measured_step import MeasuredStep, RankStamps
-from ppctl.topology import RankGrid
 from ppctl.train.callback import Callback, StepResult, TrainingRun
-from ppctl.train.replica_check import HALF, PIECE, bit_sum
+from ppctl.train.replica_check import PIECE, bit_sum
 from ppctl.train.session import Session
 from ppctl.train.snapshot import gradient_shards
 
@@ -35,13 +33,9 @@ TRACES, SNAPSHOTS = "profile_traces", "memory_snapshot"
 which https://docs.pytorch.org/memory_viz shows."""
 _MOST_EVENTS = 100_000
 """Entries of a memory history: torchtitan's number."""
-_PHASES = 4
-_WIDTH = 3
-"""Numbers of a fingerprint in a gathered row: the squares, and the two halves of the bits."""
 
 
 def _steps(asked: str | None) -> range:
-    """The steps that a key names."""
     return range(0) if asked is None else steps_of(asked)
 
 
@@ -54,27 +48,17 @@ class StepTraces(Callback):
     def __init__(self, session: Session, keep: Callable[[MeasuredStep], None]) -> None:
         self.session, self.keep = session, keep
         self.steps = _steps(session.config.log.trace)
-        self._width = session.plan.longest_row
 
     def post_update(self, result: StepResult) -> None:
         """Gather and save the step's stamps, if the step is traced."""
         if result.step not in self.steps:
             return
-        s, recorder = self.session, self.session.pipeline.recorder
-        row = [time + recorder.clock_offset for time in result.phases]
-        for index, start, end in recorder.stamps_now():
-            row += [float(index), start, end]
-        row += [-1.0] * (_PHASES + 3 * self._width - len(row))
-        rows = gather_rows(row, s.own.rank, s.groups.world)
-        if s.own.rank == 0:
-            self.keep(MeasuredStep(result.step, tuple(_unpack_stamps(row) for row in rows.tolist())))
-
-
-def _unpack_stamps(row: list[float]) -> RankStamps:
-    begin, pipeline_end, agreed, end = row[:_PHASES]
-    indices, starts, ends = (row[_PHASES + place :: 3] for place in range(3))
-    stamped = bisect_left(indices, True, key=lambda index: index < 0)  # shorter rows end in -1
-    return RankStamps(begin, pipeline_end, agreed, end, [*zip(map(int, indices[:stamped]), starts, ends, strict=False)])
+        recorder = self.session.pipeline.recorder
+        begin, pipeline_end, agreed, end = (time + recorder.clock_offset for time in result.phases)
+        own = RankStamps(begin, pipeline_end, agreed, end, recorder.stamps_now())
+        ranks = gather_values(RankStamps, own)
+        if self.session.own.rank == 0:
+            self.keep(MeasuredStep(result.step, tuple(ranks)))
 
 
 class KeptGradients(Callback):
@@ -125,14 +109,14 @@ class KeptGradients(Callback):
         self._on = False
         s, path = self.session, step_directory(self.directory, step)
         self._enter("recording", step - 1)  # takes as long as the disk does
-        gather_rows([], s.own.rank, s.groups.world)  # after it rank 0 has forgotten what an earlier start has kept
+        gather_values(None, None, everywhere=True)  # after it rank 0 has forgotten what an earlier start has kept
         path.mkdir(parents=True, exist_ok=True)
         shards = gradient_shards(s)
         file = path / disk.file_name(s.own.rank)
         disk.write_file(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
-        rows = gather_rows(self._row(), s.own.rank, s.groups.world)  # after it all files are written
+        ranks = gather_values(list[Handed], self._handed())  # on rank 0 all files are written after it
         if s.own.rank == 0:
-            write_messages(path, [each for rank, row in enumerate(rows.tolist()) for each in self._unpack(rank, row)])
+            write_messages(path, [each for handed in ranks for each in handed])
         self._enter("updating", step - 1)
 
     def _note(self, key: tuple[bool, int, int], tensor: Tensor) -> None:
@@ -142,31 +126,17 @@ class KeptGradients(Callback):
             squares, bits = squares + self._seen[key][0], bits + self._seen[key][1]
         self._seen[key] = squares, bits
 
-    def _places(self, stages: Sequence[int]) -> list[tuple[bool, int, int]]:
-        """The keys of all that a rank with these stages may hand on in a step, in the order of its row."""
-        count = self.session.plan.gradient_accumulation_steps * self.session.plan.num_microbatches
-        return [(forward, stage, mb) for stage in stages for mb in range(count) for forward in (True, False)]
-
-    def _row(self) -> list[float]:
-        places = self._places([spec.stage for spec in self.session.own.stages])
-        row = [-1.0] * _WIDTH * len(places)
-        noted = [at for at, place in enumerate(places) if place in self._seen]
-        if noted:
-            squares = torch.stack([self._seen[places[at]][0] for at in noted]).tolist()
-            bits = torch.stack([self._seen[places[at]][1] for at in noted]).tolist()
-            for at, square, bit in zip(noted, squares, bits, strict=True):
-                row[_WIDTH * at : _WIDTH * (at + 1)] = square, *map(float, divmod(bit, HALF))
-        return row
-
-    def _unpack(self, rank: int, row: Sequence[float]) -> Iterator[Handed]:
-        plan = self.session.plan
-        dp_rank = RankGrid(plan.sizes).coordinates(rank)["dp"]
-        stages = [spec.stage for spec in plan.for_rank(rank).stages]
-        for at, (forward, stage, mb) in enumerate(self._places(stages)):
-            squares, high, low = row[_WIDTH * at : _WIDTH * (at + 1)]
-            if squares >= 0:
-                number = mb * plan.sizes.dp + dp_rank  # how the global batch is dealt: `data/sampler.py`
-                yield Handed(rank, forward, stage, number, (int(high), int(low)), squares)
+    def _handed(self) -> list[Handed]:
+        """What this rank has handed on in the step, in the order in which it did."""
+        if not self._seen:
+            return []
+        own, dp = self.session.own, self.session.plan.sizes.dp
+        squares, bits = (torch.stack(each).tolist() for each in zip(*self._seen.values(), strict=True))
+        return [
+            # Microbatches are numbered as the global batch is dealt: `data/sampler.py`.
+            Handed(own.rank, forward, stage, mb * dp + own.dp_rank, divmod(bit, 2**32), square)
+            for (forward, stage, mb), square, bit in zip(self._seen, squares, bits, strict=True)
+        ]
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from ppctl.geometry.parts import Parts, tp_sums
 from ppctl.geometry.rows import Parameter
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.axis_groups import AxisGroups
-from ppctl.parallel.owned import Runs
 from ppctl.parallel.replicate import GradientReducer
+from ppctl.parallel.shard import Runs
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan
@@ -158,6 +158,7 @@ def weights_and_sums(
 
         owned = _owned(config, rows, model, group_of)
         sharded = (GatheredWeights if full else ShardedWeights)(names, model, group_of, owned)
+        sharded.release_all()
         return sharded, GradientScatter(names, sharded)
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}

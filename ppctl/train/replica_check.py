@@ -9,22 +9,20 @@ device computed wrongly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppctl.comm.groups import gather_rows, gather_values
+from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.errors import Problem, TrainingError
 from ppctl.geometry.rows import Parameter
-from ppctl.topology import RankGrid
 from ppctl.train.callback import Callback, StepResult
 from ppctl.train.session import Session
 from ppctl.train.trained_weights import GatheredWeights, ShardedWeights
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-HALF = 2**32
-"""A float64 holds half of a 64-bit sum."""
 _SHOWN = 8
 PIECE = 2**22
 """Elements of a tensor that are read at once: torch makes what it sums 8 bytes wide before."""
@@ -40,14 +38,16 @@ class HeldTensor(NamedTuple):
     tensor: Tensor
 
 
+_Bits = tuple[int, str, int, int]
+"""Stage, name and part of a tensor, and the sum of its bits."""
+
+
 class ReplicaCheck(Callback):
     """Compares copies every `train.check_replicas` steps: a pass over the weights, and one gather of a few numbers."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.every = session.config.train.check_replicas
-        self._names: list[list[tuple[int, str]]] = []
-        """For each pp_rank the stage and name of its tensors; exchanged once."""
 
     def post_update(self, result: StepResult) -> None:
         """Compare copies, if the step is one to check, and add the number of copies to its figures."""
@@ -60,46 +60,43 @@ class ReplicaCheck(Callback):
         Raises TrainingError (PP-E734), alike on all ranks, if copies differ: it names the first parameter in the
         model's order, and its ranks.
         """
-        held = self._gather()
-        different = {place: values for place, values in held.items() if len(values) > 1}
-        if different:
-            raise TrainingError(_problem(step, different))
-        return sum(len(ranks) > 1 for values in held.values() for ranks in values.values())
+        compared, problem = AgreeingRanks(None).agree(
+            "compare copies of parameters",
+            self._bits,
+            partial(_compared, step),
+            each=list[_Bits],
+            result=tuple[int, Problem | None],
+        )
+        if problem is not None:
+            raise TrainingError(problem)
+        return compared
 
     @torch.no_grad()
-    def _gather(self) -> dict[tuple[str, int], dict[tuple[float, float], set[int]]]:
-        """(name, part) -> the sum of its bits -> the ranks that have this sum; in the model's order."""
-        s, weights = self.session, self.session.replica.weights
+    def _bits(self) -> list[_Bits]:
+        """The sums of all that this rank holds, in canonical order within a stage."""
+        weights = self.session.replica.weights
         if isinstance(weights, ShardedWeights) and not isinstance(weights, GatheredWeights):
             for stage in weights.stages:
                 weights.hold(stage)  # what the update has published
-        own = list(copies(s))
-        if not self._names:
-            names = [(copy.stage, copy.name) for copy in own]
-            self._names = gather_values(list[tuple[int, str]], names, s.groups["pp"], everywhere=True)
+        own = list(copies(self.session))
         sums = torch.stack([bit_sum(copy.tensor) for copy in own]).tolist() if own else []  # waits for the device once
-        row = [0.0] * 3 * max(map(len, self._names))
-        for number, (copy, total) in enumerate(zip(own, sums, strict=True)):
-            row[3 * number : 3 * number + 3] = copy.part, *divmod(total, HALF)
-        table = gather_rows(row, s.own.rank, s.groups.world).tolist()
-        holders_of: dict[tuple[str, int], dict[tuple[float, float], set[int]]] = {}
-        places = [
-            (stage, i, name, pp) for pp, listed in enumerate(self._names) for i, (stage, name) in enumerate(listed)
-        ]
-        holders = self._holders()
-        for _, i, name, pp in sorted(places):
-            for rank in holders[pp]:
-                part, high, low = table[rank][3 * i : 3 * i + 3]
-                holders_of.setdefault((name, int(part)), {}).setdefault((high, low), set()).add(rank)
-        return holders_of
+        return [(copy.stage, copy.name, copy.part, total) for copy, total in zip(own, sums, strict=True)]
 
-    def _holders(self) -> list[list[int]]:
-        """The ranks at each pp_rank."""
-        sizes = self.session.plan.sizes
-        grid, holders = RankGrid(sizes), [list[int]() for _ in range(sizes.pp)]
-        for rank in range(sizes.world):
-            holders[grid.coordinates(rank)["pp"]].append(rank)
-        return holders
+
+def _compared(step: int, of_ranks: list[list[_Bits]]) -> tuple[int, Problem | None]:
+    """How many parts have copies; and the problem, if some differ."""
+    in_order = sorted(
+        (stage, place, name, part, bits, rank)
+        for rank, held in enumerate(of_ranks)
+        for place, (stage, name, part, bits) in enumerate(held)
+    )
+    holders: dict[tuple[str, int], dict[int, set[int]]] = {}
+    for _, _, name, part, bits, rank in in_order:
+        holders.setdefault((name, part), {}).setdefault(bits, set()).add(rank)
+    different = {place: values for place, values in holders.items() if len(values) > 1}
+    if different:
+        return 0, _problem(step, different)
+    return sum(len(ranks) > 1 for values in holders.values() for ranks in values.values()), None
 
 
 def copies(session: Session) -> Iterator[HeldTensor]:
@@ -120,7 +117,6 @@ def copies(session: Session) -> Iterator[HeldTensor]:
 
 
 def _part(session: Session, row: Parameter) -> int:
-    """Which part of a parameter this rank's model has."""
     part, parts = 0, session.model.parts
     for axis in parts.splits(row):
         part = part * parts.on(axis).size + parts.on(axis).rank
@@ -136,7 +132,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return torch.stack([piece.sum(dtype=torch.int64) for piece in flat.split(PIECE)]).sum()
 
 
-def _problem(step: int, different: Mapping[tuple[str, int], Mapping[Any, set[int]]]) -> Problem:
+def _problem(step: int, different: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Problem:
     names = list(dict.fromkeys(name for name, _ in different))
     values = next(iter(different.values()))
     groups = sorted(map(sorted, values.values()), key=lambda ranks: (-len(ranks), ranks))

@@ -254,7 +254,6 @@ class StepFigures:
 
 
 def _in_order(losses: Mapping[int, Tensor], like: Tensor) -> Tensor:
-    """The losses of microbatches in their order."""
     return torch.stack([losses[mb] for mb in sorted(losses)]) if losses else like.new_empty(0)
 
 

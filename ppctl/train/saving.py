@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ppctl.checkpoint.local_copies import LocalCopies
-from ppctl.checkpoint.local_copy import CHANGED, directory_of
+from ppctl.checkpoint.local_copy import CHANGED, directory_of, remove_all
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.saver import BackgroundSaver, Saved, Saver
 from ppctl.checkpoint.shards import HostMemory
@@ -225,7 +225,7 @@ class Saves(Callback):
                 self._background.finish(SETTLE)
             self._look()
         elif error is None and self.local is not None:
-            self.local.remove()  # the last checkpoint on the disk is just as recent
+            remove_all(self.local.directory)  # the last checkpoint on the disk is just as recent
         self._background.close()
 
     def _look(self) -> None:

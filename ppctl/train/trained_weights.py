@@ -15,15 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce_sums, start_sending
 from ppctl.parallel.replicate import buckets
-from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
+from ppctl.parallel.shard import (
+    GatheredWholes,
+    OwnedWholes,
+    ReducedSums,
+    Runs,
+    ScatteredSums,
+    own_run,
+    part_of,
+    reduce_sums,
+    run_of,
+    scatter_sums,
+    start_gather,
+    start_sending,
+)
 from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.topology import BUCKET_ELEMENTS
 from ppctl.weight_gradients.wide_sums import WideSum
@@ -233,16 +245,11 @@ class GatheredWeights(ShardedWeights):
     Between steps a rank has its parts of the masters and moments, and nothing else of a weight.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Iterable[str]],
-        model: Mapping[str, nn.Parameter],
-        group_of: GroupOf,
-        owned: Mapping[str, Runs],
-    ) -> None:
-        super().__init__(stages, model, group_of, owned)
-        self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
-        self.release_all()
+    @cached_property
+    def _nothing(self) -> dict[str, Tensor]:
+        """In place of weights: no memory, and values (NaN) that show where somebody computes with them."""
+        whole = self.model.items()
+        return {n: torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape) for n, p in whole}
 
     def release(self, stage: int) -> None:
         """Forget the stage's weights, after its last backward."""
@@ -255,11 +262,6 @@ class GatheredWeights(ShardedWeights):
         parameter = self.model[name]
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return super()._made(name)
-
-
-def _nothing(parameter: Tensor) -> Tensor:
-    """A tensor of the same shape that takes no memory, and whose values (NaN) show where somebody computes with it."""
-    return torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 class GradientScatter:

@@ -20,7 +20,7 @@ from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
 from torch.autograd.variable import Variable
 
-from ppctl.comm import message_batches
+from ppctl.comm import communicator
 from ppctl.comm.buffers import BufferPool
 from ppctl.comm.channels import DirectEnd
 from ppctl.comm.communicator import Communicator
@@ -80,7 +80,7 @@ class EmulatedCommunicator(Communicator):
         self.connected = connect or connections.world.connected
         own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]
         if self.fused:
-            over = message_batches.GroupTransport(self.pp_group, CPU)
+            over = communicator.GroupTransport(self.pp_group, CPU)
             self._ends = {each: DirectEnd(each, over, other_end(each, self.pp_rank), 0) for each in own}
         else:
             self._ends = _pair_ends(connections, "nccl", CPU, own, variable=modes.variable, connect=connect)
@@ -110,7 +110,7 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         patch.setattr(HostPair, "enter", staticmethod(lambda: None))  # the runner brings the modes of the device
         patch.setattr(all_to_all, "hand_over", hand_over)
         patch.setattr(Variable, "_execution_engine", DeviceThreads(threads))
-        patch.setattr(message_batches, "dist", Dist)
+        patch.setattr(communicator, "dist", Dist)
         patch.setattr(all_to_all, "dist", Dist)
         for name, found in ALLOCATOR.items():
             patch.setattr(torch.cuda, name, lambda *_, found=found: found(world.gpus[current_rank()].memory))

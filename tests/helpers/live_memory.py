@@ -2,6 +2,8 @@
 
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -9,6 +11,8 @@ from dense_runs import session_of, trainer_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ppctl.comm.buffers import MessageSpec
 
 
 class Packed:
@@ -133,3 +137,14 @@ def live_and_planned(mapping):
         live.peak = 0
         trainer.step(1)
     return live.peak, session.plan.pp_ranks[session.own.pp_rank]
+
+
+@contextmanager
+def made_messages() -> Iterator[list[MessageSpec]]:
+    """A context with a list, to which every new message's buffers add their spec."""
+    made, make = list[MessageSpec](), MessageSpec.make
+    MessageSpec.make = lambda spec, *more: made.append(spec) or make(spec, *more)
+    try:
+        yield made
+    finally:
+        MessageSpec.make = make

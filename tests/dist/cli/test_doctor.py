@@ -17,7 +17,7 @@ from frozen import fields, hold
 from ranks import run_ranks
 
 from ppctl.cli.doctor import _lines, _wrong
-from ppctl.reach import transports
+from ppctl.reach import probe
 from ppctl.reach.probe import device_of
 
 
@@ -138,13 +138,13 @@ def test_it_says_which_transport_to_take_or_what_it_could_not_try(rows: list[dic
 
 def tried() -> list[dict[str, Any]]:
     device, rows = torch.device("cpu"), []
-    for transport in transports.TRANSPORTS:
-        rows.append(transports.try_transport(transport, device, 60.0, elements=64))
-    transports._FACTOR = 2.0 if dist.get_rank() else 4.0
-    rows.append(transports.try_transport("plain", device, 60.0, elements=64))
-    run_schedule = transports.run_schedule
-    transports.run_schedule = lambda *given: run_schedule(*given) if dist.get_rank() else time.sleep(5)
-    rows.append(transports.try_transport("channels", device, 1.0, elements=64))
+    for transport in probe.TRANSPORTS:
+        rows.append(probe.try_transport(transport, device, 60.0, elements=64))
+    probe._FACTOR = 2.0 if dist.get_rank() else 4.0
+    rows.append(probe.try_transport("plain", device, 60.0, elements=64))
+    run_schedule = probe.run_schedule
+    probe.run_schedule = lambda *given: run_schedule(*given) if dist.get_rank() else time.sleep(5)
+    rows.append(probe.try_transport("channels", device, 1.0, elements=64))
     return rows
 
 

@@ -6,7 +6,7 @@ import pipeline
 import pytest
 import torch
 import torch.distributed as dist
-from live_memory import Census, LiveBytes
+from live_memory import Census, LiveBytes, made_messages
 from ranks import run_ranks
 
 from ppctl.engine.stage import StageProgram
@@ -91,10 +91,10 @@ def several_steps(name, pp, vpp, m, steps):
     schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))
     communicator = pipeline.make_communicator()
     seen = []
-    with LiveBytes() as live:
+    with LiveBytes() as live, made_messages() as made:
         for _ in range(steps):
             pipeline.run_case(schedule, communicator)
-            seen.append((communicator.pool.allocated, live.now()))
+            seen.append((len(made), live.now()))
     return seen
 
 

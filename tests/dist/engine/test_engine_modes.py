@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pairwise import pairwise
 from ranks import RanksFailed, run_ranks
 
-from ppctl.comm.message_batches import FusedBatch, LooseBatch
+from ppctl.comm.communicator import FusedBatch, LooseBatch
 from ppctl.engine.interpreter import Engine
 from ppctl.errors import ScheduleError
 from ppctl.megatron.p2p_communication import P2PCommunicator

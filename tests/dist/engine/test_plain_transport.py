@@ -12,9 +12,8 @@ from emulated_pipeline import expected, run_step
 from emulated_world import World
 from ranks import run_ranks
 
-from ppctl.comm.communicator import Communicator
+from ppctl.comm.communicator import AnnouncedBatch, Communicator, FusedBatch
 from ppctl.comm.connections import connections_of
-from ppctl.comm.message_batches import AnnouncedBatch, FusedBatch
 from ppctl.comm.modes import Modes
 from ppctl.config.resources import recipes
 from ppctl.errors import ConfigError

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ppctl.comm.channels import DirectEnd
-from ppctl.comm.message_batches import BatchedEnd
+from ppctl.comm.communicator import BatchedEnd
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig

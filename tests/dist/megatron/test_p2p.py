@@ -8,10 +8,10 @@ import torch.distributed as dist
 from pipeline import P2P_MODES
 from ranks import RanksFailed, run_ranks
 
+from ppctl.comm.channels import MessageError
 from ppctl.comm.connections import loop_channels
 from ppctl.comm.groups import make_group
 from ppctl.comm.modes import Modes, pipeline_backend
-from ppctl.comm.variable_shapes import MessageError
 from ppctl.errors import ConfigError
 from ppctl.megatron.message_shapes import message_dtype
 from ppctl.megatron.p2p_communication import P2PCommunicator, is_single_shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sharded(holds_back: bool) -> tuple[dict[str, Tensor], int, list[str]]:
+def sharded(holds_back: bool, split: str) -> tuple[dict[str, Tensor], int, list[str]]:
     """Gradients of a rank's stages, made whole; how often shards were summed; what is refused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -55,7 +56,7 @@ def sharded(holds_back: bool) -> tuple[dict[str, Tensor], int, list[str]]:
         pipeline.step(batch)
     gradients = {name: parameter.grad.full_tensor() for name, parameter in pipeline.named_parameters()}
     refused = []
-    for fields in (dict(pp_schedule="zb_h1"), dict(kind="tied")):
+    for fields in (dict(pp_schedule="zb_h1"), dict(pp_schedule_csv=split), dict(kind="tied")):
         with pytest.raises(PpctlError) as error:
             build(**fields)
         refused.append(error.value.problems[0].code)
@@ -67,7 +68,9 @@ def sharded(holds_back: bool) -> tuple[dict[str, Tensor], int, list[str]]:
 
 @pytest.mark.shows("pipeline.patch_stage_backward_maybe_with_nosync")
 @pytest.mark.parametrize("holds_back", [True, False])
-def test_sharded_stages_sum_behind_the_last_backward_or_behind_each(holds_back: bool) -> None:
+def test_sharded_stages_sum_behind_the_last_backward_or_behind_each(holds_back: bool, tmp_path: Path) -> None:
+    split = tmp_path / "split.csv"
+    split.write_text(ppctl.make_schedule("zb_h1", pp=2, num_microbatches=ROWS // SIZE).to_csv())
     model, whole = made("plain"), []
     for tokens, labels in batches(2, ROWS):
         model.zero_grad()
@@ -75,10 +78,10 @@ def test_sharded_stages_sum_behind_the_last_backward_or_behind_each(holds_back: 
             mask = (wanted != -100).float()
             microbatch_loss(model(part), wanted.clamp(min=0), mask, (labels != -100).sum()).backward()
         whole.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    ranks = run_ranks(sharded, 4, holds_back)
+    ranks = run_ranks(sharded, 4, holds_back, str(split))
     for gradients, sums, refused in ranks:
         assert sums == (1 if holds_back else ROWS // SIZE)
-        assert refused == ["PP-E130", "PP-E130", "PP-E539"]
+        assert refused == ["PP-E130", "PP-E130", "PP-E130", "PP-E539"]
         for name, gradient in gradients.items():
             expected = (whole[0][name] + whole[1][name]) / 2
             if holds_back:

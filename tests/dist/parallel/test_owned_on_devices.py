@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppctl.geometry.matrix_owners import owned_runs
 from ppctl.parallel import owned
-from ppctl.parallel.owned import reduce_sums, start_sending
+from ppctl.parallel.shard import reduce_sums, start_sending
 
 SHAPES = {"wide": (4, 6), "experts": (5, 3, 2), "tall": (7, 2), "one": (2, 2)}
 """Of five to eight matrices on two to twelve ranks, of which some then own nothing."""

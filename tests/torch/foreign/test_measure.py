@@ -133,7 +133,8 @@ def test_a_plan_tells_layers_with_and_without_a_window_apart_and_prices_each(kin
 
     assert squares(22) == 0  # a token sees all before it
     if kind == "GptOss":  # whose own attention takes a mask in every layer
-        long, tables = found.measured_in(4, 96), [set(layer.reads) for layer in found.measured_in(4, 96).layers]
+        long = measured_for(found.measured, 4, 96)
+        tables = [set(layer.reads) for layer in long.layers]
         both, one = (long.tables_of(numbers, 1, 96) for numbers in (tables[0] | tables[1], tables[0]))
         assert squares(96) == 0 and both - one == 4 * 96**2  # which each kind has of its own
     else:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import random
+import time
 from threading import Lock
 
 import pytest
@@ -61,6 +62,24 @@ def test_threads_draw_ahead_as_many_as_there_are_and_as_memory_has_room_for(monk
     monkeypatch.setattr(initialize._Drawn, "fill", fill)
     assert sha256(parameters("EttttL", 1, tiny())) == expected
     assert 1 <= held[1] <= most
+
+
+def test_an_error_does_not_wait_for_draws_that_nobody_has_begun(monkeypatch):
+    begun = []
+
+    def drawn(*arguments):
+        begun.append(arguments)
+        time.sleep(0.3)
+
+    def fill(one):
+        raise MemoryError
+
+    monkeypatch.setattr(initialize, "own_share", lambda: (1, 2**40))
+    monkeypatch.setattr(initialize, "initial_value", drawn)
+    monkeypatch.setattr(initialize._Drawn, "fill", fill)
+    with pytest.raises(MemoryError):
+        parameters("EttttL", 1, tiny())
+    assert len(begun) == 1
 
 
 def test_global_random_state_is_neither_read_nor_moved():

@@ -62,9 +62,13 @@ class CudaBuild:
         return f"nccl {collectives} {stacks}".encode()
 
 
-def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(run: RunDir) -> None:
+def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch's tools take the files of one prefix together: ranks at the end, no two recorders under one name."""
-    found = watchdog.recorders(CudaBuild)
+    monkeypatch.setattr(torch._C, "_distributed_c10d", CudaBuild)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = watchdog.recorders()
     assert list(found) == ["gloo", "nccl"], "what may wait for a thread that stands still comes last"
     watchdog.write_records(run, 12, found)
     written = {path.name: path.read_bytes() for path in run.flight_records()}

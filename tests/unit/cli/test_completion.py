@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import ppctl
 from ppctl.cli.completion import SHELLS, candidates
 from ppctl.cli.explain import pages
 from ppctl.cli.main import COMMANDS, main
@@ -166,4 +167,6 @@ def test_zsh_offers_them(home: Path) -> None:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_script_is_printed_whole(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
-    assert capsys.readouterr().out == SHELLS[shell]
+    printed = capsys.readouterr().out
+    assert printed == (Path(ppctl.__file__).parent / "cli" / f"completion.{shell}").read_text()
+    assert "completion words -- " in printed

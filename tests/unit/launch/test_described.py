@@ -22,6 +22,6 @@ def test_what_is_kept_depends_on_config_overrides_versions_and_code(monkeypatch:
             patch.setattr(described.metadata, "version", lambda name, this=package: f"{name} {name == this}")
             others.add(described._digest(config, {}, None))
     with monkeypatch.context() as patch:
-        patch.setattr(described, "_digest_of_code", lambda: "of another commit")
+        patch.setattr(described, "package_digest", lambda package: "of another commit")
         others.add(described._digest(config, {}, None))
     assert len(others | {first}) == 7

@@ -1,12 +1,13 @@
 """What a rehearsal needs of a plan and what follows from one: kinds, microbatches, other ranks' peaks, the report."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from unit_plan import config_values
 
 from ppctl.plan import build_plan
 from ppctl.plan.rehearsal import UPDATE, Rehearsal, kinds_of, peaks_of, replayed, scaled, shortened
+from ppctl.records.json_reader import read
 from ppctl.records.rehearsal_record import (
     BACKWARD,
     FORWARD,
@@ -233,7 +234,7 @@ def test_the_report_has_the_fields_that_it_promises():
 
 
 def test_what_was_measured_goes_through_json():
-    assert Rehearsed.from_json(MEASURED.to_json()) == MEASURED
+    assert read(Rehearsed, asdict(MEASURED)) == MEASURED
 
 
 def test_memory_that_does_not_fit_is_a_problem_with_its_action():

@@ -1,0 +1,91 @@
+"""What a schedule of many rounds is taken to be, of fewer rounds, is what it is as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import itemgetter
+
+import pytest
+
+from ppctl.cost.state import peaks
+from ppctl.errors import ScheduleError
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.batching import _tried, batch_messages, place_gradient_sync
+from ppctl.schedule.passes import run_weights_sooner, without_frozen
+from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.repetition import repetition, rounds, stretched
+from ppctl.schedule.simulate import in_flight
+from ppctl.schedule.verify import verify
+
+NAMES = tuple(POLICIES)
+
+
+def grid(name: str) -> Iterator[Schedule]:
+    """pp x vpp x m, and for what splits backwards also a limit on what is put off."""
+    policy = POLICIES[name]
+    for pp in (2, 3, 4, 8):
+        for vpp in (policy.chunks,) if policy.fixed else (1, 2, 3):
+            for m in (2 * pp, 3 * pp + 1, 4 * pp, 6 * pp + 1, 9 * pp):
+                if pp * vpp * m > 600:
+                    continue
+                schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
+                yield schedule
+                if policy.splits:
+                    yield run_weights_sooner(schedule, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_batched_by_its_rounds_is_the_one_batched_as_a_whole(name: str) -> None:
+    for plain in grid(name):
+        whole = place_gradient_sync(min(_tried(replace(plain, pairs=frozenset())), key=itemgetter(0))[1])
+        batched = batch_messages(plain)
+        size = plain.placement, plain.num_microbatches
+        assert batched == whole, size
+        assert list(batched.capacities.items()) == list(whole.capacities.items()), size
+
+
+def shortened(name: str) -> list[Schedule]:
+    return [batched for batched in map(batch_messages, grid(name)) if batched.shorter is not None]
+
+
+@pytest.mark.parametrize(
+    "name", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "v_half", "dualpipev"]
+)
+def test_the_proof_and_the_memory_of_the_rounds_are_those_of_the_whole(name: str) -> None:
+    found = shortened(name)
+    assert found
+    for batched in found:
+        for schedule in (batched, without_frozen(batched, 1)):
+            assert verify(replace(schedule)) == verify(schedule) == []
+            assert schedule.shorter is not None
+            assert in_flight(schedule.shorter) == in_flight(schedule)
+            kept = [1 + 7 * stage % 5 for stage in range(schedule.placement.num_stages)]
+            for few, all_ in zip(schedule.shorter.actions, schedule.actions, strict=True):
+                assert peaks(few, kept, kept) == peaks(all_, kept, kept)
+
+
+def test_another_list_has_no_shorter_one_and_is_judged_as_it_is() -> None:
+    batched = shortened("dualpipev")[0]
+    row = batched.actions[0]
+    wrong = replace(batched, actions=(row[::-1], *batched.actions[1:]))
+    assert wrong.shorter is None and verify(wrong)
+    assert not verify(batched)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1", "v_min", "dualpipev"])
+def test_rounds_can_be_left_out_and_put_in_again(name: str) -> None:
+    for paired in grid(name):
+        plain = replace(paired, pairs=frozenset())
+        for size in {1, plain.placement.pp}:
+            if (count := rounds(repetition(plain, size))) > 2:
+                fewer = stretched(plain, size, 2 - count)
+                assert fewer.num_microbatches == plain.num_microbatches - size * (count - 2)
+                assert not verify(fewer)
+                assert rounds(repetition(fewer, size)) != 2 or stretched(fewer, size, count - 2) == plain
+
+
+def test_a_schedule_that_hangs_is_refused() -> None:
+    plain = make_schedule("1f1b", pp=2, num_microbatches=16)
+    with pytest.raises(ScheduleError, match="hangs"):
+        batch_messages(replace(plain, actions=(plain.actions[0][::-1], plain.actions[1])))
