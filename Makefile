@@ -62,6 +62,7 @@ bench: .venv/ready-core      ## the engine against its peers, the launcher again
 
 bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles, Hydra's speed, this CPU, and rehearsals: about 15 minutes
 	$(PY) benchmarks/plan_accuracy.py
+	$(PY) benchmarks/calibrate.py
 	$(PY) benchmarks/plan_speed.py
 	$(PY) benchmarks/plan_on_cpu.py
 	$(PY) benchmarks/rehearsal.py

@@ -110,7 +110,7 @@ def _convert(action: str, *words: object) -> int:
 
 
 def planned_config(words: Sequence[str]) -> RunConfig:
-    """The config of a run with these overrides, which has a plan. Raises ConfigError with all of its problems."""
+    """The config that these overrides make. Raises ConfigError with all problems of its plan but those of memory."""
     from ppctl.launch.planning import planned, without_memory
 
     parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)

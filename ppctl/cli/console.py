@@ -56,11 +56,11 @@ def overwrite(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print on stderr what is not the result. A terminal gets lines that end between words, but for indented ones,
-    which are to be pasted."""
+    """Print on stderr what is not the result. On a terminal lines are wrapped between words, except indented lines,
+    which a user may paste."""
     if sys.stderr.isatty():
         text = _unless_indented(text, shutil.get_terminal_size().columns)
-    print(visible(text), file=sys.stderr, flush=True)  # rich takes the place of the stream while it draws
+    print(visible(text), file=sys.stderr, flush=True)  # looked up at each call: rich replaces it while it draws
 
 
 def _unless_indented(text: str, columns: int) -> str:
@@ -68,8 +68,8 @@ def _unless_indented(text: str, columns: int) -> str:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print each problem once on stderr. On a terminal lines of its place end between words, but for those that are
-    indented and where a caret points into one; these and the remedy are to be pasted."""
+    """Print each problem once on stderr. On a terminal the lines of its place are wrapped between words, except
+    indented ones and those above a caret. The remedy, which a user may paste, is not wrapped."""
     for problem in dict.fromkeys(problems):
         place = problem.place
         if sys.stderr.isatty() and "^" not in place:

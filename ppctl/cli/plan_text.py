@@ -190,7 +190,7 @@ def schedule_line(plan: Plan) -> str:
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
         f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
-        + f"; {len(plan.schedule.pairs)} pairs, timed without overlap"
+        + f"; {len(plan.schedule.pairs)} pairs, whose exchanges of experts hide behind what the other half computes"
         * bool(plan.schedule.pairs)
     )
 

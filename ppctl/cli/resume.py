@@ -93,7 +93,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
     plan = run.read_plan()
-    # Values from the run's own command line are weaker than values from this command line.
+    # Renamed, so that values of the run's own command line give way to those of this one.
     sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}
     problems: Sequence[Problem] = ()
     try:

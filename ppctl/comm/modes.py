@@ -93,11 +93,11 @@ def torch_dtype(value: Any, field: str) -> torch.dtype | None:
 
     Raises ConfigError for anything else.
     """
-    if value is None or isinstance(value, torch.dtype):
-        return value
+    if value is None:
+        return None
     name = str(value).removeprefix("torch.").lower()
     dtype = _SHORT.get(name, getattr(torch, name, None))
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         message = f"parallel.{field} is a floating point dtype or its name; {value!r} is neither"
         raise ConfigError(Problem("PP-E103", message, f"parallel.{field}=float32"))
     return dtype

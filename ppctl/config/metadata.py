@@ -109,6 +109,9 @@ Limit = Bounds | OneOf | Form
 BELOW_ONE = Bounds(1, zero=True, below=True)
 """A share of something."""
 
+SHARE = Bounds(1)
+"""A share that is not nothing."""
+
 
 def positive(most: int = LARGEST) -> Bounds:
     """A number above 0."""

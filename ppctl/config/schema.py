@@ -18,6 +18,7 @@ from ppctl.config.metadata import (
     MOST_WORKSPACE_MIB,
     NOT_EMPTY,
     RANK_ORDER,
+    SHARE,
     attribute_of,
     key,
     not_negative,
@@ -28,7 +29,7 @@ from ppctl.config.model_config import ModelConfig
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.config.training_config import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
-from ppctl.host.accelerators import DEVICES
+from ppctl.host.accelerators import DEVICES, STACKS
 from ppctl.topology import ORDER
 
 __all__ = [
@@ -122,11 +123,17 @@ class CostConfig:
     """A device preset: a100, h100, h800, h200, b200, b300, gb200, gb300, cpu; none takes h100, or cpu on the CPU."""
     profile: str | None = key(None, NOT_EMPTY)
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
-    allocator: str = key("torch", one_of("torch", "megatron", "megatron_te_2.11"))
-    """Whose activations to count: `torch` (ppctl's blocks), `megatron` or `megatron_te_2.11` (Transformer Engine)."""
-    matmul: str | None = key(None, one_of("fp8", "bf16"))
-    """Rate of the linear layers' products: `fp8` or `bf16`; none takes what training uses (model.fp8, else the
-    weights' own)."""
+    stack: str = key("ppctl", one_of(*STACKS))
+    """Whose program is priced: `ppctl` (what a run executes: its dispatch of tokens, its exchanges, nothing hidden but
+    by pairs; uncalibrated) or `megatron` (the fused kernels and overlaps of Megatron-core, fitted to rows)."""
+    allocator: str | None = key(None, one_of("torch", "megatron", "megatron_te_2.11"))
+    """Whose activations to count: `torch` (ppctl's blocks), `megatron` or `megatron_te_2.11` (Transformer Engine); none
+    takes those of cost.stack."""
+    matmul: str | None = key(None, one_of("fp8", "mxfp8", "nvfp4", "bf16"))
+    """Rate of the linear layers' products: `fp8`, `mxfp8`, `nvfp4` or `bf16`; none takes what training uses (model.fp8,
+    else the weights' own)."""
+    overlapped_link: float = key(0.8, SHARE)
+    """The share of a link's rate that an exchange of experts reaches while the other half of a pair computes."""
     cublas_workspace_mib: float | None = key(None, not_negative(MOST_WORKSPACE_MIB))
     """One cuBLAS workspace in MiB; none takes the preset's."""
     te_workspace_mib: float | None = key(None, not_negative(MOST_WORKSPACE_MIB))

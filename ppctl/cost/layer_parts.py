@@ -48,7 +48,7 @@ def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[
     """A norm's input (kept by `module`) and what it puts out, per token."""
     inside, outside = norm_sizes(setting)
     yield LayerPart(module, width * inside)
-    yield LayerPart("layernorm", width * outside)
+    yield LayerPart("layernorm", width * (outside - setting.element + setting.operand))
     if setting.allocator.norm_statistics:
         yield LayerPart("layernorm", setting.wide * setting.allocator.norm_statistics)
 
@@ -124,6 +124,7 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     """Input, norm and inner vectors of one feed-forward; experts: as many for each chosen expert."""
     size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
     h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
+    inside = size * (vectors - 1) + setting.operand
     yield from norm_parts(h / setting.sp, setting, "residual")
     if moe:
         chosen = model.moe_router_topk
@@ -133,12 +134,12 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
         # The router's scores in float32; and for every choice its score, two weights, and the places of its row.
         routing = setting.wide * sizes.experts + (size + 2 * setting.wide) * chosen + _places(model, setting)
-        yield LayerPart("moe", size * chosen * copies + routing / setting.sp)
+        yield LayerPart("moe", setting.operand * chosen * copies + routing / setting.sp)
         yield LayerPart("experts", size * (vectors - activated) * inner)
-        yield LayerPart("moe_act", size * activated * inner)
-        yield LayerPart("moe", size * vectors * sizes.shared / over.tp)
+        yield LayerPart("moe_act", (size * (activated - 1) + setting.operand) * inner)
+        yield LayerPart("moe", inside * sizes.shared / over.tp)
     else:
-        yield LayerPart("mlp", size * vectors * sizes.ffn / over.tp)
+        yield LayerPart("mlp", inside * sizes.ffn / over.tp)
     yield LayerPart("residual", h / setting.sp * _masked(model, setting))
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.cost.context_parallelism import Levels
 from ppctl.geometry.parameters import Sizes
+from ppctl.host.accelerators import MEGATRON, PPCTL
 from ppctl.topology import ParallelSizes
 
 
@@ -56,6 +57,9 @@ ALLOCATORS = {
     "megatron_te_2.11": _MEGATRON._replace(name="megatron_te_2.11", dummy_weight_gradients=True),
 }
 
+ALLOCATOR_OF = {PPCTL: "torch", MEGATRON: "megatron"}
+"""A stack's own allocator."""
+
 TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
 """torch's CPU build runs RMSNorm step by step. Checked by tests/dist/train/test_plan_memory.py."""
 
@@ -91,6 +95,13 @@ class Setting(NamedTuple):
     """Nodes by which tokens are dispatched to experts (`dispatch_nodes`)."""
     deferred: bool = False
     """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
+    narrow: bool = False
+    """Whether inputs of products are kept in 8 bits."""
+
+    @property
+    def operand(self) -> int:
+        """Bytes of an element that is kept as the input of a product."""
+        return 1 if self.narrow else self.element
 
     @property
     def wide(self) -> int:

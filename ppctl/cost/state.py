@@ -46,8 +46,8 @@ class Precision(NamedTuple):
 
     @property
     def shared_optimizer(self) -> int:
-        """Bytes of a shard's master and AdamW's two moments, all as wide as a gradient."""
-        return 3 * self.gradient
+        """Bytes of a shard's master and AdamW's two moments."""
+        return max(self.optimizer, 3 * self.weight)
 
 
 PRECISIONS = {

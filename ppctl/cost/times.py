@@ -2,8 +2,9 @@
 
 Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
 price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
-device's peak: nothing is taken to hide behind another, but context parallelism's ring behind its scores. Must not know
-schedules or stages.
+device's peak: nothing is taken to hide behind another, but context parallelism's ring behind its scores, and a share
+of tensor parallelism's collectives behind products in a stack that has kernels for it. Must not know schedules or
+stages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ppctl.geometry.foreign_costs import LayerCost
 from ppctl.geometry.layers import Kind, foreign_cost, made_again_by
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
-from ppctl.host.accelerators import Device, Efficiency, efficiency_of
+from ppctl.host.accelerators import MEGATRON, PPCTL, Device, Efficiency, efficiency_of
 from ppctl.topology import ParallelSizes
 
 ACCUMULATED = 8
@@ -31,6 +32,9 @@ ACCUMULATED = 8
 BACKWARD_SCORES = 2.5
 """A fused attention's backward makes the scores again: five products for the forward's two."""
 
+
+NARROWING = 6
+"""Kernels that narrow one expert's rows in a forward: amax, cast and transposed cast of two inputs."""
 
 NARROWED = 4
 """Bytes that making one 16-bit element an 8-bit one moves: read once, written for rows and for columns."""
@@ -52,6 +56,8 @@ class Work(NamedTuple):
     weights: float = 0.0
     """Parameters that are read, and whose gradients are added up."""
     kernels: int = 0
+    groups: float = 0.0
+    """Experts of the device: 8-bit products narrow the rows of each by kernels of their own."""
     tensor: float = 0.0
     """Bytes that a device sends to its tensor-parallel group in a forward."""
     tensor_back: float = 0.0
@@ -136,7 +142,7 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
     sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
     h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
     flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)
-    block = "moe" if moe else "feed_forward"
+    block, local = ("moe", sizes.experts / over.ep) if moe else ("feed_forward", 0.0)
     weights = _held([row for row in _rows(sizes, block, moe) if row.role in ("matrix", "expert")], over)
     if not moe:
         width = sizes.ffn / tp
@@ -147,7 +153,9 @@ def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[W
     copies = model.moe_router_topk * h * over.etp / tp
     beside = 2 * tokens * h * (matrices * sizes.shared + sizes.experts) / tp  # shared experts, and the router
     yield Work("moe", matmul=beside)
-    yield Work("experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12)
+    yield Work(
+        "experts", matmul=flops - beside, inputs=tokens * (copies + inner), weights=weights, kernels=12, groups=local
+    )
     moved = 2 * copies + copies + h / tp
     yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
     yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
@@ -171,6 +179,8 @@ class Dispatch(NamedTuple):
     inside: float
     at_once: bool
     """Whether messages over the network and over fast links run at the same time, not one after the other."""
+    narrow: bool = False
+    """Whether rows go to experts in 8 bits where products are; results come back in 16."""
 
 
 class Machine(NamedTuple):
@@ -184,7 +194,7 @@ class Machine(NamedTuple):
     weight_bytes: int
     """Bytes of a weight as products read it."""
     narrow: bool
-    """Whether products are 8-bit: inputs are cast before a product, and before the dispatch to experts."""
+    """Whether products are in 8 bits or less: inputs are cast before a product."""
     dispatch: Dispatch = Dispatch(1.0, 1.0, at_once=True)
 
     @property
@@ -199,34 +209,43 @@ class Machine(NamedTuple):
 
 
 def machine_of(
-    device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int | None = 1
+    device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1, stack: str = PPCTL
 ) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`; tokens go by `nodes`.
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as
+    `stack` uses it. ppctl's tokens go by `nodes`, in 16 bits.
 
-    None: as the kernels that Megatron uses send them (DeepEP), once to each domain, and to each rank there at once.
+    Megatron's go as DeepEP sends them: once to each domain, and to each rank there at once.
     """
-    efficiency, routing = efficiency_of(device), _dispatch(device, sizes, model, nodes)
-    if matmul_dtype == "fp8":
-        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, routing)
+    efficiency = efficiency_of(device, stack)
+    routing = _fused_dispatch(device, sizes, model) if stack == MEGATRON else _dispatch(device, sizes, model, nodes)
+    peaks = {"fp8": device.fp8_flops, "mxfp8": device.fp8_flops, "nvfp4": device.fp4_flops or device.fp8_flops}
+    if matmul_dtype in peaks:
+        rate = peaks[matmul_dtype] * device.sustained * efficiency.fp8_matmul
+        return Machine(device, efficiency, sizes, rate, 1, True, routing)
+    rate = device.bf16_flops * device.sustained * efficiency.matmul
     if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
-        rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * efficiency.matmul
+        rate *= 0.5 if device.name == "cpu" else 1 / 16
         return Machine(device, efficiency, sizes, rate, 8, False, routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
-    rate = device.bf16_flops * (1 if narrow else 0.5) * efficiency.matmul  # TF32 runs at half of bf16's rate
+    rate *= 1 if narrow else 0.5  # TF32 runs at half of bf16's rate
     return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, routing)
 
 
-def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int | None) -> Dispatch:
-    """How many copies of a token cross slow and fast links on the way to its experts. `nodes` None: one copy for each
-    rank reached; 1: one for each expert; more: by node."""
+def _fused_dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig) -> Dispatch:
+    """Copies of a token that a kernel sends: one to each rank reached, over the network one to each domain."""
     topk, group = model.moe_router_topk, sizes.ep * sizes.etp
     domains, near = max(1.0, group / device.domain), min(group, device.domain)
-    if nodes is None:
-        ranks = group * (1 - (1 - 1 / group) ** topk)
-        domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
-        if model.moe_router_num_groups and model.moe_router_group_topk:
-            domains_reached = min(domains_reached, model.moe_router_group_topk)
-        return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True)
+    ranks = group * (1 - (1 - 1 / group) ** topk)
+    domains_reached = domains * (1 - (1 - 1 / domains) ** topk)
+    if model.moe_router_num_groups and model.moe_router_group_topk:
+        domains_reached = min(domains_reached, model.moe_router_group_topk)
+    return Dispatch(domains_reached * (domains - 1) / domains, ranks * (1 - 1 / near), at_once=True, narrow=True)
+
+
+def _dispatch(device: Device, sizes: ParallelSizes, model: ModelConfig, nodes: int) -> Dispatch:
+    """Copies of a token that ppctl sends: with one node one for each expert, else by node."""
+    topk, group = model.moe_router_topk, sizes.ep * sizes.etp
+    domains, near = max(1.0, group / device.domain), min(group, device.domain)
     if nodes == 1:
         return Dispatch(topk * (1 - 1 / domains), topk / domains * (1 - 1 / near), at_once=True)
     between = (reached(model, nodes) + reached(model, expert_runs(model).number)) / 2 * (nodes - 1) / nodes  # both ways
@@ -250,6 +269,10 @@ class PartSeconds(NamedTuple):
     forward: float
     input_gradient: float
     weight_gradient: float
+    exchanged: float = 0.0
+    """Of `forward`, the seconds of dispatch to experts and back."""
+    exchanged_back: float = 0.0
+    """Of `input_gradient`, the same."""
 
 
 def part_seconds(work: Work, machine: Machine) -> PartSeconds:
@@ -258,16 +281,19 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     rate = machine.matmul * (efficiency.grouped if work.module in ("moe", "experts") else 1.0)
     product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0
     product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
-    scores = work.scores / (device.bf16_flops * efficiency.attention)
+    peak = device.bf16_flops * device.sustained
+    scores = work.scores / (peak * efficiency.attention)
     ring = work.context.ring / machine.link(sizes.tp * sizes.cp)
     gathered = work.context.gathered / machine.link(sizes.tp * sizes.cp)
-    again = work.scores * BACKWARD_SCORES / (device.bf16_flops * efficiency.attention_backward)
+    again = work.scores * BACKWARD_SCORES / (peak * efficiency.attention_backward)
     sent, sent_back = (
         efficiency.tensor_exposed * size / machine.link(sizes.tp) for size in (work.tensor, work.tensor_back)
     )
-    dispatched = expert_seconds(work.experts / (2 if machine.narrow else 1), machine)
-    combined = expert_seconds(work.experts, machine)
-    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + dispatched + combined
+    rows_in_8_bits = machine.narrow and machine.dispatch.narrow
+    exchanged = expert_seconds(work.experts / (2 if rows_in_8_bits else 1), machine)
+    exchanged += expert_seconds(work.experts, machine)
+    kernels = work.kernels + (NARROWING * work.groups if machine.narrow else 0)
+    plain = work.traffic / machine.memory + kernels * efficiency.kernel + exchanged
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
     ahead = product + max(scores, ring) + plain + sent
@@ -279,20 +305,21 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
         ahead,
         product + max(again, 2 * ring) + gathered + plain + sent_back + work.traffic / machine.memory,
         work.matmul / rate + added,
+        exchanged,
+        exchanged,
     )
 
 
 def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collection[str] | None = ()) -> PartSeconds:
     """The sum over parts; `recomputed` parts (none: all) run their forward again before their input gradient."""
-    forward = backward = weights = 0.0
+    parts = []
     for work in works:
         one = part_seconds(work, machine)
-        forward += one.forward
-        backward += one.input_gradient
-        weights += one.weight_gradient
         if recomputed is None or made_again_by(work.module, recomputed) is not None:
-            backward += one.forward
-    return PartSeconds(forward, backward, weights)
+            again, sent_again = one.input_gradient + one.forward, one.exchanged_back + one.exchanged
+            one = one._replace(input_gradient=again, exchanged_back=sent_again)
+        parts.append(one)
+    return PartSeconds(*map(sum, zip(*parts, strict=True)))
 
 
 def host_seconds(size: float, machine: Machine) -> float:
@@ -302,8 +329,8 @@ def host_seconds(size: float, machine: Machine) -> float:
 
 def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
     """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
-    forward, inputs, weights = seconds
-    return PartSeconds(max(forward, copies), max(inputs, copies - weights), weights)
+    inputs = max(seconds.input_gradient, copies - seconds.weight_gradient)
+    return seconds._replace(forward=max(seconds.forward, copies), input_gradient=inputs)
 
 
 def message_seconds(size: float, machine: Machine) -> float:
@@ -323,11 +350,11 @@ def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Mac
     return total
 
 
-def newton_schulz_seconds(operations: float, device: Device) -> float:
+def newton_schulz_seconds(operations: float, device: Device, stack: str = PPCTL) -> float:
     """Seconds of `operations` operations of Muon's iteration, in bfloat16."""
-    return operations / (device.bf16_flops * efficiency_of(device).matmul)
+    return operations / (device.bf16_flops * efficiency_of(device, stack).matmul)
 
 
-def optimizer_seconds(weights: float, gradients: float, optimizer: float, device: Device) -> float:
+def optimizer_seconds(weights: float, gradients: float, optimizer: float, device: Device, stack: str = PPCTL) -> float:
     """An AdamW step over this much state: gradients are read, moments and masters read and written, weights written."""
-    return (weights + gradients + 2 * optimizer) / (device.memory_bandwidth * efficiency_of(device).memory)
+    return (weights + gradients + 2 * optimizer) / (device.memory_bandwidth * efficiency_of(device, stack).memory)

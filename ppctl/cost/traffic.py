@@ -75,19 +75,19 @@ def _nothing() -> Passes:
     return Passes(Traffic(), Traffic(), Traffic())
 
 
-class _Tensor(NamedTuple):
+class _TensorAxis(NamedTuple):
     """Exchanges of the ranks that divide weights, by the width of what they exchange; none if there is one rank."""
 
     setting: Setting
 
     def gather(self, width: float) -> Traffic:
-        """All tokens, of the own ones."""
+        """Gathering the tokens of all ranks from each rank's own."""
         if self.setting.sp == 1:
             return Traffic()
         return Traffic().note("tp", "all_gather", self._whole(width))
 
     def total(self, width: float) -> Traffic:
-        """The sum over the ranks: of the own tokens, or of all."""
+        """Summing over the ranks: a reduce-scatter where each keeps its own tokens alone, else an all-reduce."""
         if self.setting.sizes.tp == 1:
             return Traffic()
         if self.setting.sp > 1:
@@ -106,7 +106,7 @@ class _Tensor(NamedTuple):
 
 def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
     """Traffic of one layer, without recomputation."""
-    tensor, h, found = _Tensor(setting), model.hidden_size, _nothing()
+    tensor, h, found = _TensorAxis(setting), model.hidden_size, _nothing()
     if kind.name == "loss":
         for _ in range(1 + (model.mtp_num_layers or 0)):
             _column_parallel_input(found, tensor, h, waits=False)
@@ -129,20 +129,20 @@ def _join(into: Passes, part: Passes) -> None:
         own.add(other)
 
 
-def _column_parallel_input(found: Passes, tensor: _Tensor, width: float, *, waits: bool = True) -> None:
+def _column_parallel_input(found: Passes, tensor: _TensorAxis, width: float, *, waits: bool = True) -> None:
     """Traffic of a column-parallel product's input, which is gathered; `waits`: W computes the weights' gradients."""
     found.forward.add(tensor.gather(width))
     found.inputs.add(tensor.total(width))
     (found.weights if waits else found.inputs).add(tensor.gather(width))
 
 
-def _row_parallel_output(found: Passes, tensor: _Tensor, width: float) -> None:
+def _row_parallel_output(found: Passes, tensor: _TensorAxis, width: float) -> None:
     """Traffic of a row-parallel product's output: the sum over ranks forward, a gather of its gradient backward."""
     found.forward.add(tensor.total(width))
     found.inputs.add(tensor.gather(width))
 
 
-def _block(tensor: _Tensor, width: float) -> Passes:
+def _block(tensor: _TensorAxis, width: float) -> Passes:
     """A feed-forward."""
     found = _nothing()
     _column_parallel_input(found, tensor, width)
@@ -152,7 +152,7 @@ def _block(tensor: _Tensor, width: float) -> Passes:
 
 def _expansion(model: ModelConfig, setting: Setting) -> Passes:
     """Traffic that leads into an attention: hidden states, or compressed vectors."""
-    sizes, tensor, found = Sizes.of(model), _Tensor(setting), _nothing()
+    sizes, tensor, found = Sizes.of(model), _TensorAxis(setting), _nothing()
     if not sizes.latent:
         _column_parallel_input(found, tensor, sizes.hidden)
         return found
@@ -196,7 +196,7 @@ def _experts(model: ModelConfig, setting: Setting) -> Passes:
         found.forward.note("etp", "all_gather", COUNT * sizes.experts * (over.etp - 1))
     _rows_to_experts(found, model, setting)
     if sizes.shared:
-        _join(found, _block(_Tensor(setting), sizes.hidden))
+        _join(found, _block(_TensorAxis(setting), sizes.hidden))
     return found
 
 
@@ -250,11 +250,11 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
     if "mla_up_proj" in modules and Sizes.of(model).latent:
         expansion = _expansion(model, setting).forward
         if Sizes.of(model).q_rank is None:  # the queries' product is outside
-            expansion.add(_Tensor(setting).gather(model.hidden_size), -1)
+            expansion.add(_TensorAxis(setting).gather(model.hidden_size), -1)
         yield expansion
     block = "moe" if kind.moe else "mlp"
     if block in modules:
-        again = (_experts(model, setting) if kind.moe else _block(_Tensor(setting), model.hidden_size)).forward
+        again = (_experts(model, setting) if kind.moe else _block(_TensorAxis(setting), model.hidden_size)).forward
         yield again.add(_unneeded(model, kind, setting, inside=True), -1)
 
 
@@ -267,4 +267,4 @@ def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool 
     kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)
     if kept or (model.hidden_dropout and not inside):
         return Traffic()
-    return _Tensor(setting).total(model.hidden_size)
+    return _TensorAxis(setting).total(model.hidden_size)

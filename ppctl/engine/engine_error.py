@@ -21,11 +21,10 @@ class EngineError(TrainingError):
         self.pp_rank = pp_rank
         self.index = index
         self.action = actions[index]
-        code = cause.problems[0].code if isinstance(cause, PpctlError) else "PP-E710"
-        text = cause.problems[0].message if isinstance(cause, PpctlError) else f"{type(cause).__name__}: {cause}"
-        remedy = cause.problems[0].remedy if isinstance(cause, PpctlError) else ""
-        message = f"pp_rank {pp_rank} (stage {self.action.stage}) failed in {self.action}: {text}"
-        super().__init__(Problem(code, message, remedy, _row(pp_rank, actions, index)))
+        other = Problem("PP-E710", f"{type(cause).__name__}: {cause}")
+        why = cause.problems[0] if isinstance(cause, PpctlError) else other
+        message = f"pp_rank {pp_rank} (stage {self.action.stage}) failed in {self.action}: {why.message}"
+        super().__init__(Problem(why.code, message, why.remedy, _row(pp_rank, actions, index)))
 
 
 def _row(pp_rank: int, actions: Sequence[Action], index: int) -> str:

@@ -91,6 +91,7 @@ def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str
 
 
 def _within(name: str, table: Mapping[str, str]) -> str:
+    """The other format's name of a layer's tensor: its own row of `table`, or that of its module."""
     if name in table:
         return table[name]
     module, _, kind = name.rpartition(".")

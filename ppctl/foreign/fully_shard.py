@@ -91,7 +91,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
-    """Let a whole model on meta compute in the dtypes of its stages; casts around stages are the caller's."""
+    """Let a whole model on meta compute in the dtypes of its stages. The caller adds the casts between stages."""
     modules = dict(blank.named_modules(remove_duplicate=False))
     for name, dtype in {name: dtype for stage in stages for name, dtype in stage.tensors.items()}.items():
         path, _, key = name.rpartition(".")

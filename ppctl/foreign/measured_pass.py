@@ -111,7 +111,10 @@ def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **_
 
 
 def _chosen(func: Any) -> Callable[..., Any]:
-    """`index` and the like with places for switches: these have values, what they index has none."""
+    """An indexing function `func` that takes, for each mask of booleans, the positions that it selects.
+
+    Masks have values here, and the tensors that they index have none.
+    """
 
     def call(tensor: Tensor, indices: Sequence[Tensor | None], *others: Any, **named: Any) -> Any:
         places: list[Tensor | None] = []

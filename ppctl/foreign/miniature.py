@@ -145,7 +145,7 @@ def _own(config: Any, name: str) -> Any:
 
 
 def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
-    """Keep at most `most` groups of one key head and at most two query heads, and narrow the residual stream to match.
+    """Keep at most `most` groups, each of one key head and one or two query heads, and narrow the residual stream.
 
     With `narrow` the residual stream has at most `_WIDTH` elements if the config names the width of a head.
     """
@@ -165,8 +165,8 @@ def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
     config.num_attention_heads = fewer
     if keys is not None:
         setattr(config, keys, min(groups, most))
-    beside = hidden != heads * width or (narrow and named is not None)
-    _narrow(config, min(hidden, _WIDTH) if beside else fewer * width)
+    independent = hidden != heads * width or (narrow and named is not None)
+    _narrow(config, min(hidden, _WIDTH) if independent else fewer * width)
 
 
 def _narrow(config: Any, width: int) -> None:

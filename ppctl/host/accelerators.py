@@ -32,8 +32,16 @@ class Device(NamedTuple):
     te_workspace_mib: float = 32.0
     """One workspace of Transformer Engine."""
     cublas_workspace_mib: float = 32.0
+    sustained: float = 1.0
+    """Share of the rates of products that the device keeps up under its power limit."""
+    fp4_flops: float = 0.0
+    """Dense matrix products per second in 4 bits; 0 if the device has none."""
     host_link: float = 63 * GIGA
     """Bytes per second one way to the host's memory. 63 GB/s: PCIe 5.0 with 16 lanes."""
+
+
+PPCTL, MEGATRON = STACKS = ("ppctl", "megatron")
+"""Whose program a plan prices."""
 
 
 class Efficiency(NamedTuple):
@@ -41,6 +49,7 @@ class Efficiency(NamedTuple):
 
     matmul: float
     fp8_matmul: float
+    """Of products in 8 bits or less."""
     grouped: float
     """Rate of the experts' grouped products, relative to other products."""
     attention: float
@@ -59,35 +68,41 @@ class Efficiency(NamedTuple):
 # with NVLink at 400 GB/s both ways (DeepSeek-V3 report, section 3.1). Networks: 200 Gbit/s for A100, 400 Gbit/s for
 # Hopper, B200 and GB200, 800 Gbit/s for B300 and GB300, one card per GPU. Latencies: facts/performance.md, section 5.
 # To the host: PCIe 4.0 with 16 lanes for A100, NVLink-C2C at 900 GB/s both ways for GB200 and GB300.
+# `sustained` is fitted (benchmarks/results-plan-2026-11-26.md): B200 and GB200 keep up less of their rates than B300
+# and GB300 of the same data sheet, and torchtitan's H100 of 96 GB HBM2e, limited to 500 W, less than an H100.
+_HOPPER = (989.4 * TERA, 1978.9 * TERA)
+_BLACKWELL, _GB = (2250 * TERA, 4500 * TERA, 8.0 * TERA), (2500 * TERA, 5000 * TERA, 8.0 * TERA)
+_BOARD, _RACK = (900 * GIGA, 8), (900 * GIGA, 72)
+_KEPT, _AT_500_W = 0.77, 0.57
+_C2C = 450 * GIGA
 _GPUS = (
     Device(
-        "a100",
-        "A100",
-        312 * TERA,
-        312 * TERA,
-        2.039 * TERA,
-        300 * GIGA,
-        8,
-        25 * GIGA,
-        10e-6,
-        4.0,
+        *("a100", "A100", 312 * TERA, 312 * TERA, 2.039 * TERA, 300 * GIGA, 8, 25 * GIGA, 10e-6, 4.0),
         host_link=31.5 * GIGA,
     ),
-    Device("h100", "H100", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("h800", "H800", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("h200", "H200", 989.4 * TERA, 1978.9 * TERA, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("b200", "B200", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 50 * GIGA, 10e-6),
-    Device("b300", "B300", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 100 * GIGA, 10e-6),
-    Device(
-        "gb200", "GB200", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 50 * GIGA, 10e-6, host_link=450 * GIGA
-    ),
-    Device(
-        "gb300", "GB300", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 100 * GIGA, 10e-6, host_link=450 * GIGA
-    ),
+    Device("h100", "H100", *_HOPPER, 3.35 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("h100_500w", "H100 of 500 W", *_HOPPER, 2.4 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6, sustained=_AT_500_W),
+    Device("h800", "H800", *_HOPPER, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("h200", "H200", *_HOPPER, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
+    Device("b200", "B200", *_BLACKWELL, *_BOARD, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=9000 * TERA),
+    Device("b300", "B300", *_BLACKWELL, *_BOARD, 100 * GIGA, 10e-6, fp4_flops=13500 * TERA),
+    Device("gb200", "GB200", *_GB, *_RACK, 50 * GIGA, 10e-6, sustained=_KEPT, fp4_flops=10000 * TERA, host_link=_C2C),
+    Device("gb300", "GB300", *_GB, *_RACK, 100 * GIGA, 10e-6, fp4_flops=15000 * TERA, host_link=_C2C),
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(
-    "cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0, 5 * GIGA
+    "cpu",
+    "CPU",
+    50 * GIGA,
+    50 * GIGA,
+    10 * GIGA,
+    2.1 * GIGA,
+    1_000_000,
+    2.1 * GIGA,
+    200e-6,
+    0.0,
+    0.0,
+    host_link=5 * GIGA,
 )
 
 DEVICES = {device.name: device for device in (*_GPUS, _CPU)}
@@ -104,10 +119,37 @@ def device_called(text: str) -> Device | None:
     return next((device for device in _GPUS if device.title in words), None)
 
 
-def efficiency_of(device: Device) -> Efficiency:
-    """The stated efficiencies: one set for all GPUs, and all of the peak for the CPU, whose rates are measured."""
-    return _CPU_EFFICIENCY if device is _CPU else _GPU_EFFICIENCY
+def efficiency_of(device: Device, stack: str = PPCTL) -> Efficiency:
+    """The stated efficiencies of a stack's kernels: one set for all GPUs, and all of the peak for the CPU, whose rates
+    are measured."""
+    if device is _CPU:
+        return _CPU_EFFICIENCY
+    return EFFICIENCY[stack]
 
 
-_GPU_EFFICIENCY = Efficiency(0.75, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 0.5, 0.95, 5e-6)
+def whose_prices(device: Device, stack: str) -> str:
+    """Whose program a plan's seconds are of, and what is known of how true they are."""
+    if stack == MEGATRON:
+        return "what Megatron-core's kernels and overlaps take, which ppctl does not run; fitted to published steps"
+    known = MEASURED.get(device.name, f"no {device.title} has run it")
+    return f"what ppctl executes, uncalibrated: {known}"
+
+
+MEASURED = {
+    "h100": "measured once, on one H100 alone, on 2026-11-26: a dense step took 0.97 times as long as planned, one "
+    "with experts 1.07 times (benchmarks/results-gpu-2026-11-26.md)",
+    "cpu": "rates of one core of one server",
+}
+"""What is known of steps of ppctl's own, by device."""
+
+# Fitted to published steps: the scores, the memory of fused kernels, and what a kernel costs; products stand at what
+# cuBLAS reaches (all in benchmarks/results-plan-2026-11-26.md). ppctl's memory: its two steps on an H100; its 8-bit
+# products are scaled row by row. Stated: links, and ppctl's dispatch, as NCCL's bus bandwidth; Megatron's dispatch as
+# DeepEP's (41 to 58 GB/s over a card of 50, arXiv 2505.09343); grouped products, and the half of tensor parallelism's
+# collectives that Transformer Engine's overlap leaves.
+EFFICIENCY = {
+    PPCTL: Efficiency(0.75, 0.60, 0.70, 0.43, 0.32, 0.55, 0.75, 1.0, 0.75, 10e-6),
+    MEGATRON: Efficiency(0.75, 0.75, 0.70, 0.43, 0.32, 0.90, 0.75, 0.5, 1.0, 10e-6),
+}
+"""By stack, for all GPUs."""
 _CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)

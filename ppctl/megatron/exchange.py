@@ -63,7 +63,7 @@ def shapes_in(shapes: Any) -> list[Any]:
 
 
 class NeighbourExchange:
-    """Checks what is sent and received, then moves it over the ends of a communicator."""
+    """Checks what is sent and received, then moves it through a communicator's connections to the two neighbours."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._group, self._end, self._modes = communicator.pp_group, communicator.end, communicator.modes
@@ -135,9 +135,8 @@ class NeighbourExchange:
         moves = {name: tensor.detach().contiguous() for name, tensor in sends.items() if tensor is not None}
         for name, tensor in moves.items():
             if self._modes.dtype not in (None, tensor.dtype):
-                message = (
-                    f"{name}: a tensor of {tensor.dtype}; the other rank receives pipeline_dtype {self._modes.dtype}"
-                )
+                wanted = f"pipeline_dtype {self._modes.dtype}"
+                message = f"{name} is a tensor of {tensor.dtype}, and the other rank expects {wanted}"
                 raise MessageError(Problem("PP-E716", message, "convert it before it is sent, or mend pipeline_dtype"))
         return moves
 

@@ -262,9 +262,10 @@ def _loss_and_seed(loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> tu
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """Backward from an output that was freed: of it only the place in the graph is needed, not the shape.
+    """Backward from an output that was freed, whose place in the graph is all that is needed.
 
-    Without a gradient the output must really be a scalar, a loss. Raises OutputInUse for an output that was not freed.
+    Without `grad_output` the output must be a loss: a scalar from the start. Raises OutputInUse for an output that was
+    not freed.
     """
     if not isinstance(output, Tensor) or output.numel() != 1:
         message = f"custom_backward starts from an output that was freed, or from a loss, not from {_describe(output)}"

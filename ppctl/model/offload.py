@@ -23,7 +23,7 @@ from ppctl.model.stage_model import Run
 
 
 class Offload:
-    """Moves what layers of a rank's stages save to the host and back."""
+    """Moves to the host, and back, the tensors that a rank's layers save for their backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies = Copies(device)
@@ -186,7 +186,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors in tuples of tuples."""
+    """The tensors among a layer's arguments or results, which may be tuples of tuples."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple):

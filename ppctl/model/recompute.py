@@ -182,7 +182,11 @@ def _as_it_is(value: Any) -> Any:
 def _recompute_modules(
     layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function] = _as_it_is
 ) -> None:
-    """Recompute the named modules of a layer: some keep only their inputs, of others the outputs are made again."""
+    """Recompute the named modules of a layer.
+
+    Modules in CHECKPOINTED keep only their inputs and run again in the backward; modules in MADE_AGAIN free their
+    outputs, which are computed again when the layer's backward needs them.
+    """
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
             if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):

@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.errors import ConfigError, Problem
 from ppctl.model.loss import NO_TOKEN, microbatch_loss
-
-CODE = "PP-E130"
+from ppctl.modules.rank_agreement import misuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +82,22 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
     parts = positional, named, labels = _taken_apart(given)
     tensors = [each for each in tree_leaves((positional, named)) if isinstance(each, Tensor) and each.dim()]
     if not tensors:
-        raise _refused("the batch has no tensor for the model", "step((inputs, labels))")
+        raise misuse("the batch has no tensor for the model", "step((inputs, labels))")
     first = tensors[0]
     rows, size, call = first.shape[0], config.pp_microbatch_size, config.pp_batch_size
     if rows % size or not rows:
-        raise _refused(
+        raise misuse(
             f"{rows} sequences are not a whole number of microbatches of {size}",
             f"{max(1, rows // size) * size} sequences",
         )
     if call > 1 and (call % size or rows % call):  # 1, the default, is no wish: all of the batch is one call
         message = f"pp_batch_size={call} in microbatches of {size} does not divide {rows} sequences into whole calls"
-        raise _refused(message, f"pp_batch_size={rows}")
+        raise misuse(message, f"pp_batch_size={rows}")
     if config.pp_seq_len is not None and (first.dim() < 2 or first.shape[1] != config.pp_seq_len):
         message = f"pp_seq_len is {config.pp_seq_len}, and the model's first argument is {list(first.shape)}"
-        raise _refused(message, "pp_seq_len=None")
+        raise misuse(message, "pp_seq_len=None")
     if isinstance(labels, Tensor) and labels.dim() and labels.shape[0] != rows:
-        raise _refused(f"{rows} sequences have {labels.shape[0]} rows of labels", "labels for every sequence")
+        raise misuse(f"{rows} sequences have {labels.shape[0]} rows of labels", "labels for every sequence")
     _refuse_other_rows({**{f"argument {n}": value for n, value in enumerate(positional)}, **named}, first)
     number = rows // size
 
@@ -135,7 +133,7 @@ def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
         alike = of_tokens and value.dim() == 2 and value.shape[1] == length
         if (alike or name == "attention_mask") and not (value.shape[0] == value.shape[-1] == length):
             message = f"{name} {list(value.shape)} has {value.shape[0]} rows, and there are {rows} sequences"
-            raise _refused(message, f"{name} with a row for every sequence, or one for all")
+            raise misuse(message, f"{name} with a row for every sequence, or one for all")
 
 
 def _known(named: Mapping[str, Any], rows: int, size: int) -> tuple[list[bool | None], list[bool | None]]:
@@ -163,7 +161,7 @@ def _taken_apart(given: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     if isinstance(given, tuple | list) and len(given) == 2:
         inputs, labels = given
         return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}, labels
-    raise _refused(f"a batch is (inputs, labels) or a mapping, not a {type(given).__name__}", "step((inputs, labels))")
+    raise misuse(f"a batch is (inputs, labels) or a mapping, not a {type(given).__name__}", "step((inputs, labels))")
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -172,10 +170,6 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value
     on_gpu = device.type == "cuda" and value.device.type == "cpu"
     return (value.pin_memory() if on_gpu else value).to(device, non_blocking=on_gpu)
-
-
-def _refused(message: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(CODE, message, remedy))
 
 
 class StepLoss:
@@ -193,7 +187,7 @@ class StepLoss:
         if self.function is None:
             if not all(_are_tokens(each.labels) for each in microbatches):
                 message = "without loss_fn the labels are token ids [rows, tokens], int64, -100 where none counts"
-                raise ConfigError(Problem("PP-E130", message, "PipelineConfig(loss_fn=torch.nn.functional.mse_loss)"))
+                raise misuse(message, "PipelineConfig(loss_fn=torch.nn.functional.mse_loss)")
             if not self.scales:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
@@ -215,7 +209,7 @@ class StepLoss:
         if not isinstance(value, Tensor) or value.dim():
             what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             remedy = "loss_fn=lambda output, labels: torch.nn.functional.mse_loss(output, labels)"
-            raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, but a loss is one number", remedy))
+            raise misuse(f"loss_fn returns {what}, but a loss is one number", remedy)
 
     def _check(self, output: Any, labels: Any) -> None:
         """Raise ConfigError (PP-E130) for a result without logits of the labels' shape."""
@@ -223,7 +217,7 @@ class StepLoss:
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
             what = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
             message = f"without loss_fn the model returns logits [rows, tokens, words] for labels {list(labels.shape)}"
-            raise ConfigError(Problem("PP-E130", f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)"))
+            raise misuse(f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)")
 
     def __call__(self, output: Any, labels: Any) -> Tensor:
         """Return the share of one microbatch, a scalar on the device of the model's result."""

@@ -82,7 +82,10 @@ class BatchRun:
         arrives = crossing.edges[number - 1] if number else None
         leaves = None if is_last else crossing.edges[number]
         dtype = message_dtype(self.config)
-        receives, sends = (() if edge is None else (in_messages(edge, dtype),) for edge in (arrives, leaves))
+        receives, sends = (
+            () if edge is None else (edge if dtype is None else torch.empty_like(edge, dtype=dtype),)
+            for edge in (arrives, leaves)
+        )
 
         def run(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             microbatch = self.batch.microbatches[first + mb]
@@ -157,11 +160,6 @@ class BatchRun:
             message = f"rank {self.pp_rank}: {self.where}: {type(self.failed).__name__}: {first}"
             remedy = "the exception above; pipeline.zero_grad() before another step"
         return TrainingError(Problem(FAILED, message, remedy))
-
-
-def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The message that carries a stage's result, on meta."""
-    return edge if dtype is None else torch.empty_like(edge, dtype=dtype)
 
 
 def _check_dtype(number: int, output: Any, edge: Tensor) -> None:

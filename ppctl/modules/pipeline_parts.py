@@ -22,7 +22,7 @@ from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.host.devices import MOST_QUEUES, QUEUES, group_backends
-from ppctl.modules.rank_agreement import agreed, refuse_unlike
+from ppctl.modules.rank_agreement import CODE, agreed, misuse, refuse_unlike
 from ppctl.modules.sources import (
     OwnModel,
     PipelineModel,
@@ -36,8 +36,6 @@ from ppctl.modules.sources import (
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.schedule_request import ScheduleRequest, read_schedule
-
-CODE = "PP-E130"
 
 
 def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> PipelineModel:
@@ -55,7 +53,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Pipel
         return own
     if not patched:
         message = "a directory is run by transformers' code, whose forward does not take hidden states"
-        raise ConfigError(Problem(CODE, message, "patch_inner_model=True patch_causal_lm_model=True"))
+        raise misuse(message, "patch_inner_model=True patch_causal_lm_model=True")
 
     def known() -> tuple[Any, torch.dtype]:
         from ppctl.foreign.library import read_own_config
@@ -172,11 +170,9 @@ def device_of(asked: torch.device | str | None) -> torch.device:
         try:
             chosen = torch.device(asked)
         except RuntimeError as error:
-            raise ConfigError(
-                Problem(CODE, f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'")
-            ) from None
+            raise misuse(f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'") from None
         if chosen.type == "cuda" and not there:
-            raise ConfigError(Problem(CODE, f"device={asked!r}, and torch sees no GPU here", "device='cpu'"))
+            raise misuse(f"device={asked!r}, and torch sees no GPU here", "device='cpu'")
         return torch.device("cuda", torch.cuda.current_device()) if str(chosen) == "cuda" else chosen
     if there:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
@@ -204,6 +200,6 @@ def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None
             counts = ", ".join(f"rank {rank} {counts_of[rank]}" for rank in sorted(members))
             message = f"ranks have made different numbers of process groups ({counts}): torch names the next one so"
             remedy = "torch.distributed.new_group([rank], use_local_synchronization=True) on ranks that have made fewer"
-            raise ConfigError(Problem(CODE, message, remedy))
+            raise misuse(message, remedy)
 
     agreed(ranks, "count process groups", lambda: len(dist.distributed_c10d._world.pg_names), of=int, joined=conclude)

@@ -22,7 +22,6 @@ from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.comm.communicator import Communicator, goes_by_group
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.interpreter import run_schedule
-from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.cut_proof import Crossing
 from ppctl.modules.batch import GivenBatch, StepLoss, divide
 from ppctl.modules.calls import BatchRun, Prepared, run_dry
@@ -36,7 +35,7 @@ from ppctl.modules.pipeline_parts import (
     source_of,
     start_process_group,
 )
-from ppctl.modules.rank_agreement import CODE, SameCall, agreed, on_host, refuse_unlike
+from ppctl.modules.rank_agreement import SameCall, agreed, misuse, on_host, refuse_unlike
 from ppctl.modules.rank_stages import RankStages
 from ppctl.modules.sources import PipelineModel
 from ppctl.schedule.action import Placement, Schedule
@@ -263,10 +262,10 @@ class Pipeline:
 
     def _check(self, *, training: bool) -> None:
         if self._closed:
-            raise ConfigError(Problem(CODE, "the pipeline is closed", "pipeline = ppctl.pipeline(model, config)"))
+            raise misuse("the pipeline is closed", "pipeline = ppctl.pipeline(model, config)")
         if training and not torch.is_grad_enabled():
             message = "gradients are disabled (no_grad or inference_mode), and a step computes them"
-            raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
+            raise misuse(message, "pipeline.eval(batch), or pipeline.step(batch) outside of it")
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
         """Check a batch on this rank, before any message: what crosses the cuts, and whether the loss can be
@@ -282,7 +281,7 @@ class Pipeline:
         wanted, others = message_dtype(self.config), [e.dtype for e in crossing.edges if not e.is_floating_point()]
         if wanted is not None and others:
             message = f"dtype is {wanted}, and the stages send {others[0]}"
-            raise ConfigError(Problem(CODE, message, "PipelineConfig(dtype=None)"))
+            raise misuse(message, "PipelineConfig(dtype=None)")
         return batch, crossing
 
 

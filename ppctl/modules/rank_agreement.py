@@ -26,6 +26,11 @@ _DIGEST_BYTES = 7
 """So that a digest and its negative are numbers of 64 bits."""
 
 
+def misuse(message: str, remedy: str) -> ConfigError:
+    """The error of a pipeline, stages or a batch that cannot be followed (PP-E130)."""
+    return ConfigError(Problem(CODE, message, remedy))
+
+
 def agreed(
     ranks: AgreeingRanks,
     what: str,
@@ -79,7 +84,7 @@ def refuse_unlike(ranks: AgreeingRanks, what: str, own: list[str]) -> None:
             if one != two:
                 message = f"rank 0 {one or 'has no more'}, rank {rank} {two or 'no more'}"
                 message = f"ranks were given different {what}: {message}"
-                raise ConfigError(Problem(CODE, message, f"the same {what} on every rank"))
+                raise misuse(message, f"the same {what} on every rank")
 
     agreed(ranks, f"compare {what}", lambda: own, of=list[str], joined=conclude)
 

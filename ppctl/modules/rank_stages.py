@@ -17,10 +17,10 @@ from xxhash import xxh3_128_hexdigest
 
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem, listed
+from ppctl.errors import CheckpointError, Problem, listed
 from ppctl.foreign.fully_shard import GradientSync, StageDtypes, dtypes_of
 from ppctl.modules.pipeline_parts import request_of
-from ppctl.modules.rank_agreement import CODE, agreed
+from ppctl.modules.rank_agreement import agreed, misuse
 from ppctl.modules.sources import PipelineModel
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.schedule.action import Placement
@@ -28,10 +28,10 @@ from ppctl.schedule.policies import POLICIES
 
 
 class RankStages:
-    """This rank's stages. A collective of the pipeline's ranks to make; raises as `ppctl.pipeline`.
+    """This rank's stages. Making them is a collective of the pipeline's ranks, and raises what `ppctl.pipeline` raises.
 
-    By stage `made` has the module that ppctl has made, `modules` what `parallelize` returned for it, `sync` the
-    switches of what is sharded in it.
+    Three mappings have a stage as key: `made` has the module that ppctl made, `modules` what `parallelize` returned for
+    it, `sync` the switches of its sharded modules.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class RankStages:
         if shards and splits:
             asked = config.pp_schedule_csv or config.pp_schedule
             message = f"fully_shard reduces gradients in a whole backward, and {asked} splits it"
-            raise ConfigError(Problem(CODE, message, "pp_schedule='1f1b' pp_schedule_csv=None"))
+            raise misuse(message, "pp_schedule='1f1b' pp_schedule_csv=None")
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
-            raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
+            raise misuse(message, "a model with tie_word_embeddings=False")
 
 
 def _unequal(names: list[str], code: str) -> Problem:

@@ -28,6 +28,7 @@ from ppctl.layout import even_layout
 from ppctl.layout.reader import read_layout
 from ppctl.model.loss import NO_TOKEN
 from ppctl.modules.batch import Microbatch
+from ppctl.modules.rank_agreement import misuse
 from ppctl.plan.split_options import Unfit, stages_by_names
 from ppctl.schedule.policies import AUTO, POLICIES, schedule_policy
 
@@ -46,7 +47,7 @@ class OwnModel:
             if getattr(config, field) is not None and config.module_fqns_per_model_part is None:
                 message = f"{field} counts layers of a model of transformers; {type(model).__name__} is cut by names"
                 remedy = f"{field}=None module_fqns_per_model_part=[[...], [...]]"
-                raise ConfigError(Problem("PP-E130", message, remedy))
+                raise misuse(message, remedy)
         self.model, self.cut = model, cut_by_names(model, config.module_fqns_per_model_part, pp)
         self.num_stages = len(self.cut.parts)
         asked = ((config.patch_causal_lm_model, ""), (config.patch_inner_model, self.cut.inner))
@@ -158,7 +159,7 @@ class TransformersModel:
             what = f", not {', '.join(others)}" if others else ""
             message = f"a model of transformers takes input_ids [rows, tokens], {' and '.join(_BESIDE)}{what}"
             remedy = "step(input_ids=tokens, attention_mask=mask, labels=labels)"
-            raise ConfigError(Problem("PP-E130", message, remedy))
+            raise misuse(message, remedy)
         return tokens, beside
 
 
@@ -179,7 +180,7 @@ def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
     if bool((~counts | (labels == tokens)).all()) and bool(counts.any()):
         message = "the labels equal the tokens, and a pipeline does not shift them: label i belongs to logits i"
         remedy = "labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
-        raise ConfigError(Problem("PP-E130", message, remedy))
+        raise misuse(message, remedy)
 
 
 def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ...]:
@@ -192,7 +193,7 @@ def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ..
             message = (
                 f"round_virtual_stages_to_pp_multiple={how} rounds the stages of layers_per_stage, which is not set"
             )
-            raise ConfigError(Problem("PP-E130", message, "round_virtual_stages_to_pp_multiple=None"))
+            raise misuse(message, "round_virtual_stages_to_pp_multiple=None")
         single = policy.chunks == 1
         stages, _ = calculate_virtual_stages(anatomy.count, wanted.layers_per_stage, pp, single, how)
         return tuple(read_layout(even_layout(anatomy.count, stages), "layout")[0])
@@ -224,7 +225,7 @@ def wanted_policy(config: PipelineConfig) -> str:
     if policy is None or policy == AUTO:
         why = "needs a plan, and a module has none" if policy == AUTO else "is no schedule"
         known = ", ".join(name for name, each in POLICIES.items() if each.trains)
-        raise ConfigError(Problem("PP-E130", f"pp_schedule={config.pp_schedule!r} {why}", f"one of {known}"))
+        raise misuse(f"pp_schedule={config.pp_schedule!r} {why}", f"one of {known}")
     return policy
 
 

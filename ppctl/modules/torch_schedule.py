@@ -28,7 +28,7 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.engine.stage import AroundBackward, StageProgram
 from ppctl.errors import ConfigError, Problem
-from ppctl.modules.rank_agreement import CODE, agreed
+from ppctl.modules.rank_agreement import CODE, agreed, misuse
 from ppctl.schedule.action import BACKWARDS, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, forwards_alone
@@ -102,11 +102,6 @@ def found_schedule(schedule: Schedule, memory: float, measured: Sequence[Sequenc
     return lower(found, batched=schedule.batched)
 
 
-def misuse(message: str, remedy: str) -> ConfigError:
-    """The error of stages or arguments that cannot be followed (PP-E130)."""
-    return ConfigError(Problem(CODE, message, remedy))
-
-
 class _Prepared(NamedTuple):
     """The schedule of a training step or of an evaluation, and by stage what it receives and sends."""
 
@@ -131,13 +126,13 @@ class TorchSchedule(PipelineScheduleMulti):
 
     `stages` is this rank's `PipelineStage`, or the list of them. `schedule` is a policy of ppctl, torch's name for one,
     the path of a CSV file of forwards and backwards, or `auto`: the first step then measures the stages, and the steps
-    after it run the order that a search finds for these times. `memory` bounds that search: how many microbatches may
-    be in flight, in multiples of what 1F1B's first rank holds. None is `1f1b`, and `interleaved_1f1b` for several
-    stages per rank. All other arguments, `step` and `eval` are those of torch's classes, except that the losses and
+    after it run the order that a search finds for these times. None means `1f1b`, or with several stages per rank
+    `interleaved_1f1b`. `memory` bounds the search: how many microbatches may be in flight, in multiples of what 1F1B's
+    first rank holds. All other arguments, `step` and `eval` are those of torch's classes, except that the losses and
     outputs that they return have no graph.
 
     Raises ConfigError: from the constructor for what this rank alone can see, and from the first `step` or `eval` on
-    all ranks. PP-E130 is for stages, PP-E304, PP-E305 and PP-E216 are for a schedule that is none or does not fit.
+    all ranks. PP-E130 is for stages, PP-E304, PP-E305 and PP-E216 are for an unknown or unfit `schedule`.
     """
 
     def __init__(
@@ -199,7 +194,7 @@ class TorchSchedule(PipelineScheduleMulti):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run one step, or without a loss function or in `eval` the forwards alone."""
+        """Run one step; in `eval`, or without a loss function, its forwards alone."""
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         trains = self._has_backward
         batch = _Batch(args, kwargs, target_mbs, loss_kwargs or {}, {} if return_outputs else None, {})
@@ -207,7 +202,7 @@ class TorchSchedule(PipelineScheduleMulti):
             self._prepare(batch, trains)
         schedule = self._prepared[trains].schedule
         measures = trains and self._measures
-        # Making one for a GPU waits for it.
+        # Made only when it is needed: making a recorder for a GPU waits for the GPU.
         recorder = make_recorder(self.rank, schedule.actions[self.rank], self._device) if measures else None
         run_schedule(
             schedule,

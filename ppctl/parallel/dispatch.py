@@ -33,13 +33,14 @@ _Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertExchange:
-    """Experts in equal runs of neighbours over the ranks of the ep group; each gets as many rows as there are for it.
+    """Sends rows to their experts and the results back. Each rank of the ep group holds as many consecutive experts,
+    and an expert gets every row that is routed to it.
 
-    Rows go straight to the ranks with their experts or, if `groups` has the axis `ep-outer`, to this rank's place on
-    every node with some of a row's experts, and from there on within `ep-inner`. Results come back the same way, and
-    are summed in the model's own order (`ExpertRuns`), so that both give the bits of one process. Counts of all that is
-    exchanged travel ahead, once. The ranks of the etp group divide every expert: between the exchanges each gets the
-    rows of all of them, and the results of its own are summed. Each group may be missing.
+    Rows go straight to the ranks with their experts. If `groups` has the axis `ep-outer`, a row goes first to the rank
+    in this rank's place on each node that holds one of its experts, and from there on within `ep-inner`. Results come
+    back the same way, and are summed in the model's own order (`ExpertRuns`): both ways have the bits of one process.
+    Counts of all that is exchanged travel ahead, once. The ranks of the etp group divide every expert: between the
+    exchanges each gathers the rows of all of them, and the results of its own rows are summed. A group may be missing.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], model: ModelConfig) -> None:

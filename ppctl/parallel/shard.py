@@ -67,9 +67,9 @@ def scatter_sums(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ScatteredSums:
-    """Start summing tensors of one dtype, whose parts have these `widths`, over the group.
+    """Start summing tensors of one dtype over the group; of each, a rank's part has as many elements as `widths` says.
 
-    They are asked for one by one, and may be freed or overwritten as soon as the next one is.
+    The iterable is advanced one tensor at a time, and a tensor may be freed or overwritten once the next is asked for.
     """
     flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):

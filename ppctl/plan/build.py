@@ -18,6 +18,7 @@ from ppctl.cost import parameter_counts
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, offloaded_layers
+from ppctl.host.accelerators import MEGATRON, whose_prices
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.expert_dispatch import exchanged_again
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
@@ -97,7 +98,8 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
     smaller, of_sizes = _smaller(derivation, proof)
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
-    priced_by = device_of(config).title if measured is None else measured.path
+    of_megatron = " as Megatron-core runs it" * (config.cost.stack == MEGATRON)
+    priced_by = device_of(config).title + of_megatron if measured is None else measured.path
     times = step_timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
     return Plan(
         name=name,
@@ -135,7 +137,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *forwards_only(derivation.frozen_stages),
             *transport(config, sizes.pp, len(plain.pairs)),
             *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),
-            *origin(measured, cut.layout.canonical()),
+            *(origin(measured, cut.layout.canonical()) or whose_seconds(config)),
         ),
         provenance=dict(values.provenance),
         problems=tuple(dict.fromkeys([*proof.wrong, *(problem for _, wrong in of_sizes for problem in wrong)])),
@@ -229,6 +231,13 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
         return least_held(derivation.ways, derivation.batch.num_microbatches)
     plain, _ = derivation.compute_only(settled(values, derivation.choice, derivation.batch.num_microbatches))
     return derivation.rank_costs(presumed(values, plain, derivation.frozen_stages).schedule)
+
+
+def whose_seconds(config: RunConfig) -> tuple[Derived, ...]:
+    """A line on whose program the preset's seconds are of, and how far they can be trusted."""
+    stack = config.cost.stack
+    text = f"seconds: {whose_prices(device_of(config), stack)} (cost.stack={stack})"
+    return (Derived("cost.stack", stack, text),)
 
 
 def whose_code(model: ModelConfig) -> tuple[Derived, ...]:

@@ -217,7 +217,7 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
 
 
 def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:
-    """Every named schedule with the layout that it runs fastest."""
+    """Every named schedule, with the layout on which it is fastest."""
     for way in start.ways:
         no_limit = [float("inf")] * way.placement.pp
         prices, kept = simulation_costs(way.costs, way.stages), [cost.activation_bytes for cost in way.costs]

@@ -16,7 +16,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameter_counts import largest_matrices, on_device, stage_count, trained_count, untrained_bytes
-from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
+from ppctl.cost.setting import ALLOCATOR_OF, ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
     Passing,
@@ -32,7 +32,7 @@ from ppctl.cost.state import (
 )
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer, alike
-from ppctl.host.accelerators import Device, preset
+from ppctl.host.accelerators import MEGATRON, Device, preset
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
@@ -52,7 +52,7 @@ def device_of(config: RunConfig) -> Device:
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
     """The sizes and options on which the activations of a layer depend."""
-    parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator]
+    parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator or ALLOCATOR_OF[config.cost.stack]]
     levels = parallel.hierarchical_context_parallel_sizes
     if allocator.name == "torch" and device_of(config).name == "cpu":
         allocator = TORCH_ON_CPU
@@ -69,6 +69,7 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
         None if levels is None else (levels[0], levels[1]),
         parallel,
         dispatch_nodes(config, sizes),
+        narrow=config.cost.stack == MEGATRON and (config.cost.matmul or "bf16") != "bf16",
     )
 
 
@@ -333,6 +334,10 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         held = passing(
             trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
+        if config.cost.stack == MEGATRON and sharding == "full":  # two layers at once; gradients leave layer by layer
+            pair = sorted((trained_count(model, [layer]) for layer in layers), key=Counter.total)[-2:]
+            there = passing(sum(pair, Counter()), sizes, precision, matrices)
+            return held._replace(weights=there.weights, gradients=there.gradients)
         # If weights stay whole, what is gathered for a first forward lies beside them until then.
         return held if sharding == "full" else held._replace(weights=0, arriving=held.weights + held.arriving)
 

@@ -32,6 +32,7 @@ from ppctl.cost.traffic import Traffic, stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, alike, count_of, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.host.accelerators import MEGATRON
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
@@ -75,8 +76,7 @@ def pricer(
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
-    nodes = None if setting.allocator.transformer_engine else setting.nodes
-    machine = machine_of(device_of(config), products, sizes, model, nodes)
+    machine = machine_of(device_of(config), products, sizes, model, setting.nodes, config.cost.stack)
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
@@ -91,21 +91,26 @@ def pricer(
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
         for layer, kind in zip(held, layer_kinds(model, held), strict=True):
-            forward, inputs, weights = of_kind(kind, None if layer in runs else modules)
-            ahead, back = scales.get(kind, (1.0, 1.0))
-            seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
+            one, (ahead, back) = of_kind(kind, None if layer in runs else modules), scales.get(kind, (1.0, 1.0))
+            scale = (ahead, back, back, ahead, back)
+            seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
         alive = stage_activations(model, held, setting, stage)
         copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
+        ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
+        summing = _reduction(config, trained_count(model, held), machine)
+        if config.cost.stack == MEGATRON:  # bucket by bucket, beside the last backward and the next step's forward
+            summing = max(0.0, summing - ahead - inputs - weights)
         return StageCost(
-            *beside_copies(whole, copies),
+            *(ahead, inputs, weights),
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
             alive.kept,
-            _reduction(config, trained_count(model, held), machine),
+            summing,
             alive.offloaded,
             copies,
+            *(exchanged, exchanged_back, config.cost.overlapped_link),
         )
 
     return of_stage
@@ -163,6 +168,8 @@ def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) ->
         [cost.weight_grad_s for cost in costs],
         [cost.reduce_s if stage.vpp_rank == 0 else 0.0 for cost, stage in zip(costs, stages, strict=True)],
         messages=messages,
+        exchanges=[(cost.exchange_s, cost.exchange_back_s) for cost in costs],
+        overlapped_link=costs[0].overlapped_link if costs else 1.0,
     )
 
 
@@ -212,7 +219,7 @@ def seconds_after(
     """Seconds of the optimizer step that follows on the pipeline."""
     device = device_of(config)
     return max(
-        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
+        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
         + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
         for r in ranks
     )
@@ -237,7 +244,7 @@ def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: Paralle
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
     """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
-    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config))
+    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config), config.cost.stack)
 
 
 def step_traffic(

@@ -38,9 +38,10 @@ def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: P
 def updating_bytes(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State
 ) -> int:
-    """The most while the optimizer steps, of `state` that is there then; 0 if allocators know nothing of it.
+    """The most bytes that a rank holds while the optimizer steps; 0 for an allocator that does not count that moment.
 
-    Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes.
+    They are the weights and the optimizer state of `state`, the gradients or this rank's parts of them, and the buffers
+    of Muon's iteration.
     """
     if not setting.allocator.backward:
         return 0

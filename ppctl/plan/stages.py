@@ -15,14 +15,17 @@ from ppctl.cost.state import PRECISIONS, Precision
 from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, parse_layers
+from ppctl.host.accelerators import MEGATRON
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
 from ppctl.schedule.action import Placement
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """The precision recipe of the weights' dtype."""
-    return PRECISIONS[weight_dtype(config.parallel)]
+    """The precision recipe of the weights' dtype. Megatron's performance recipes sum gradients of 16-bit weights in 16
+    bits (`grad_reduce_in_fp32=False`)."""
+    precision = PRECISIONS[weight_dtype(config.parallel)]
+    return precision._replace(gradient=precision.weight) if config.cost.stack == MEGATRON else precision
 
 
 def stage_specs(

@@ -136,6 +136,12 @@ class StageCost(NamedTuple):
     """Bytes that move to the host in the stage's forward, and back in its backward."""
     copy_s: float = 0.0
     """Seconds of moving `offloaded_bytes` one way: no forward and no backward is shorter."""
+    exchange_s: float = 0.0
+    """Of `forward_s`, the seconds of sending rows to experts and back."""
+    exchange_back_s: float = 0.0
+    """Of `input_grad_s`, the same; what is recomputed is sent again."""
+    overlapped_link: float = 1.0
+    """The share of a link's rate that an exchange reaches beside the other half of a pair."""
 
     @property
     def backward_s(self) -> float:

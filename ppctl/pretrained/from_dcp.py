@@ -211,7 +211,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
         shape, extents = _whole(shapes[name], rows), reader.kind(key)[0]
         padded = megatron and name in _WORDS and extents[1:] == shape[1:] and extents[0] >= shape[0]
         if extents[len(front) :] != shape and not padded:
-            wrong.append(f"{name} ({key}): {list(extents)} stored, {list(shape)} of each expected")
+            wrong.append(f"{name} ({key}): stored {list(extents)}, expected {[*extents[: len(front)], *shape]}")
         elif any(index >= extent for index, extent in zip(front, extents, strict=False)):
             missing.append(f"{name}: {key} at {list(front)}")
         stored[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))

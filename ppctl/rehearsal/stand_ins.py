@@ -20,7 +20,7 @@ from ppctl.comm.channels import DirectEnd
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import other_end
 from ppctl.comm.modes import Modes
-from ppctl.config.schema import DataConfig, RunConfig
+from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.geometry.expert_reach import reached
 from ppctl.model.kernels import Capability
@@ -206,14 +206,11 @@ def rehearsal_parts(ledger: DeviceLedger, make_recorder: Callable[..., object]) 
         ends = {channel: DirectEnd(channel, transport, other_end(channel, rank), 0) for channel in own}
         return Communicator(pp_group, Modes.of(config.parallel), device=device, ends=ends)
 
-    def no_data(data: DataConfig) -> None:
-        return None
-
     return SessionParts(
         connect=connect,
         exchange=EvenExchange,
         initialize=lambda parameters, model, seed, experts: None,
-        load_data=no_data,
+        load_data=lambda data: None,
         capability=capability,
         clock_offset=lambda: 0.0,
         make_recorder=make_recorder,  # type: ignore[arg-type]  # Recorder's own type is not known here

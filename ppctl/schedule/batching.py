@@ -35,6 +35,8 @@ from ppctl.schedule.repetition import repetition, rounds, stretched
 from ppctl.schedule.simulate import Costs, run_of
 
 _Actions = tuple[tuple[Action, ...], ...]
+_Alike = tuple[str, Placement, int]
+"""What schedules with other numbers of microbatches have alike: name, placement, frozen stages."""
 _Rule = Callable[[Op, Op], bool]
 """Whether a message that the first operation makes moves after the second one, which comes next on its rank."""
 
@@ -64,18 +66,19 @@ def batch_messages(schedule: Schedule) -> Schedule:
     stays. It has no pairs: for a batch the whole rank waits, whichever half needs the message. Raises ScheduleError if
     the schedule hangs.
     """
-    return _batched(schedule.name, schedule.placement, schedule.num_microbatches, schedule.actions)
+    alike = schedule.name, schedule.placement, schedule.frozen_stages
+    return _batched(alike, schedule.num_microbatches, schedule.actions)
 
 
 @lru_cache(16)
-def _batched(name: str, placement: Placement, count: int, actions: _Actions) -> Schedule:
-    schedule = Schedule(name, placement, count, actions)
-    for size in sorted({1, placement.pp}):
+def _batched(alike: _Alike, count: int, actions: _Actions) -> Schedule:
+    schedule = _schedule(alike, count, actions)
+    for size in sorted({1, schedule.placement.pp}):
         found = repetition(schedule, size)
         out = rounds(found) - (_LEFT if size == 1 else 2)
         if out > 1:
             few, more = (stretched(schedule, size, left - out, found) for left in (0, 1))
-            choices = _settled(name, placement, few.num_microbatches, few.actions, more.actions, size)
+            choices = _settled(alike, few.num_microbatches, few.actions, more.actions, size)
             seconds = [all_ + (out - 1) * of_round for all_, of_round, _ in choices]
             if choices:
                 batched = stretched(choices[seconds.index(min(seconds))][2], size, out - 1)
@@ -89,15 +92,16 @@ _Settled = list[tuple[float, float, Schedule]]
 
 
 @lru_cache(64)
-def _settled(name: str, placement: Placement, count: int, actions: _Actions, more: _Actions, size: int) -> _Settled:
+def _settled(alike: _Alike, count: int, actions: _Actions, more: _Actions, size: int) -> _Settled:
     """What the choices come to with `more` actions, those of a round of `size` microbatches.
 
     Empty unless the round makes every list of every choice longer by the round before it: only then each further round
     does, too, and takes as many seconds.
     """
-    settled, few = _Settled(), Schedule(name, placement, count, actions)
+    settled = _Settled()
     try:
-        choices = zip(_tried(few), _tried(Schedule(name, placement, count + size, more)), strict=True)
+        two = _schedule(alike, count, actions), _schedule(alike, count + size, more)
+        choices = zip(*map(_tried, two), strict=True)
     except ScheduleError:
         return []
     for (before, one), (after, other) in choices:
@@ -113,6 +117,11 @@ def forget() -> None:
     """Forget the schedules that were batched before, so that the next ones take as long as in a new process."""
     _batched.cache_clear()
     _settled.cache_clear()
+
+
+def _schedule(alike: _Alike, count: int, actions: _Actions) -> Schedule:
+    name, placement, frozen_stages = alike
+    return Schedule(name, placement, count, actions, frozen_stages=frozen_stages)
 
 
 def _tried(schedule: Schedule) -> list[tuple[float, Schedule]]:

@@ -31,12 +31,6 @@ class Execution:
     ends: list[list[float]]
     stuck: dict[int, int]
 
-    @property
-    def seconds(self) -> float:
-        """From the first action's start to the last action's end over all pp_ranks."""
-        begins, ends = ([row[at] for row in rows if row] for rows, at in ((self.starts, 0), (self.ends, -1)))
-        return max(ends) - min(begins) if ends else 0.0
-
 
 class _ChannelState:
     """The running state of one channel.
@@ -136,19 +130,24 @@ class _Lookup(NamedTuple):
     work: dict[Op, list[_Work]]
     messages: dict[Op, list[tuple[_ChannelState, _Ready | None]]]
     """The line of a message, and the times of the inputs that it brings; None for a send."""
+    saved: Mapping[Action, float]
 
 
 def execute(
-    schedule: Schedule, seconds: Mapping[Op, Sequence[float]], message_seconds: Callable[[Channel], float]
+    schedule: Schedule,
+    seconds: Mapping[Op, Sequence[float]],
+    message_seconds: Callable[[Channel], float],
+    saved: Mapping[Action, float] | None = None,
 ) -> Execution:
-    """Run every rank's list. `seconds[op][stage]` is what an operation takes; channels without capacity have no limit.
+    """Run every rank's list. `seconds[op][stage]` is what an operation takes, `saved` how much less some actions do;
+    channels without capacity have no limit.
 
     The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order
     and completeness are free: a rank that waits for ever is reported in `stuck`.
     """
     awake = list(range(len(schedule.actions)))
     batches = list(map(_Batch, awake))
-    tables = _tables(schedule, seconds, message_seconds, awake, batches)
+    tables = _tables(schedule, seconds, message_seconds, awake, batches)._replace(saved=saved or {})
     stuck = dict.fromkeys(awake, 0)
     starts: list[list[float]] = [[] for _ in awake]
     ends: list[list[float]] = [[] for _ in awake]
@@ -169,7 +168,7 @@ def _run(
     The neighbouring messages of a batched schedule are started together and waited for together, sends and receives
     alike. All is written out in one loop, because it runs once for every action.
     """
-    work, messages = tables
+    work, messages, saved = tables
     batched, pp_rank, clock = schedule.batched, batch.pp_rank, 0.0
     for index, (op, stage, mb) in enumerate(schedule.actions[pp_rank]):
         if op in work:
@@ -185,7 +184,7 @@ def _run(
             if ready > clock:
                 clock = ready
             starts.append(clock)
-            clock += seconds
+            clock += seconds - saved.get(Action(op, stage, mb), 0.0) if saved else seconds
             ends.append(clock)
             goes_by.carry(clock, gives, mb)
             continue
@@ -256,6 +255,7 @@ def _tables(
             Op.RECV_F: list(zip(ahead, inputs, strict=True)),
             Op.RECV_B: list(zip(back[1:], gradients[1:], strict=True)),
         },
+        {},
     )
 
 

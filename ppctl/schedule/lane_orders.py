@@ -287,9 +287,10 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 
 class Clock:
-    """One run of rows: when each rank ends (`ends`, None if they hang) and, if `traced`, what each entry waited for.
+    """One simulated run of each rank's order: when each rank ends (`ends`, None if they hang) and, if `traced`, what
+    each entry waited for.
 
-    Every message is sent at once and received at once; the messages of a channel go one after another.
+    Sends and receives start without delay; only messages of the same channel wait for each other.
     """
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:

@@ -349,7 +349,8 @@ class _OrderSearch:
 
     def _found(self, named: list[Named]) -> FoundSchedule:
         """The best order as a schedule; a named one if that is as fast."""
-        # Rounded, so that of equal ones the first is taken: whole backwards before split ones.
+        # Rounded, so that times that differ by rounding alone are equal: then the first is taken, and `named` lists
+        # schedules with whole backwards before those with split ones.
         ranked = tuple(sorted(named, key=lambda each: (self._relative(each.seconds), self._relative(each.span))))
         assert self.rows is not None  # a rule always makes one
         schedule = schedule_of(self.rows, self.lanes, AUTO)

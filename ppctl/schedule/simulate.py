@@ -6,7 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from ppctl.errors import Problem, ScheduleError
@@ -42,6 +42,10 @@ class Costs:
     reduce_grad: Sequence[float] | None = None
     message: float = 0.0
     messages: Mapping[Channel, float] = field(default_factory=dict)
+    exchanges: Sequence[tuple[float, float]] | None = None
+    """Of each stage's forward and input gradient, the seconds of exchanges, which the other half of a pair hides."""
+    overlapped_link: float = 1.0
+    """The share of their rate that exchanges reach beside computation."""
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0) -> Costs:
@@ -59,13 +63,28 @@ class Costs:
             Op.REDUCE_GRAD: [0.0] * len(half) if self.reduce_grad is None else self.reduce_grad,
         }
 
+    def saved(self, pairs: Iterable[Pair]) -> dict[Action, float]:
+        """Seconds by which pairs' actions are shorter than alone: the two take what both compute or what both exchange,
+        at `overlapped_link`, whichever is longer, and no less than either alone."""
+        if self.exchanges is None:
+            return {}
+        seconds, less = self.seconds(), dict[Action, float]()
+        for pair in pairs:
+            ahead, back = (seconds[action.op][action.stage] for action in pair)
+            sent, sent_back = self.exchanges[pair.forward.stage][0], self.exchanges[pair.backward.stage][1]
+            linked = (sent + sent_back) / self.overlapped_link
+            together = max(ahead + back - sent - sent_back, linked, ahead, back)
+            share = max(0.0, 1 - together / (ahead + back))
+            less[pair.forward], less[pair.backward] = share * ahead, share * back
+        return less
+
 
 def simulate(schedule: Schedule, costs: Costs) -> Trace:
     """When every F, B, I, W and REDUCE_GRAD would run; messages take time but are no spans.
 
     A lowered schedule runs with its messages and capacities; in a compute-only schedule every message is sent and
-    received immediately. The two actions of a pair take the sum of their times. Raises ScheduleError if the schedule
-    deadlocks (`verify` says why).
+    received immediately. The two actions of a pair hide each other's exchanges (`Costs.saved`). Raises ScheduleError
+    if the schedule deadlocks (`verify` says why).
     """
     return traced(schedule, run_of(schedule, costs))
 
@@ -90,7 +109,8 @@ def run_of(schedule: Schedule, costs: Costs) -> Execution:
 
 def attempted(schedule: Schedule, costs: Costs) -> Execution:
     """`run_of` also of a schedule that deadlocks: ranks that did not finish are in `stuck`."""
-    return execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
+    message, saved = (lambda channel: costs.messages.get(channel, costs.message)), costs.saved(schedule.pairs)
+    return execute(schedule, costs.seconds(), message, saved)
 
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:

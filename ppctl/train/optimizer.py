@@ -31,11 +31,12 @@ State = dict[str, dict[str, Tensor]]
 class AdamW:
     """torch's AdamW over `masters`, called by its functional form; matrices decay, as their `rows` say.
 
-    torch.optim.Optimizer imports torch's compiler to keep it out of every step: a second of each rank's start. `lr` is
-    the rate of the next step. A rank without parameters gets an optimizer whose step does nothing.
+    It is no torch.optim.Optimizer, which imports torch's compiler only to keep it out of every step, and so costs each
+    rank a second at its start. `lr` is the rate of the next step. A rank without parameters gets an optimizer whose
+    step does nothing.
 
     On a GPU the kernel is the fused one: torch's default there makes a tensor of each group's whole size. On the CPU it
-    is torch's default, parameter by parameter, whose bits the fused one does not have.
+    is torch's default, which updates one parameter at a time; the fused kernel's results differ in the last bits.
     """
 
     def __init__(self, masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]) -> None:

@@ -182,7 +182,7 @@ class StagePrograms:
         return loss + auxiliary_weight(self.session) * added
 
     def _packing(self, mb: int) -> Packing:
-        """The packing of the step's microbatch `mb` for the layers; ranks without data ask for no documents."""
+        """The packing of the step's microbatch `mb` for the layers; without documents on a rank without data."""
         draws = None if self.samples is None or not torch.is_grad_enabled() else Draws(self.samples[mb])
         if self.batch is None:
             return ROWS._replace(draws=draws)

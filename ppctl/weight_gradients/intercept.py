@@ -24,7 +24,7 @@ from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, collecting
 
 @contextmanager
 def intercepting(gradients: DeferredGradients, *, backward: bool = False) -> Iterator[None]:
-    """`collecting` for modules whose products do not ask whether they are deferred."""
+    """`collecting` for modules whose products cannot defer their weight gradients: a mode of torch intercepts them."""
     gradients.intercepted = True
     with collecting(gradients, backward=backward), _Mode(gradients):
         yield

@@ -16,7 +16,7 @@ from recorded_runs import GIB, Row
 from ppctl.config.compose import compose
 from ppctl.plan import Plan, build_plan
 
-MEMORY = {"h100": 79.6, "b200": 167.0, "b300": 268.0, "gb200": 173.0, "gb300": 268.0}
+MEMORY = {"h100": 79.6, "h100_500w": 94.5, "b200": 167.0, "b300": 268.0, "gb200": 173.0, "gb300": 268.0}
 """GiB of a device, as its driver tells them."""
 
 BRIDGE = "model=deepseek_v3 cost.matmul=fp8 etp=1 gbs=4096"
@@ -25,7 +25,7 @@ EVERYWHERE = (
     "mbs=1",
     "parallel.data_parallel_sharding=optimizer_gradients",
     "model.max_position_embeddings=8192",
-    "cost.allocator=megatron",
+    "cost.stack=megatron",
     "launch.transport=channels",  # Megatron overlaps its messages
     "parallel.cross_entropy_loss_fusion=true",
 )

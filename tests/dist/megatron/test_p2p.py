@@ -175,7 +175,7 @@ REFUSALS = {
     "none": "PP-E716: pp_rank 0 was given None as an activation to send: the other rank would wait for it for ever",
     "none alone in a list": "PP-E716: pp_rank 0 was given None as a gradient to send",
     "none in a combined call": "PP-E716: pp_rank 0 was given None as a gradient to send",
-    "dtype": "PP-E716: send_next: a tensor of torch.float64; the other rank receives pipeline_dtype torch.float32",
+    "dtype": "PP-E716: send_next is a tensor of torch.float64, and the other rank expects pipeline_dtype torch.float32",
     "surplus tensor": "PP-E716: 2 tensors are sent and 1 shapes to be received",
     "surplus shape": "PP-E716: 1 tensors are sent and 2 shapes to be received",
     "no dtype": "PP-E716: recv_prev needs to know what dtype it receives",

@@ -9,7 +9,7 @@ from emulated_world import World
 from torch import Tensor
 
 from ppctl.geometry.matrix_owners import owned_runs
-from ppctl.parallel import owned
+from ppctl.parallel import shard
 from ppctl.parallel.shard import reduce_sums, start_sending
 
 SHAPES = {"wide": (4, 6), "experts": (5, 3, 2), "tall": (7, 2), "one": (2, 2)}
@@ -48,7 +48,7 @@ def test_owners_get_whole_sums_and_give_weights_and_no_host_waits(ranks: int) ->
             return parts, wholes
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owned, "dist", Dist)
+            patch.setattr(shard, "dist", Dist)
             found = world.run(host)
         for rank, (parts, wholes) in enumerate(found):
             for part, total, of in zip(parts, sums, runs, strict=True):

@@ -157,7 +157,7 @@ def test_another_models_tensors_are_all_named(tmp_path: Path) -> None:
     missing, unknown, wrong = refused(GOLDEN / "stacked", out, model_of("stacked", **sizes), megatron=True)
     assert "PP-E533" in missing and "layers.0.attention.q_norm.weight: decoder.layers.0.self_attention." in missing
     assert "output_layer.weight" in unknown
-    assert "decoder.layers.mlp.linear_fc1.weight): [2, 24, 8] stored, [20, 8] of each expected" in wrong
+    assert "decoder.layers.mlp.linear_fc1.weight): stored [2, 24, 8], expected [2, 20, 8]" in wrong
     assert not out.exists()
     (missing,) = refused(GOLDEN / "stacked", out, model_of("stacked", num_layers=3), megatron=True)
     assert "layers.2.attention.wq.weight: decoder.layers.self_attention.linear_qkv.weight at [2]" in missing

@@ -39,6 +39,29 @@ def test_dualpipev_pairs_its_main_phase_soundly(pp: int, m: int) -> None:
     assert verify(batched) == []
 
 
+@pytest.mark.parametrize(
+    ("exchanges", "link", "together"),
+    [
+        ((0.0, 0.0), 1.0, 30.0),  # nothing to hide
+        ((4.0, 6.0), 1.0, 20.0),  # what both compute, 6 + 14
+        ((4.0, 16.0), 1.0, 20.0),  # what both exchange, and no less than the backward alone
+        ((8.0, 16.0), 0.9, 24.0 / 0.9),
+        ((8.0, 16.0), 0.5, 30.0),  # side by side is no slower than one after the other
+    ],
+)
+def test_the_halves_of_a_pair_hide_each_others_exchanges(
+    exchanges: tuple[float, float], link: float, together: float
+) -> None:
+    schedule = Schedule.from_csv(AHEAD)
+    costs = replace(Costs.uniform(2, 10.0, 20.0), exchanges=[exchanges] * 2, overlapped_link=link)
+    trace = simulate(schedule, costs)
+    seconds = {span.action: span.end - span.start for span in trace.spans}
+    assert all(seconds[pair.forward] + seconds[pair.backward] == pytest.approx(together) for pair in schedule.pairs)
+    paired = {action for pair in schedule.pairs for action in pair}
+    alone = {action.op: value for action, value in seconds.items() if action not in paired}
+    assert alone == {Op.F: 10.0, Op.B: 20.0}
+
+
 def test_pairs_survive_their_csv_and_their_slots() -> None:
     schedule = Schedule.from_csv(AHEAD)
     assert schedule.to_csv() == AHEAD
