@@ -1,8 +1,8 @@
 """Model FLOPs of one microbatch's forward, per layer and per stage.
 
-Knows which matrix products a layer makes. Must not know devices, ranks or schedules. Counted as Megatron does: two
-operations per multiply-add, causal attention halved, active experts only, MTP and its output included, nothing for
-norms, rotations and softmax. A step is three forwards, unless weights are frozen. Recompute never counts.
+Counted as Megatron does: two operations per multiply-add, causal attention halved, active experts only, MTP and its
+output included, nothing for norms, rotations and softmax. A step is three forwards, unless weights are frozen.
+Recompute never counts.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 def stage_backward_flops(
     model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
 ) -> int | None:
-    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards.
-
-    Scores that a fused attention makes again do not count, as in a forward that is recomputed.
-    """
+    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards. Recomputed scores do not count."""
     costs = [foreign_cost(model, kind, 4, seq_length) for kind in layer_kinds(model, layers)]
     total = 0.0
     for cost in costs:

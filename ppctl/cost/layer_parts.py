@@ -1,7 +1,6 @@
 """Bytes that one layer keeps of a microbatch on one device from its forward to its backward, part by part.
 
-Knows the parts of each kind of layer, and which recomputation drops them. Must not know stages. Sources: Korthikanti et
-al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
+Source: Korthikanti et al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Pairs of a forward and a backward: how lists get them, and whether a rank can run the two side by side.
 
-The two of a pair advance in turns, so that the messages of one are under way while the other computes. Knows lists and
-the dependency rule (`action`). Must not know how pairs are run, or time. Standard library only.
+The two of a pair advance in turns, so that the messages of one are under way while the other computes.
 """
 
 from __future__ import annotations
@@ -106,10 +105,7 @@ def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[
 
 
 def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, int]]:
-    """pp_rank -> the entry at which it is stuck if both actions of each pair start at once, and the stage it waits for.
-
-    The lists of a compute-only schedule are run without times, each as far as it gets.
-    """
+    """pp_rank -> the entry at which it is stuck if both of each pair start at once, and the stage it waits for."""
     done = set[Action]()
     waits: dict[int, tuple[Action | Pair, int]] = {}
     waiting: dict[Action, list[int]] = {}
