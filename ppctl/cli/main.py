@@ -39,6 +39,7 @@ class Command:
 COMMANDS = {
     "train": Command("train a model", overrides=True),
     "plan": Command("check a config and show what train would do; no torch, no GPU", overrides=True),
+    "search": Command("find the fastest configuration of a model on a number of GPUs", overrides=True),
     "rehearse": Command("measure memory, host waits and messages at full size", overrides=True),
     "layout": Command("check and draw a pipeline layout"),
     "simulate": Command("simulate and draw a schedule from the times of its operations"),

@@ -253,5 +253,7 @@ def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection
         for what, held in (("experts", model.num_moe_experts), ("latent attention", model.multi_latent_attention)):
             if held:
                 yield f"biases of {what}", ["model.add_bias_linear=true"]
-    if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
-        yield "products of experts in 8 bits on a GPU", [f"model.fp8={model.fp8}"]
+    by_rows = model.fp8 is None or (model.fp8, model.fp8_recipe) == ("e4m3", "rowwise")
+    if not by_rows and model.num_moe_experts is not None and config.launch.device == "cuda":
+        keys = [f"model.fp8={model.fp8}", f"model.fp8_recipe={model.fp8_recipe}"]
+        yield "products of experts in 8 bits on a GPU other than rowwise in e4m3", keys

@@ -122,7 +122,8 @@ class ModelConfig:
     fp8_recipe: str = key(
         "rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True, needs="model.fp8"
     )
-    """Which values share a scale: `rowwise`, a row; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
+    """Which values share a scale: `rowwise`, a row; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight. On a
+    GPU models with experts take `rowwise`, with model.fp8=e4m3."""
     attention_dropout: float = key(0.0, BELOW_ONE, training=True)
     """Fraction of attention probabilities that is dropped; uses ppctl's own attention instead of fused kernels."""
     hidden_dropout: float = key(0.0, BELOW_ONE, training=True)

@@ -99,13 +99,14 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
     if model.fp8 == "hybrid" and model.fp8_recipe == "blockwise" and config.launch.device == "cuda":
         message = "on a GPU torch multiplies blockwise values in e4m3 alone, not gradients in e5m2"
         yield ("model.fp8", "model.fp8_recipe"), message, "model.fp8=e4m3"
-    for name, width in _widths(model).items():
+    for name, width in _widths(model, parallel.expert_tensor_parallel_size or 1).items():
         if width % 16:
             message = f"a product in 8 bits needs widths that are multiples of 16, and this is {width}"
             yield (f"model.{name}", "model.fp8"), message, "model.fp8=null"
 
 
-def _widths(model: ModelConfig) -> dict[str, int]:
+def _widths(model: ModelConfig, etp: int) -> dict[str, int]:
+    """Key -> a width that a layer's product has because of it; of `etp` ranks each has a part of every expert."""
     heads = model.num_attention_heads
     widths = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
     if model.multi_latent_attention:
@@ -117,7 +118,7 @@ def _widths(model: ModelConfig) -> dict[str, int]:
         width = model.kv_channels or model.hidden_size // max(1, heads)
         widths |= {"num_query_groups": width * (model.num_query_groups or heads), "num_attention_heads": width * heads}
     if model.num_moe_experts is not None:
-        widths |= {"moe_ffn_hidden_size": model.moe_ffn_hidden_size or 0}
+        widths |= {"moe_ffn_hidden_size": (model.moe_ffn_hidden_size or model.ffn_hidden_size) // etp}
         widths |= {"moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 0}
     return widths
 

@@ -45,16 +45,11 @@ def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: 
     """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
     sizes = Sizes.of(model)
     if kind == "loss":
-        return 2 * batch * seq * output_elements(sizes) * (1 + (model.mtp_num_layers or 0))
+        return 2 * batch * seq * sizes.vocabulary * sizes.hidden * (1 + (model.mtp_num_layers or 0))
     if kind not in ("decoder", "mtp"):
         return 0
     layer = attention_flops(model, batch, seq) + feed_forward_flops(model, moe, batch, seq)
     return layer + (2 * batch * seq * _matrices(sizes, Kind("mtp", moe), "eh_proj", 0) if kind == "mtp" else 0)
-
-
-def output_elements(sizes: Sizes) -> int:
-    """Elements of the output's matrix, whether it is a parameter of its own or a use of the embedding."""
-    return sizes.vocabulary * sizes.hidden
 
 
 def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:

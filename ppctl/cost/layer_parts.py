@@ -83,11 +83,9 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
 
 def norm_sizes(setting: Setting) -> tuple[int, int]:
     """Bytes per element of a norm's input and of its output."""
-    return (
-        (setting.wide, setting.element + setting.wide)
-        if setting.allocator.fp32_norms
-        else (setting.element, setting.element)
-    )
+    if setting.allocator.fp32_norms:
+        return setting.wide, setting.element + setting.wide
+    return setting.element, setting.element
 
 
 def _masked(model: ModelConfig, setting: Setting) -> int:

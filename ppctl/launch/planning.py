@@ -18,24 +18,28 @@ from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
 
-_UNREAD = ("PP-E101", "PP-E105", "PP-E107")
-"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
-
 
 def planned(
     overrides: Sequence[str] | Arguments, *, for_training: bool = False
 ) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config that words or sorted arguments describe, its plan if it has one, and all problems of both."""
+    config, problems = composed(overrides, for_training=for_training)
+    if problems and hides_model(config, problems):
+        return config, None, list(dict.fromkeys(problems))
+    return config, *plan_of(config, problems)
+
+
+def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
+    """The config that words describe, as far as it could be composed, and its problems."""
     try:
-        composed = compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens)
+        return compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens), []
     except RefusedError as error:
-        problems = list(error.problems)
-        if any(map(_hides_sizes, problems)) or _is_unread(error.composed):
-            # Without the recipe, the directory or the size, the plan's problems would be those of something else.
-            return error.composed, None, list(dict.fromkeys(problems))
-        plan, problems = plan_of(error.composed, problems)
-        return error.composed, None if any(each.code in _UNREAD for each in problems) else plan, problems
-    return composed, *plan_of(composed, [])
+        return error.composed, list(error.problems)
+
+
+def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
+    """Whether more problems would be those of something else: without the recipe, the directory or a size."""
+    return any(map(_hides_sizes, problems)) or _is_unread(config)
 
 
 def _hides_sizes(problem: Problem) -> bool:
@@ -51,13 +55,13 @@ def _is_unread(composed: Composed) -> bool:
 
 
 def plan_of(
-    composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
+    config: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
     """The plan of a composed config, and all problems, the known ones among them; of the plan `before`, that of the
     run's last start, a schedule that was searched for is kept."""
     try:
         with _patience_asked():
-            plan = plan_checked(composed.config, composed.provenance, problems, before=before)
+            plan = plan_checked(config.config, config.provenance, problems, before=before)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
     return plan, list(dict.fromkeys(plan.problems))

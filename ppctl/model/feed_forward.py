@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.expert_reach import expert_runs
 from ppctl.geometry.layers import expert_width
+from ppctl.model.fp8 import Operand
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.linear import Linear, Operand, Product, columns, for_each_group, from_columns, make_weight
+from ppctl.model.linear import Linear, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
 from ppctl.tensors.row_copies import RowCopies, copied, summed

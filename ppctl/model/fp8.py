@@ -16,6 +16,8 @@ from torch import Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ALIGNED, BLOCK = 16, 128
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Below it a scale has fewer bits, and the largest number of its tile would not become the dtype's largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +57,40 @@ Multiply = Callable[[Quantised, Quantised], Tensor]
 def quantise(matrix: Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantised:
     """`matrix` [n, k], each tile scaled so that its largest number becomes the dtype's largest.
 
-    Computed in float32. A tile of zeros has the scale 1; one with an infinity or a NaN becomes NaN.
+    Computed in float32. A tile of zeros, or of numbers below 5e-36, has the scale 1; one with an infinity or a NaN
+    becomes NaN.
     """
-    (n, k), whole, limit = matrix.shape, tile[1] or ALIGNED, LARGEST[dtype]
-    padded = F.pad(matrix.detach().float(), (0, -k % whole if k else whole, 0, -n % tile[0]))
-    tiles = _tiles(padded, tile)
-    scales = tiles.abs().amax((1, 3)) / limit
-    # Row by row, also for a transposed matrix: the kernels want both operands so.
-    scales = torch.where(scales == 0, 1.0, scales).clone(memory_format=torch.contiguous_format)
-    values = (tiles / _of_tiles(scales)).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
+    (n, k), whole = matrix.shape, tile[1] or ALIGNED
+    lacks = -k % whole if k else whole, -n % tile[0]
+    tiles = _tiles(F.pad(matrix.detach(), (0, lacks[0], 0, lacks[1])) if any(lacks) else matrix.detach(), tile)
+    scales = scales_of(torch.linalg.vector_norm(tiles, torch.inf, (1, 3)), dtype)
+    values = torch.div(tiles, _of_tiles(scales)).to(dtype, memory_format=torch.contiguous_format)
     return Quantised(values.flatten(2).flatten(0, 1), scales, tile, (n, k))
+
+
+def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 scales of tiles whose largest numbers, without signs, are given."""
+    scales = largest.float() / LARGEST[dtype]
+    # Row by row, also for a transposed matrix: the kernels want both operands so.
+    return torch.where(scales < _SMALLEST, 1.0, scales).clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """An activation [..., in] in 8 bits, for several products with it; `x` is what gets the gradient."""
+
+    x: Tensor
+    quantised: Quantised
+
+
+Operand = Tensor | Rounded
+
+MultiplyGroups = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(values a, scales a, values b, scales b, ends of groups [g], int32) -> the products in bfloat16.
+
+By rows: a [n, k], scales [n]; b [g, m, k], scales [g, m] -> [n, m], each group's rows times the transpose of its b. By
+sums: a [n, k], scales [g x n]; b [m, k], scales [g x m] -> [g, n, m], each group's columns of a times those of b.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +102,8 @@ class Fp8:
     blockwise: bool
     """Scales for 1 x 128 numbers of an activation and 128 x 128 of a weight, instead of one for each row."""
     multiply: Multiply
+    multiply_groups: MultiplyGroups | None = None
+    """How all groups of rows meet their weights at once, row-wise in e4m3; None: group by group."""
 
     def activation(self, matrix: Tensor) -> Quantised:
         """An activation [n, k]."""
@@ -88,3 +116,7 @@ class Fp8:
     def gradient(self, matrix: Tensor) -> Quantised:
         """A gradient of an output [n, k]."""
         return quantise(matrix, self.gradients, (1, BLOCK if self.blockwise else 0))
+
+    def rounded(self, x: Operand) -> Rounded:
+        """`x` [..., in] in 8 bits, once for all products that are given the result."""
+        return x if isinstance(x, Rounded) else Rounded(x, self.activation(x.flatten(0, -2)))

@@ -19,8 +19,9 @@ from ppctl.geometry.layers import expert_width
 from ppctl.geometry.parameters import Sizes
 from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, MULTIPLE, UNFUSED, BlockAttention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
-from ppctl.model.linear import multiply_in_float32, multiply_scaled
+from ppctl.model.linear import multiply_groups_scaled, multiply_in_float32, multiply_scaled
 from ppctl.model.outside_kernels import Kernel, KernelUse, choose_outside, refusal
+from ppctl.weight_gradients.wide_sums import adds_products
 
 AttendDocuments = Callable[..., Tensor]
 """`torch.nn.attention.varlen.varlen_attn`, or a function with its contract."""
@@ -49,6 +50,8 @@ class Kernels:
     """Whether one grouped product serves all experts; otherwise there is one product for each."""
     fp8: Fp8 | None = None
     """How the layers' products with weights are computed in 8 bits; None computes them in the weights' dtype."""
+    adds_gradients: bool = False
+    """Whether products add weights' gradients to their float32 sums themselves; else autograd adds rounded ones."""
     fuses_optimizer: bool = False
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
@@ -71,6 +74,7 @@ class Kernels:
         return {
             **(dict.fromkeys(("attention", "experts"), "transformers' choice") if self.by_transformers else layers),
             "weights": _fp8_name(self.fp8),
+            "gradients": "added by products" if self.adds_gradients else "added behind products",
             "optimizer": "fused" if self.fuses_optimizer else "plain",
             "layers": "compiled" if self.compiles else "eager",
         }
@@ -106,9 +110,11 @@ class Capability:
     attend_documents: AttendDocuments | None = None
     """torch's varlen_attn, if it has the arguments that are needed."""
     grouped_products: bool = True
-    """Whether torch has grouped_mm."""
+    """Whether torch has grouped_mm, and its scaled form."""
     scaled_products: bool = True
     """Whether torch has scaled_mm."""
+    adds_products: bool = True
+    """Whether a product of 16-bit matrices is added to a float32 one in place (`adds_products`)."""
     cuda: tuple[int, ...] = ()
     """The version of CUDA that torch was built for."""
 
@@ -119,8 +125,9 @@ class Capability:
             return cls(device.type)
         compute = torch.cuda.get_device_capability(device)
         cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-        grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")
-        return cls(device.type, compute, _varlen_attn() if packed else None, grouped, scaled, cuda)
+        grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")  # later than _scaled_grouped_mm
+        documents = _varlen_attn() if packed else None
+        return cls(device.type, compute, documents, grouped, scaled, adds_products(device), cuda)
 
 
 def _varlen_attn() -> AttendDocuments | None:
@@ -154,9 +161,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     packed = config.data.reset_attention_mask
     # Under autocast operands have several dtypes, and neither of these two kernels is cast for.
     joins = packed and cast is None and _joins_documents(model, can, dtype)
-    groups = (
-        model.num_moe_experts is not None and model.fp8 is None and cast is None and _groups_experts(model, can, dtype)
-    )
+    groups = model.num_moe_experts is not None and cast is None and _groups_experts(model, can, dtype)
     return Kernels(
         attention=_attention(model.attention_backend, can, lengths_vary=packed and not joins),
         attend_documents=can.attend_documents if joins and "attention" not in outside else None,
@@ -164,7 +169,9 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
         blocks=_blocks(model, can, dtype) if shares else None,
         groups_experts=groups or "grouped_product" in outside,
         outside=outside,
-        fp8=None if model.fp8 is None else _fp8(model, can),
+        fp8=None if model.fp8 is None else _fp8(model, can, groups=groups),
+        # A compiled graph has products of its own.
+        adds_gradients=cuda and can.adds_products and (dtype, cast, config.train.compile) == ("bfloat16", None, False),
         fuses_optimizer=cuda,
         compiles=config.train.compile,
     )
@@ -275,10 +282,10 @@ def _groups_experts(model: ModelConfig, can: Capability, dtype: str) -> bool:
     return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute[0] == 9 and can.grouped_products
 
 
-def _fp8(model: ModelConfig, can: Capability) -> Fp8:
+def _fp8(model: ModelConfig, can: Capability, *, groups: bool) -> Fp8:
     gradients = E5M2 if model.fp8 == "hybrid" else E4M3
     multiply = multiply_scaled if can.device == "cuda" else multiply_in_float32
-    return Fp8(gradients, model.fp8_recipe == "blockwise", multiply)
+    return Fp8(gradients, model.fp8_recipe == "blockwise", multiply, multiply_groups_scaled if groups else None)
 
 
 def _unable_fp8(model: ModelConfig, can: Capability) -> tuple[str, str]:
@@ -288,8 +295,11 @@ def _unable_fp8(model: ModelConfig, can: Capability) -> tuple[str, str]:
         return "", ""
     if not can.scaled_products:
         return "this torch has no scaled_mm", without
-    if model.num_moe_experts is not None:
-        return "on a GPU experts have no product in 8 bits yet", without
+    if model.num_moe_experts is not None and not (can.grouped_products and can.compute[0] == 9):
+        return "experts need torch's scaled grouped product, which is for Hopper (compute capability 9.0)", without
+    if model.num_moe_experts is not None and (model.fp8, model.fp8_recipe) != ("e4m3", "rowwise"):
+        remedy = "model.fp8=e4m3 model.fp8_recipe=rowwise"
+        return "torch multiplies the rows of all experts in e4m3 with a scale for each row alone", remedy
     if can.compute < (8, 9):
         return f"it needs compute capability 8.9, and this GPU has {can.compute[0]}.{can.compute[1]}", without
     if model.fp8_recipe == "blockwise" and (can.compute[0] != 9 or can.cuda < (12, 9)):

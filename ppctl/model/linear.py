@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.geometry.parts import Place
-from ppctl.model.fp8 import BLOCK, Fp8, Quantised
+from ppctl.model.fp8 import BLOCK, Fp8, Operand, Quantised
+from ppctl.model.grouped_fp8 import Groups, GroupsInFp8, copies_of
 from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.tensors.wide_dtype import wide_dtype
-from ppctl.weight_gradients.deferred import ProductRule, deferring, multiply
+from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, deferring, multiply
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
+from ppctl.weight_gradients.wide_sums import AtOnce, add_gradient, sum_of
 
 Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
@@ -39,26 +40,12 @@ def make_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """An activation [..., in] in 8 bits, for several products with it; `x` is what gets the gradient."""
-
-    x: Tensor
-    quantised: Quantised
-
-
-Operand = Tensor | Rounded
-
-
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out]. The weight may be a view."""
-    later = deferring(weight)
+    later: DeferredGradients | AtOnce | None = deferring(weight)
+    if later is None and sum_of(weight) is not None and torch.is_grad_enabled():
+        later = AtOnce()
     return F.linear(x, weight, bias) if later is None else linear(later, x, weight, bias)
-
-
-def rounded(x: Operand, fp8: Fp8) -> Rounded:
-    """`x` in 8 bits, once for all products that are given the result."""
-    return x if isinstance(x, Rounded) else Rounded(x, fp8.activation(x.flatten(0, -2)))
 
 
 def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
@@ -67,21 +54,25 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     Saved for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
     tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
     """
-    x = rounded(x, fp8)
+    x = fp8.rounded(x)
     q = x.quantised
-    kind = _InFp8(q.tile, q.shape, x.x.dtype, fp8)
+    return _in_fp8(_InFp8(q.tile, q.shape, x.x.dtype, fp8), x.x, weight, q.values, q.scales)
+
+
+def _in_fp8(kind: _InFp8 | GroupsInFp8, x: Tensor, weight: Tensor, *kept: Tensor) -> Tensor:
+    """The product of this kind; `kept` are what its own methods need of x and beside it."""
     later = deferring(weight)
     if later is None:
         whole = _ProductInFp8.apply
-        out: Tensor = whole(x.x, weight, q.values, q.scales, kind)  # type: ignore[no-untyped-call]  # torch's own
+        out: Tensor = whole(x, weight, kind, *kept)  # type: ignore[no-untyped-call]  # torch's own
         return out
     rule = ProductRule(
-        lambda of, factor, _, values, scales: kind.multiply(of, factor, values, scales),
-        lambda gradient, _, factor, values, scales: kind.of_input(gradient, factor),
-        lambda gradient, _, form, values, scales: kind.of_weight(gradient, values, scales),
+        lambda of, factor, _, *kept: kind.multiply(of, factor, *kept),
+        lambda gradient, _, factor, *kept: kind.of_input(gradient, factor, *kept),
+        lambda gradient, _, form, *kept: kind.of_weight(gradient, *kept),
         keeps_input=False,
     )
-    return multiply(later, rule, weight, x.x, q.values, q.scales)
+    return multiply(later, rule, weight, x, *kept)
 
 
 class _InFp8(NamedTuple):
@@ -98,7 +89,7 @@ class _InFp8(NamedTuple):
         out = self.fp8.multiply(quantised, self.fp8.weight(weight)).to(self.dtype)
         return out.reshape(*x.shape[:-1], len(weight))
 
-    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+    def of_input(self, gradient: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
         """The gradient of the activation."""
         of_x = self.fp8.multiply(self.fp8.gradient(gradient.flatten(0, -2)), self.fp8.weight(weight.t()))
         return of_x.to(gradient.dtype).reshape(*gradient.shape[:-1], weight.shape[1])
@@ -112,17 +103,16 @@ class _InFp8(NamedTuple):
 
 class _ProductInFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, kind: _InFp8) -> Tensor:
-        ctx.save_for_backward(values, scales, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: _InFp8 | GroupsInFp8, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, *kept)
         ctx.kind = kind
-        return kind.multiply(x, weight, values, scales)
+        return kind.multiply(x, weight, *kept)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        values, scales, weight = ctx.saved_tensors
-        (gradient,), kind = gradients, ctx.kind
-        of_x = kind.of_input(gradient, weight)
-        return of_x, kind.of_weight(gradient, values, scales).to(weight.dtype), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight, *kept), (gradient,), kind = ctx.saved_tensors, gradients, ctx.kind
+        of_x = kind.of_input(gradient, weight, *kept)
+        return of_x, kind.of_weight(gradient, *kept).to(weight.dtype), None, *(None for _ in kept)
 
 
 def multiply_in_float32(a: Quantised, b: Quantised) -> Tensor:
@@ -146,6 +136,14 @@ def multiply_scaled(a: Quantised, b: Quantised) -> Tensor:
         use_fast_accum=False,
     )
     return out.narrow(0, 0, a.shape[0]).narrow(1, 0, b.shape[0])
+
+
+def multiply_groups_scaled(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, ends: Tensor) -> Tensor:
+    """`MultiplyGroups` by CUDA's scaled grouped product, with sums in float32 as `multiply_scaled` has them.
+
+    Torch's public name for it runs the same kernel, but not on tensors without values.
+    """
+    return torch._scaled_grouped_mm(a, b.mT, of_a, of_b, offs=ends, out_dtype=torch.bfloat16)
 
 
 def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
@@ -251,6 +249,10 @@ def for_each_group(
     the end of a tensor than inside it, and so a group's results would depend on the groups beside it. With `fp8` the
     products are in 8 bits, of rows that are `rounded` once.
     """
+    if at_once and fp8 is not None:
+        groups = Groups.of(counts, len(rows))
+        product_of_all = partial(_grouped_in_fp8, groups=groups, fp8=fp8)
+        return groups.gathered(block(product_of_all, fp8.rounded(groups.spread(rows)), groups.spread(beside), *stacks))
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped or grouped_product, ends=ends), rows, beside, *stacks)
@@ -260,8 +262,14 @@ def for_each_group(
     parts = zip(rows.split(sizes), beside.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
     if fp8 is not None:
         multiply = partial(product_in_fp8, fp8=fp8)
-        return torch.cat([block(multiply, rounded(part, fp8), *more) for part, *more in parts])
+        return torch.cat([block(multiply, fp8.rounded(part), *more) for part, *more in parts])
     return torch.cat([block(product, *part) for part in parts])
+
+
+def _grouped_in_fp8(rows: Operand, weights: Tensor, groups: Groups, fp8: Fp8) -> Tensor:
+    rows = fp8.rounded(rows)
+    q, kind = rows.quantised, GroupsInFp8(fp8, copies_of(weights, fp8), rows.x.dtype)
+    return _in_fp8(kind, rows.x, weights, q.values, q.scales, *groups)
 
 
 def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
@@ -284,11 +292,19 @@ def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
     )
 
 
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    total = sum_of(weight)  # of a weight that came through hooks (recomputation) there is none to be found
+    if total is None:
+        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+    add_gradient(total, gradient, x, weight)
+    return None
+
+
 _PLAIN = Formulas(
     lambda x: x,
     F.linear,
     lambda gradient, weight: F.linear(gradient, weight.t()),
-    lambda gradient, x, weight: gradient.flatten(0, -2).t() @ x.flatten(0, -2),
+    _of_weight,
 )
 
 
@@ -325,7 +341,7 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
     """
     if split is None:
         fp8 = projections[0].fp8
-        shared: Operand = x if fp8 is None else rounded(x, fp8)
+        shared: Operand = x if fp8 is None else fp8.rounded(x)
         return tuple(_project(shared, each, each.bias) for each in projections)
     weights = [each.weight for each in projections]
     kind = x.device.type

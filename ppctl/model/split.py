@@ -56,8 +56,8 @@ class Formulas(NamedTuple):
     """(operand, weight) -> [..., out]."""
     of_input: Callable[[Tensor, Tensor], Tensor]
     """(gradient [..., out], weight) -> gradient of the activation."""
-    of_weight: Callable[[Tensor, Any, Tensor], Tensor]
-    """(gradient, operand, weight) -> gradient of the weight."""
+    of_weight: Callable[[Tensor, Any, Tensor], Tensor | None]
+    """(gradient, operand, weight) -> gradient of the weight; None if it is added to a sum elsewhere."""
 
 
 def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ class _GatheredAgain:
         return operand
 
 
-def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, again: _GatheredAgain) -> Tensor:
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, again: _GatheredAgain) -> Tensor | None:
     return again.formulas.of_weight(gradient, again.of(x), weight)
 
 

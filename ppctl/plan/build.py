@@ -86,6 +86,14 @@ def plan_checked(
     return replace(plan, problems=(*problems, *plan.problems, *as_problems(values, too_large, _judge(values))))
 
 
+def plan_alone(values: ConfigValues) -> Plan | None:
+    """The plan of checked values, whatever memory it needs; None if sizes, layout or schedule allow none. For searches:
+    no remedies are looked for, which takes longer than the plan."""
+    violations: Violations = []
+    derivation = derive(values, violations)
+    return None if violations or derivation is None else _assemble(derivation, values.config.log.name)
+
+
 def _assemble(derivation: Derivation, name: str) -> Plan:
     values, batch, cut, sizes = derivation.values, derivation.batch, derivation.cut, derivation.sizes
     config, model, stages, costs = values.config, values.config.model, derivation.stages, derivation.costs

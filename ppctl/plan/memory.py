@@ -7,7 +7,7 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameter_counts import largest_matrices, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameter_counts import largest_matrices, on_device, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATOR_OF, ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
@@ -39,6 +39,7 @@ from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updati
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule, receive_slots, send_slots
+from ppctl.schedule.repetition import shorter
 from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -156,7 +157,7 @@ def rank_pricer(
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
-        lists = schedule if schedule.shorter is None else schedule.shorter  # a further round holds what the others hold
+        lists = shorter(schedule) or schedule  # a further round holds what the others hold
         if last is None or last[0] is not lists or last[1] != (calls, messages):
             held = tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
             last = lists, (calls, messages), held
@@ -195,7 +196,7 @@ def _rank(
     """What a pp_rank with the stages `own` holds during the whole step, and at its end, whatever the schedule."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
-    biases = sum(_untrained(config, stage.layers) for stage in own)
+    biases = sum(_untrained(config, stage.layers, sizes) for stage in own)
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
     state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, moved)
     state = state._replace(weights=state.weights + biases)
@@ -302,12 +303,14 @@ def held_bytes(
     kept = stage_activations(config.model, layers, setting, stage).kept
     # All that was kept, if the allocator preset has no figures for backwards.
     later = stage_operands(config.model, layers, setting).kept if setting.allocator.backward else kept
-    return Held(state.total + _untrained(config, layers), kept, later)
+    return Held(state.total + _untrained(config, layers, sizes), kept, later)
 
 
-def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
-    precision = precision_of(config)
-    return untrained_bytes(config.model, layers, weight=precision.weight, gradient=precision.gradient)
+def _untrained(config: RunConfig, layers: Collection[Layer], sizes: ParallelSizes) -> int:
+    """Bytes of what a stage holds beside trained weights; so are a GPU's two copies of experts' weights in 8 bits."""
+    model, precision = config.model, precision_of(config)
+    copied = on_device(stage_count(model, layers), sizes)[1] if model.fp8 and config.launch.device == "cuda" else 0
+    return untrained_bytes(model, layers, weight=precision.weight, gradient=precision.gradient) + 2 * copied
 
 
 def _tied_sum(

@@ -28,7 +28,7 @@ SHARING = "launch.share_gpu"
 PUT_OFF = "pipeline.put_off_limit"
 GRANULARITY, MODULES = "train.recompute_granularity", "train.recompute_modules"
 SHARDING = "parallel.data_parallel_sharding"
-_SHARDINGS = ("none", "optimizer_gradients", "full")
+SHARDINGS = ("none", "optimizer_gradients", "full")
 """Each holds less between steps than the one before."""
 _DOUBLINGS = 6
 """How many times expert parallelism is doubled in search of a size that fits."""
@@ -183,7 +183,7 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
     yield from ({PUT_OFF: limit} for limit in _put_off_limits(values))
     yield from _experts_again(values)
     recompute = {GRANULARITY: "full"} if values[GRANULARITY] is None else {}
-    weaker = _SHARDINGS[_SHARDINGS.index(values[SHARDING]) + 1 :]
+    weaker = SHARDINGS[SHARDINGS.index(values[SHARDING]) + 1 :]
     if recompute:
         yield recompute
     for sharding in weaker:

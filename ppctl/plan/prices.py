@@ -75,8 +75,7 @@ def pricer(
     once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
-    products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
-    machine = machine_of(device_of(config), products, sizes, model, setting.nodes, config.cost.stack)
+    machine = machine_for(config, setting)
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
@@ -99,21 +98,24 @@ def pricer(
         copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
         ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
-        summing = _reduction(config, trained_count(model, held), machine)
-        if config.cost.stack == MEGATRON:  # bucket by bucket, beside the last backward and the next step's forward
-            summing = max(0.0, summing - ahead - inputs - weights)
         return StageCost(
             *(ahead, inputs, weights),
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
             alive.kept,
-            summing,
+            reduction(config, trained_count(model, held), machine, ahead + inputs + weights),
             alive.offloaded,
             copies,
             *(exchanged, exchanged_back, config.cost.overlapped_link),
         )
 
     return of_stage
+
+
+def machine_for(config: RunConfig, setting: Setting) -> Machine:
+    """The config's device as its kernels find it."""
+    products = config.cost.matmul or ("fp8" if config.model.fp8 else precision_of(config).dtype)
+    return machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
 
 
 def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:
@@ -142,13 +144,16 @@ def _scales(
     }
 
 
-def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
-    """Seconds of summing fp32 gradients: on every rank, or in shards, whose ranks then send the new weights."""
+def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) -> float:
+    """Seconds that a stage waits for the sums of its fp32 gradients: on every rank, or in shards, whose ranks then send
+    the new weights. `beside` are the seconds of its forward and backward, which hide Megatron's sums."""
     precision = precision_of(config)
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
-    return reduce_seconds(*on_device(count, machine.sizes), each, machine)
+    summing = reduce_seconds(*on_device(count, machine.sizes), each, machine)
+    # Bucket by bucket, beside the last backward and the next step's forward.
+    return max(0.0, summing - beside) if config.cost.stack == MEGATRON else summing
 
 
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:

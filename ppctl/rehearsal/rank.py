@@ -23,6 +23,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.engine.recorder import Recorder
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import kind_name, layer_kinds
+from ppctl.model.grouped_fp8 import all_copies
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
@@ -154,13 +155,13 @@ def _figures(
 
 
 def _state(session: Session) -> tuple[int, int]:
-    """Bytes of weights and of gradients, wherever they are now."""
+    """Bytes of weights, with experts' copies in 8 bits, and of gradients, wherever they are now."""
     weights = session.replica.weights
     parameters = (*weights.model.values(), *weights.master.values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sums = weights.sums.values() if isinstance(weights, ShardedWeights) else ()
     buffers = [tensor for stage in session.model.stages.values() for tensor in stage.canonical_buffers().values()]
-    return _bytes([*weights.model.values(), *buffers]), _bytes([*gradients, *sums])
+    return _bytes([*weights.model.values(), *buffers, *all_copies()]), _bytes([*gradients, *sums])
 
 
 def _stage_memory(session: Session, recorder: MemoryRecorder) -> Iterable[StageMemory]:

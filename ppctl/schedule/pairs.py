@@ -61,8 +61,9 @@ def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
     rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
     groups = [grouped(row, schedule.pairs) for row in rows]
     together = {each for row in groups for each in row}
+    odd = [pair for pair in schedule.pairs if pair.forward.op is not Op.F or pair.backward.op not in INPUT_GRADIENTS]
     for rule, broken in (
-        ("a pair is an F and then a B or I", [pair for pair in schedule.pairs if not _of_both_kinds(pair)]),
+        ("a pair is an F and then a B or I", odd),
         ("an action is in one pair", _with_shared_actions(schedule.pairs)),
         ("a pair's two stand side by side in a rank's list", schedule.pairs - together),
     ):
@@ -81,10 +82,6 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
     if len(times) == 2 * len(pairs):
         return []
     return [pair for pair in pairs if max(times[action] for action in pair) > 1]
-
-
-def _of_both_kinds(pair: Pair) -> bool:
-    return pair.forward.op is Op.F and pair.backward.op in INPUT_GRADIENTS
 
 
 def some(things: Iterable[object]) -> str:

@@ -88,6 +88,8 @@ def make_replica(
     """The replica of a rank's stages. A collective: the tied parameters' ranks make a group."""
     rows = model.rows
     weights, reducer = weights_and_sums(config, plan, model.stages, rows, groups)
+    if model.kernels.adds_gradients:
+        weights.let_products_add()
     sp = config.parallel.sequence_parallel
     uses = tied_uses(plan.stages, config.model, RankGrid(plan.sizes).group_of("pp", rank))
     partial = [name for name in weights.master if tp_sums(rows[name], plan.sizes.tp, sequence_parallel=sp)]

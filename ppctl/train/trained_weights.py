@@ -38,6 +38,7 @@ from ppctl.parallel.shard import (
 )
 from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.topology import BUCKET_ELEMENTS
+from ppctl.weight_gradients.wide_sums import WideSum
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""
@@ -55,6 +56,26 @@ class Weights:
     def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
         self.model = dict(model)
         self.master = {name: _master(parameter) for name, parameter in model.items()}
+        self._add_up()
+
+    def _add_up(self) -> None:
+        """Let autograd add the gradients of weights that are narrower than their masters to their sums."""
+        for name in self.narrow():
+            self.model[name].register_post_accumulate_grad_hook(partial(_accumulate, self.sum_of(name)))
+
+    def narrow(self) -> Iterator[str]:
+        """The names of weights that are narrower than their masters."""
+        return (name for name, parameter in self.model.items() if parameter.dtype != wide_dtype(parameter.dtype))
+
+    def sum_of(self, name: str) -> WideSum:
+        """The sum of the gradients of a weight that is narrower than its master."""
+        master = self.master[name]
+        return WideSum(lambda: master.grad, partial(setattr, master, "grad"))
+
+    def let_products_add(self) -> None:
+        """Let products add gradients to the sums themselves, in one kernel, without rounding them before."""
+        for name in self.narrow():
+            self.model[name].wide_sum = self.sum_of(name)  # type: ignore[attr-defined]  # a parameter takes attributes
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -76,20 +97,13 @@ class Weights:
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == wide_dtype(parameter.dtype):
         return parameter
-    master = nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
-    parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
-    return master
+    return nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
 
 
-def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
+def _accumulate(total: WideSum, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        master.grad = add_wide(master.grad, gradient)
-
-
-def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """`total` with one microbatch's gradient added in place: `wide`, which keeps what bfloat16 would round away."""
-    return gradient.to(wide_dtype(gradient.dtype)) if total is None else total.add_(gradient)
+        total.add(gradient)
 
 
 class ShardedWeights(Weights):
@@ -118,9 +132,11 @@ class ShardedWeights(Weights):
         }
         self.sums: dict[str, Tensor] = {}
         """Whole gradients of this rank's microbatches by name, of weights narrower than their masters; else `.grad`."""
-        for name, parameter in model.items():
-            if parameter.dtype != wide_dtype(parameter.dtype):
-                parameter.register_post_accumulate_grad_hook(self._accumulator(name))
+        self._add_up()
+
+    def sum_of(self, name: str) -> WideSum:
+        """The sum of the gradients of a weight that is narrower than its master: whole, until ranks get their parts."""
+        return WideSum(partial(self.sums.get, name), partial(self.sums.__setitem__, name))
 
     def publish(self) -> None:
         """The model's weights are to be what the masters are by now: the next `hold` of each stage gathers them."""
@@ -163,8 +179,8 @@ class ShardedWeights(Weights):
             self.release(stage)
 
     def _made(self, name: str) -> Tensor:
-        """Where the whole weight `name` is written to."""
-        return self.model[name].data
+        """Where the whole weight `name` is written to: what is written counts as a change of the weight's version."""
+        return self.model[name].detach()
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -222,14 +238,6 @@ class ShardedWeights(Weights):
         run = own_run(self.owned[name], self.group_of(name))
         return whole.reshape(-1)[run.start : run.stop].clone()
 
-    def _accumulator(self, name: str) -> Callable[[Tensor], None]:
-        def accumulate(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                self.sums[name] = add_wide(self.sums.get(name), gradient)
-
-        return accumulate
-
 
 class GatheredWeights(ShardedWeights):
     """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
@@ -253,7 +261,7 @@ class GatheredWeights(ShardedWeights):
         """Allocate the whole weight `name` as the model parameter's data, and return it uninitialised."""
         parameter = self.model[name]
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        return parameter.data
+        return super()._made(name)
 
 
 class GradientScatter:

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients.delivery import AT_ONCE, LEAVE_WHOLE, TOGETHER, Make, Use, deliver, operands, version_of
+from ppctl.weight_gradients.wide_sums import AtOnce
 
 PLAIN: set[type[Tensor]] = {Tensor}
 """The types of tensors whose products are deferred. Measurements on meta tensors add theirs."""
@@ -256,14 +257,15 @@ class ProductRule(NamedTuple):
     """(x, factor, bias, *others) -> product."""
     of_input: Callable[..., Tensor | None]
     """(gradient, x, factor, *others) -> gradient of x."""
-    of_factor: Callable[..., Tensor]
-    """(gradient, x, weight, *others) -> gradient of the factor, a new tensor; of the weight it may read the form."""
+    of_factor: Callable[..., Tensor | None]
+    """(gradient, x, weight, *others) -> gradient of the factor, a new tensor; of the weight it may read the form. None
+    if it is added to a sum elsewhere."""
     keeps_input: bool = True
     """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
 
 
 class _ProductCall(NamedTuple):
-    gradients: DeferredGradients
+    gradients: DeferredGradients | AtOnce
     rule: ProductRule
     weight: Tensor
     place: Tensor
@@ -273,7 +275,7 @@ class _ProductCall(NamedTuple):
 
 
 def multiply(
-    gradients: DeferredGradients,
+    gradients: DeferredGradients | AtOnce,
     rule: ProductRule,
     weight: Tensor,
     x: Tensor,
@@ -281,7 +283,10 @@ def multiply(
     bias: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """`rule`'s product, whose weight's gradient is deferred; `factor` is the weight cast, `others` have no gradient."""
+    """`rule`'s product of x and `weight`, whose gradient is put into `gradients`.
+
+    `factor` is the weight as it is multiplied, if that is in another dtype. `others` have no gradient.
+    """
     # Without any input that needs a gradient (token ids) the product would have no backward.
     anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
     cast = factor is not None

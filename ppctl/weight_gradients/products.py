@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, multiply
+from ppctl.weight_gradients.wide_sums import AtOnce, add_gradient, sum_of
 
 
-def linear(gradients: DeferredGradients, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x [..., in], at least two dims, weight [out, in], bias [out]: [..., out]."""
+def linear(gradients: DeferredGradients | AtOnce, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., in], at least two dims, weight [out, in], bias [out]: [..., out].
+
+    Beside a sum of the weight's gradients its backward adds to that.
+    """
+    total = sum_of(weight)
+    if total is not None:  # then nothing is cast
+        rule = ProductRule(F.linear, _of_input, partial(add_gradient, total))
+        return multiply(gradients, rule, weight, x, bias=bias)
     x, factor, bias = _cast(x, weight, bias)
     return multiply(gradients, _LINEAR, weight, x, bias=bias, factor=factor)
 

@@ -37,7 +37,14 @@ from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
-from ppctl.model.linear import for_each_group, multiply_in_float32, multiply_scaled, product_in_float32, product_in_fp8
+from ppctl.model.linear import (
+    for_each_group,
+    multiply_groups_scaled,
+    multiply_in_float32,
+    multiply_scaled,
+    product_in_float32,
+    product_in_fp8,
+)
 from ppctl.model.packing import Documents, bounds_of
 from ppctl.rank.watchdog import recorders
 from ppctl.schedule.action import Action, Channel, Op
@@ -45,6 +52,7 @@ from ppctl.sequence_halves import Lengths
 from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.tensors.row_copies import RowCopies, copied, summed
 from ppctl.train.optimizer import AdamW
+from ppctl.weight_gradients.wide_sums import WideSum, adds_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -237,6 +245,46 @@ def test_a_grouped_product_with_empty_groups_agrees_with_one_by_one(counts: tupl
         assert (at_once - one_by_one).abs().max() <= 2**-7 * one_by_one.abs().max()
     of_empty = [group for group, count in zip(results[0][2], counts, strict=True) if count == 0]
     assert all(bool((group == 0).all()) for group in of_empty)
+
+
+def test_a_grouped_sum_of_gradients_is_made_in_place_by_products() -> None:
+    """In float32 from the product's own sums on; the name lets `kernels-products` run it."""
+    device, draw = torch.device("cuda"), torch.Generator().manual_seed(0)
+    assert adds_products(device)
+    a, b = (torch.randn(512, width, generator=draw).bfloat16().cuda() for width in (384, 640))
+    held: list[torch.Tensor] = []
+    total = WideSum(lambda: held[0] if held else None, held.append)
+    for _ in range(3):
+        total.add_product(a.t(), b)
+    (found,) = held  # nothing was begun anew
+    exact = 3 * (a.double().t() @ b.double())
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() <= 2**-18 * exact.abs().max()
+
+
+@pytest.mark.parametrize("counts", [(100, 0, 33, 1, 0), (0, 0, 0, 0, 160), (0, 0, 0, 0, 0), (400, 512, 96, 16, 32)])
+def test_scaled_products_of_all_groups_at_once_agree_with_their_emulation(counts: tuple[int, ...]) -> None:
+    """Row-wise e4m3. Numbers and scales are the same on both sides: what differs is the order of sums in float32."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("refused (PP-E772): torch's scaled grouped product is for Hopper")
+    draw, sizes = torch.Generator().manual_seed(0), torch.tensor(counts, device="cuda")
+    given = [torch.randn(*shape, generator=draw).bfloat16().cuda() for shape in ((sum(counts), 256), (5, 144, 256))]
+    g = torch.randn(sum(counts), 144, generator=draw).bfloat16().cuda()
+    results = []
+    for multiply_groups in (multiply_groups_scaled, None):
+        inputs = [each.clone().requires_grad_() for each in given]
+        out = for_each_group(
+            lambda product, rows, beside, weights: product(rows, weights) * beside,
+            *(inputs[0], sizes, inputs[1]),
+            beside=g.new_ones(len(g), 1),
+            at_once=multiply_groups is not None,
+            fp8=Fp8(E4M3, False, multiply_in_float32, multiply_groups),
+        )
+        results.append([out, *torch.autograd.grad(out, inputs, g)])
+    for scaled, emulated in zip(*results, strict=True):
+        assert scaled.shape == emulated.shape
+        if emulated.numel():
+            assert (scaled - emulated).abs().max() <= 2**-7 * emulated.abs().max()
 
 
 @pytest.mark.parametrize(("heads", "groups", "width", "values"), HEADS)

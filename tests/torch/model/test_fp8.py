@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuts import tiny
+from groups_in_float32 import multiply_groups_in_float32
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ppctl.config.compose import compose
@@ -20,10 +21,10 @@ from ppctl.model.linear import (
     Linear,
     columns,
     for_each_group,
+    multiply_groups_scaled,
     multiply_in_float32,
     multiply_scaled,
     product_in_fp8,
-    rounded,
 )
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
@@ -150,6 +151,72 @@ def test_a_group_gets_the_same_bits_whatever_groups_stand_beside_it(name):
         begin += count
 
 
+AT_ONCE = Fp8(E4M3, False, multiply_in_float32, multiply_groups_in_float32)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 37, 16, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [16, 32, 16, 16, 16]])
+@pytest.mark.parametrize("later", [False, True])
+def test_all_groups_at_once_have_the_numbers_of_one_product_for_each(counts, later):
+    """Scales, padding and what goes where are those of the kernel; sums are in another order, and rounded the same."""
+    generator, found = torch.Generator().manual_seed(0), []
+    counts, n = torch.tensor(counts), sum(counts)
+    given = [torch.randn(*shape, generator=generator) for shape in ((n, 48), (5, 32, 48), (5, 32, 48), (5, 48, 32))]
+    factors = torch.rand(n, 1, generator=generator).bfloat16()
+
+    def block(product, rows, factors, w1, w3, w2):
+        return product(F.silu(product(rows, w1)) * product(rows, w3) * factors, w2)
+
+    for fp8 in (RECIPES["rowwise"], AT_ONCE):
+        rows, *stacks = [torch.nn.Parameter(each.bfloat16()) for each in given]
+        deferred, at_once = DeferredGradients(), fp8 is AT_ONCE
+        with collecting(deferred) if later and at_once else nullcontext():
+            out = for_each_group(block, rows * 1, counts, *stacks, beside=factors, at_once=at_once, fp8=fp8)
+        with collecting(deferred, backward=True) if later and at_once else nullcontext():
+            out.backward(out.detach() + 1)
+        deferred.deliver()
+        found.append([out.detach(), rows.grad, *(stack.grad for stack in stacks)])
+    for one_by_one, at_once in zip(*found, strict=True):
+        assert torch.equal(one_by_one, at_once)
+
+
+def test_weights_of_groups_are_rounded_once_for_each_change_of_them():
+    rounded = []
+
+    class Noting(Fp8):
+        def weight(self, matrix):
+            rounded.append(matrix.shape)
+            return super().weight(matrix)
+
+    fp8 = Noting(E4M3, False, multiply_in_float32, multiply_groups_in_float32)
+    stack, counts = torch.nn.Parameter(torch.randn(2, 32, 16).bfloat16()), torch.tensor([4, 5])
+    for step in range(1, 3):
+        for _ in range(3):
+            rows = torch.randn(9, 16).bfloat16().requires_grad_()
+            product = partial(for_each_group, beside=rows, at_once=True, fp8=fp8)
+            product(lambda multiply, rows, _, weight: multiply(rows, weight), rows, counts, stack).sum().backward()
+        assert rounded == 2 * step * [(32, 16), (16, 32)]
+        with torch.no_grad():
+            stack.copy_(stack.grad)
+
+
+@pytest.mark.parametrize("counts", [[130, 0, 7], [0, 0, 0]])
+def test_cudas_grouped_product_gets_what_torch_checks_for(counts):
+    """As below: the checks of `_scaled_grouped_mm`, on tensors that have no values."""
+    rows, fp8 = sum(counts), Fp8(E4M3, False, multiply_in_float32, multiply_groups_scaled)
+    x, w = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta").requires_grad_() for shape in ((rows, 64), (3, 48, 64))
+    )
+    out = for_each_group(
+        lambda product, rows, _, weight: product(rows, weight),
+        *(x, torch.empty(3, dtype=torch.int64, device="meta"), w),
+        beside=x.detach(),
+        at_once=True,
+        fp8=fp8,
+    )
+    out.backward(torch.empty_like(out))
+    assert out.shape == (rows, 48) and x.grad.shape == x.shape and w.grad.shape == w.shape
+
+
 MODEL = dict(hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, kv_channels=16)
 EXPERTS = dict(
     num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, moe_layer_freq=[0, 1, 1, 1],
@@ -232,10 +299,10 @@ def forward_and_backward(fp8, x, w):
             self.saved_tensors = tensors
 
     with torch.no_grad():
-        one, context = rounded(x, fp8), Context()
+        one, context = fp8.rounded(x), Context()
         q = one.quantised
         kind = linear._InFp8(q.tile, q.shape, x.dtype, fp8)
-        out = linear._ProductInFp8.forward(context, x, w, q.values, q.scales, kind)
+        out = linear._ProductInFp8.forward(context, x, w, kind, q.values, q.scales)
         assert out.dtype == torch.bfloat16
         of_x, of_weight, *_ = linear._ProductInFp8.backward(context, out)
     return tuple(of_x.shape), tuple(of_weight.shape)
@@ -279,7 +346,9 @@ def test_the_scaled_product_is_the_emulated_one_where_a_cpu_has_it():
         ("model.fp8_recipe=blockwise", Capability("cuda", (10, 0), cuda=(13, 0)), "need Hopper"),
         ("model.fp8_recipe=blockwise", Capability("cuda", (9, 0), cuda=(12, 8)), "CUDA 12.9"),
         ("model.fp8=hybrid model.fp8_recipe=blockwise launch.device=any", H100, "in e4m3 alone"),
-        ("model.num_moe_experts=4", H100, "experts have no product in 8 bits"),
+        ("model.num_moe_experts=4", Capability("cuda", (10, 0), cuda=(13, 0)), "scaled grouped product, which is for"),
+        ("model.num_moe_experts=4 model.fp8_recipe=blockwise", H100, "in e4m3 with a scale for each row alone"),
+        ("model.num_moe_experts=4 model.fp8=hybrid", H100, "in e4m3 with a scale for each row alone"),
         ("", Capability("cuda", (9, 0), scaled_products=False), "no scaled_mm"),
     ],
 )
@@ -294,6 +363,8 @@ def test_the_kernels_line_says_how_weights_are_multiplied():
     config = compose(typed).config
     assert choose_kernels(config, H100).names()["weights"] == "fp8 blockwise scaled"
     assert choose_kernels(config, Capability("cpu")).names()["weights"] == "fp8 blockwise emulated"
+    of_experts = choose_kernels(compose(["model.fp8=e4m3", "model.num_moe_experts=4", typed[1]]).config, H100)
+    assert of_experts.names() | {"experts": "grouped", "weights": "fp8 rowwise scaled"} == of_experts.names()
     assert choose_kernels(compose(["model.fp8=hybrid", *typed[1:2]]).config, H100).fp8.gradients == E5M2
 
 

@@ -168,16 +168,33 @@ def test_what_transformers_chooses_is_not_told_as_ours() -> None:
         assert names["optimizer"] == ("fused" if can.device == "cuda" else "plain")
 
 
+@pytest.mark.parametrize(
+    ("typed", "can", "adds"),
+    [
+        ("parallel.bf16=true", H100, True),
+        ("parallel.bf16=true", replace(H100, adds_products=False), False),
+        ("parallel.bf16=true", Capability("cpu"), False),
+        ("parallel.bf16=true parallel.enable_autocast=true", H100, False),
+        ("parallel.bf16=true train.compile=true", H100, False),
+        ("parallel.fp16=true", H100, False),
+        ("", H100, False),
+    ],
+)
+def test_products_add_gradients_of_bfloat16_weights_where_a_device_can(typed, can, adds):
+    assert chosen(typed, can).adds_gradients == adds
+
+
 def test_all_kernels_are_named_in_one_line():
     kernels = chosen(f"parallel.bf16=true {PACKED} {EXPERTS} train.compile=true", H100)
     assert kernels.line() == (
         "kernels: attention cudnn > flash > efficient > math, documents varlen, experts grouped, weights plain, "
-        "optimizer fused, layers compiled"
+        "gradients added behind products, optimizer fused, layers compiled"
     )
     assert ON_CPU.names() == {
         "attention": "torch's choice",
         "documents": "one by one",
         "experts": "one by one",
+        "gradients": "added behind products",
         "weights": "plain",
         "optimizer": "plain",
         "layers": "eager",

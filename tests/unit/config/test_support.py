@@ -127,13 +127,15 @@ def test_schedules_with_split_backwards_are_trained(name):
     compose([f"pipeline.pp_schedule={name}", "pp=2"], for_training=True)
 
 
-def test_experts_in_8_bits_are_refused_where_the_device_is_known_to_be_a_gpu():
+def test_experts_in_8_bits_but_by_rows_are_refused_where_the_device_is_known_to_be_a_gpu():
     on_gpus = ["+recipe=mixtral_8x7b", "model.fp8=hybrid"]  # the recipe's device is cuda
     compose([*on_gpus, "launch.device=cpu"], for_training=True)
     compose(on_gpus)
-    with pytest.raises(ConfigError, match=r"experts in 8 bits on a GPU \(model.fp8=hybrid\)") as error:
-        compose(on_gpus, for_training=True)
-    assert [problem.code for problem in error.value.problems] == ["PP-E118"]
+    compose([on_gpus[0], "model.fp8=e4m3"], for_training=True)
+    for typed in (on_gpus, [on_gpus[0], "model.fp8=e4m3", "model.fp8_recipe=blockwise"]):
+        with pytest.raises(ConfigError, match=r"other than rowwise in e4m3 \(model.fp8=") as error:
+            compose(typed, for_training=True)
+        assert [problem.code for problem in error.value.problems] == ["PP-E118"]
 
 
 @pytest.mark.parametrize("name", ["PipelineScheduleSingle", "pipelineschedulemulti"])

@@ -1,0 +1,280 @@
+"""`ppctl search`: the fastest configurations of a model on a number of GPUs, with the proof that no other is faster.
+
+Knows what is typed, what is drawn while it searches, and files that it writes. Must not know how the search works
+(`ppctl.search`), nor how the answer looks (`search_text`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppctl.cli import search_text
+from ppctl.cli.console import console, note, width
+from ppctl.cli.main import INTERRUPTED
+from ppctl.config.argv import PLACE, full_name, normalise
+from ppctl.config.checks import check
+from ppctl.config.keys import keys, text_keys
+from ppctl.config.metadata import MOST_RANKS
+from ppctl.errors import ConfigError, MemoryPlanError, Problem, pasted
+from ppctl.host.files import write_atomically
+from ppctl.launch.planning import composed, hides_model
+from ppctl.plan import plan_checked
+from ppctl.plan.layout_choice import AUTO
+from ppctl.plan.memory_limit import GRANULARITY, LIMIT
+from ppctl.plan.profile import KEY as PROFILE
+from ppctl.plan.profile import Profile, read_profile
+from ppctl.plan.schedule_choice import SCHEDULE
+from ppctl.plan.sizes import SEQUENCE
+from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
+from ppctl.search.answer import BAND, Row, against, as_json, rows
+from ppctl.search.branch import Search
+from ppctl.search.space import SEARCHED, Space
+
+_MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
+"""Keys of which a profile has measured one value."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    words = "keys whose value in the recipe stays as well, such as mbs; what is typed always stays"
+    parser.add_argument("--keep", nargs="+", default=[], metavar="KEY", help=words)
+    words = "numbers of nodes instead of one, such as 4,8,16: the fastest configuration on each"
+    parser.add_argument("--nodes", metavar="N,N,...", help=words)
+    words = "show where this configuration stands, and what one change would give: 'tp=8 pp=4'"
+    parser.add_argument("--against", metavar="'KEY=VALUE ...'", help=words)
+    parser.add_argument("--write", metavar="FILE.yaml", help="write the first configuration as a recipe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search. Exit codes: 0 found, 2 problems of the config, 4 nothing fits the memory, 130 interrupted."""
+    gc.disable()  # plans are many small tuples without cycles
+    values, measured = _values(args)
+    if args.nodes:
+        return _frontier(args, values, measured)
+    search = Search(Space(values, _kept(args, values)), measured)
+    interrupted = _to_the_end(search)
+    if not search.found and not interrupted:
+        raise _nothing(args, search)
+    listed = rows(search)
+    lines = [search_text.line(args.line.overrides, search.space, row.planned.configuration) for row in listed]
+    changes = against(search, values.overridden(_asked(args.against))) if args.against and listed else []
+    if args.json:
+        print(json.dumps(as_json(search, listed, lines) | {"against": [each._asdict() for each in changes]}, indent=1))
+    else:
+        print(search_text.text(search, listed, lines, width()))
+        if changes:
+            print(f"\n{search_text.compared(search, changes)}")
+    if args.write and listed:
+        _write(Path(args.write), search)
+    return INTERRUPTED if interrupted else 0
+
+
+def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile | None) -> int:
+    """Search on each number of nodes, and print the fastest configuration of each."""
+    found: list[tuple[Search, Row | None]] = []
+    interrupted = False
+    for nodes in _numbers(args.nodes):
+        space = Space(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
+        search = Search(space, measured)
+        interrupted = _to_the_end(search, alone=True)
+        found.append((search, next(iter(rows(search)), None)))
+        if interrupted:
+            break
+    lines = [
+        search_text.line(
+            _on(args, search.space.values["nodes"]),
+            search.space,
+            row.planned.configuration,
+        )
+        for search, row in found
+        if row is not None
+    ]
+    if args.json:
+        print(json.dumps([as_json(search, [row] if row else [], lines[:1]) for search, row in found], indent=1))
+    else:
+        print(search_text.frontier(found, width()), *lines, sep="\n")
+    return INTERRUPTED if interrupted else 0
+
+
+def _on(args: argparse.Namespace, nodes: int) -> list[str]:
+    """What was typed, on another number of nodes."""
+    return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
+
+
+def _numbers(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and 0 < int(word) <= MOST_RANKS for word in words):
+        raise ConfigError(Problem("PP-E105", f"--nodes {text}: whole numbers with commas", "--nodes 4,8,16", PLACE))
+    return [int(word) for word in words]
+
+
+def _asked(text: str) -> dict[str, Any]:
+    """The values of --against."""
+    line = normalise(shlex.split(text), {}, "search")
+    asked = parse_overrides(" ".join(line.overrides))
+    unknown = [key for key in asked if key not in keys()]
+    if line.problems or line.rest or unknown or not asked:
+        wrong = f"there is no key {unknown[0]}" if unknown else "it has words that are no KEY=VALUE"
+        raise ConfigError(
+            [*line.problems, Problem("PP-E105", f"--against {text!r}: {wrong}", "--against 'tp=8 pp=4'", PLACE)]
+        )
+    follows = {SEQUENCE: asked[tp] != 1} if (tp := full_name("tp")) in asked else {}
+    return {**follows, **asked}
+
+
+def _to_the_end(search: Search, *, alone: bool = False) -> bool:
+    """Search, `alone` for the first configuration, and draw how far it is. Returns whether it was interrupted."""
+    try:
+        with _progress() as show:
+            for _ in search.run():
+                show(search)
+            for _ in chain(() if alone else search.other_divisions(BAND), search.simpler()):
+                show(search)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Search], None]]:
+    """Yield a function that draws how many configurations are decided, and the best so far; nothing on a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda search: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("dividing the ranks", total=None)
+
+        def show(search: Search) -> None:
+            done = search.counts.memory + search.counts.rules + search.counts.planned
+            bar.update(task, total=search.counts.total or None, completed=done, description=search_text.so_far(search))
+
+        yield show
+
+
+# What is searched
+
+
+def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
+    """The config that is searched, and measured costs. Raises ConfigError with all problems."""
+    config, problems = composed(args.line)
+    values = ConfigValues(config.config, config.provenance)
+    if problems and hides_model(config, problems):
+        raise ConfigError(problems)
+    problems += _impossible(values, args)
+    least = Space(values, _kept(args, values)).neutral  # problems of values that are searched are none
+    of_values = {problem.message for problem in check(values.config, values.provenance)}
+    problems = [problem for problem in problems if problem.message not in of_values]
+    problems += check(least.config, least.provenance)
+    violations: Violations = []
+    measured = read_profile(values, violations)
+    if problems or violations:
+        raise ConfigError(list(dict.fromkeys([*problems, *(_planned_problems(values) if violations else ())])))
+    return values, measured
+
+
+def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
+    """The keys that stay: those named, and those of which a profile has measured one value."""
+    return [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
+
+
+def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
+    """What keeps a search from being made at all."""
+    if values["nodes"] is None and values["gpus_per_node"] is None:
+        yield Problem("PP-E228", "a search needs the number of GPUs", "nodes=1 gpus_per_node=8", PLACE)
+    if values[LIMIT] is None:
+        yield Problem("PP-E228", f"a search needs {LIMIT}, in which plans must fit", f"{LIMIT}=80GiB", PLACE)
+    for key, usual in (("layout", "null"), (SCHEDULE, "1f1b")):
+        if values[key] == AUTO:
+            message = f"{key}={AUTO} is a search of its own for one configuration: add it to a line of the answer"
+            yield Problem("PP-E228", message, f"{key}={usual}", values.cite(key))
+    for key in args.keep:
+        if full_name(key) not in map(full_name, SEARCHED):
+            known = ", ".join(SEARCHED)
+            yield Problem("PP-E228", f"--keep {key}: {known} are searched, and {key} is not", "--keep mbs", PLACE)
+
+
+def _planned_problems(values: ConfigValues) -> list[Problem]:
+    """The problems of a config's plan, but for its memory."""
+    try:
+        plan_checked(values.config, values.provenance, [])
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPlanError:
+    """The error of a search that found nothing: what is typed contradicts itself, or does not fit the memory."""
+    space, counts = search.space, search.counts
+    if not counts.memory and not search.over:
+        own = _planned_problems(space.neutral)
+        message = f"of {counts.total:,} configurations with these values every one is against a rule"
+        return ConfigError(own or [Problem("PP-E229", message, "", space.values.cite(*space.fixed))])
+    message = f"none of {counts.total:,} configurations fits {space.world:,} GPUs of {space.values[LIMIT]}"
+    message += f"; {counts.rules:,} are against a rule" * bool(counts.rules)
+    nodes = space.values["nodes"] or 1
+    remedies = []
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = Search(
+            Space(space.values.overridden({"nodes": nodes * factor}), [*_kept(args, space.values)]),
+            search.tree.measured,
+        )
+        for _ in more.run():
+            if more.found:
+                break
+        if more.found:
+            typed = _on(args, nodes * factor)
+            remedies.append(search_text.line(typed, more.space, more.found[0].configuration))
+            message += f"; on {more.space.world:,}, the least of its doublings, the remedy does"
+            break
+    return MemoryPlanError(
+        [Problem("PP-E803", message, "\n".join(remedies), space.values.cite("nodes", "gpus_per_node", LIMIT))]
+    )
+
+
+# What is written
+
+
+def _write(path: Path, search: Search) -> None:
+    """Write the first configuration as a recipe, each value with its source. Raises ConfigError (PP-E127)."""
+    try:
+        write_atomically(path, recipe(search))
+    except OSError as error:
+        message = f"the recipe cannot be written to {path}: {error.strerror}"
+        raise ConfigError(Problem("PP-E127", message, "--write found.yaml", PLACE)) from None
+    note(f"note: wrote {path}; `ppctl train +recipe={pasted(str(path))}` trains it")
+
+
+def recipe(search: Search) -> str:
+    """The first configuration as a recipe: every value that is no default, with its source."""
+    space, first = search.space, search.found[0]
+    values, found = space.values_of(first.configuration), {full_name(key) for key in space.words(first.configuration)}
+    head = f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {space.world:,} GPUs, "
+    head += f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned.\n# {search_text.counts(search)}"
+    lines = [head]
+    section = ""
+    for key, info in text_keys().items():
+        source, value = values.source(key), values.config[key]
+        skipped = source == "default" or source.startswith(("derived", "model.from=")) or "." not in key
+        if value == info.default or (skipped and key not in found) or key == "published":
+            continue
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            lines.append(f"{section}:")
+        text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+        lines.append(f"  {info.field}: {text}  # {'found by ppctl search' if key in found else source}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,152 @@
+"""The answer of a search as text: a table, lines to paste, what was cut off and why. Standard library only.
+
+Knows columns and units. Must not know streams, nor how a search works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppctl.cli.console import aligned, folded, prose
+from ppctl.config.argv import ALIASES, retyped
+from ppctl.plan.memory_limit import GIB, amount
+from ppctl.plan.violations import overrides_text
+from ppctl.search.answer import BAND, Change, Other, Row, first_if, others
+from ppctl.search.branch import CLOSE, Planned, Search
+from ppctl.search.space import Configuration, Space
+
+_SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
+
+
+def text(search: Search, listed: Sequence[Row], lines: Sequence[str], columns: int) -> str:
+    """The answer in paragraphs."""
+    blocks = [prose([counts(search)], columns)]
+    if listed:
+        blocks += [table(listed, columns), prose([order(listed, compared=search.compared)], columns)]
+        blocks.append("\n".join(f"{n:>2}  {line}" for n, line in enumerate(lines, 1)))
+        first = search.found[0].plan.step_time_s
+        blocks.append(prose(["why not", *(f"  {reason(first, other)}" for other in others(search))], columns))
+    return "\n\n".join(blocks)
+
+
+def counts(search: Search) -> str:
+    """What became of all configurations, and what that proves."""
+    of = search.counts
+    cut = f"{of.memory:,} need more memory than there is"
+    cut += f", {of.rules:,} are against a rule" * bool(of.rules)
+    if not search.proved:
+        return f"interrupted: of {of.total:,} configurations {cut}, {of.planned:,} were planned; others may be faster"
+    proof = f"none is more than {CLOSE:.0%} faster than the first under these prices" if search.found else "none fits"
+    return (
+        f"of {of.total:,} configurations {cut}, {of.left:,} are slower by their bound, {of.planned:,} were planned; "
+        f"{proof}"
+    )
+
+
+def table(listed: Sequence[Row], columns: int) -> str:
+    """A row for each configuration."""
+    head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by", "configuration"]
+    body = [head]
+    for number, row in enumerate(listed, 1):
+        plan, peak = row.planned.plan, row.planned.peak
+        mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
+        figures = [f"{plan.timing.tokens_per_s:,.0f}", mfu, f"{plan.bubble_fraction:.1%}", f"{peak / GIB.size:.1f}"]
+        body.append([str(number), *figures, room(row.planned), row.limit, sizes(row.planned.configuration)])
+        body += [["", *[""] * 6, f"or cp{of.cp} mbs{of.micro_batch_size}"] for of in row.alike]
+    return aligned(folded(body, columns, " "), 6)
+
+
+def room(planned: Planned) -> str:
+    """The share of a device's memory that is free at the peak."""
+    limit = planned.plan.limit
+    return "" if limit is None else f"{1 - planned.peak / limit.available_bytes:.0%}"
+
+
+_AGAIN = {"modules": "recompute-modules", "full": "recompute-full"}
+_SHARDED = {"optimizer_gradients": "sharded", "full": "sharded-full"}
+
+
+def sizes(of: Configuration) -> str:
+    """A configuration in short words, without what is 1."""
+    named = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "vpp": of.vpp, "ep": of.ep, "etp": of.etp if of.etp != of.tp else 1}
+    words = [f"{name}{size}" for name, size in named.items() if size > 1]
+    words += [f"mbs{of.micro_batch_size}", _AGAIN.get(of.recomputation, ""), of.schedule if of.pp > 1 else ""]
+    return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
+
+
+def order(listed: Sequence[Row], *, compared: bool) -> str:
+    """How sure the order is."""
+    best = listed[0].planned.plan.step_time_s
+    close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
+    said = f"the first {close} are within {BAND:.0%} of each other, closer than plans are to measured steps"
+    if close == 1:
+        said = f"no other division of the ranks {f'is within {BAND:.0%}' if compared else 'was planned yet'}"
+    moved = [first_if(listed, factor) + 1 for factor in (0.9, 1.1)]
+    for by, number in zip(("faster", "slower"), moved, strict=True):
+        said += f"; with links and memory a tenth {by} number {number} is first" * (number != 1)
+    return said + "; it stays first with links and memory a tenth faster or slower" * (moved == [1, 1])
+
+
+def reason(first: float, other: Other) -> str:
+    """Why the first configuration has another value of an axis."""
+    name = f"{other.axis}={other.value}"
+    if other.seconds is None:
+        return f"{name}: nothing with it fits the memory"
+    more = other.seconds / first - 1
+    share = f"; {other.reason} {'takes' if other.reason[-1] != 's' else 'take'} {other.share:.0%}"
+    said = f"{more:.1%} slower" if more >= 0.0005 else "as fast"
+    if not other.planned:
+        said = f"at least {said}" if more >= 0.0005 else "perhaps as fast"
+    return f"{name}: {said}{share * (other.share >= 0.01)}"
+
+
+def so_far(search: Search) -> str:
+    """The best so far in one line."""
+    if not search.found:
+        return f"{len(search.tree.heap):,} branches open"
+    best = search.found[0]
+    return f"{best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
+
+
+def line(typed: Sequence[str], space: Space, of: Configuration, command: str = "ppctl train") -> str:
+    """The command that trains a configuration."""
+    words = " ".join(filter(None, [command, retyped(typed), overrides_text(space.words(of))]))
+    for key, alias in _SHORT.items():
+        words = words.replace(f"{key}=", f"{alias}=")
+    return words
+
+
+def frontier(found: Sequence[tuple[Search, Row | None]], columns: int) -> str:
+    """A row for each number of GPUs, with the fastest configuration."""
+    head = ["GPUs", "tokens/s", "per GPU", "MFU", "room", "configuration"]
+    body = [head]
+    for search, row in found:
+        gpus = f"{search.space.world:,}"
+        if row is None:
+            body.append([gpus, "", "", "", "", "nothing fits"])
+            continue
+        timing = row.planned.plan.timing
+        mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
+        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(row.planned)]
+        body.append([gpus, *rates, sizes(row.planned.configuration)])
+    return aligned(folded(body, columns, " "), 5)
+
+
+def compared(search: Search, changes: Sequence[Change]) -> str:
+    """Where a configuration that was asked about stands, and what one change would give."""
+    first, asked = search.found[0].plan.step_time_s, changes[0]
+    if asked.step_time_s is None:
+        return "against: the rules forbid that configuration; `ppctl plan` with these words says why"
+    faster = sum(each.plan.step_time_s < asked.step_time_s for each in search.found)
+    fits = "" if asked.fits else f", and does not fit ({amount(asked.peak)} at its peak)"
+    lines = [
+        f"against: a step takes {asked.step_time_s:.4g} s, {asked.step_time_s / first - 1:.1%} more than the first's "
+        f"{first:.4g} s{fits}; {faster} of those planned are faster. With one change:"
+    ]
+    for change in changes[1:]:
+        if change.step_time_s is None:
+            said = "against a rule"
+        else:
+            said = f"{change.step_time_s / asked.step_time_s - 1:+.1%}" + ", does not fit" * (not change.fits)
+        lines.append(f"  {overrides_text(change.words)}: {said}")
+    return "\n".join(lines)

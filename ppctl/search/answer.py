@@ -1,0 +1,200 @@
+"""The answer of a search as data: the best configuration of every division of the ranks, and why others were not taken.
+
+Knows what limits a step, and what a choice would cost at least. Must not know how text looks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from ppctl.config.checks import check
+from ppctl.config.schema import RunConfig
+from ppctl.cost.times import Machine, layer_seconds, layer_work
+from ppctl.geometry.layers import Layer, layer_kinds, recomputed_modules
+from ppctl.plan.build import plan_alone
+from ppctl.plan.memory import setting_of
+from ppctl.plan.prices import machine_for
+from ppctl.plan.violations import ConfigValues, Overrides
+from ppctl.search.branch import CLOSE, ROWS, Planned, Search
+from ppctl.search.space import AXES, CHANGED, Configuration, Space
+from ppctl.topology import ParallelSizes
+
+BAND = 0.1
+"""Within this share of the first, plans do not say which is faster: predicted steps were off by about as much."""
+
+
+class Row(NamedTuple):
+    """One configuration of the answer."""
+
+    planned: Planned
+    shares: dict[str, float]
+    """Share of a step's time by what it is spent on beside computing everything once."""
+    alike: tuple[Configuration, ...]
+    """Others that take as long, and differ in context parallelism and microbatch only."""
+
+    @property
+    def limit(self) -> str:
+        """What a step would gain most from without."""
+        name = max(self.shares, key=self.shares.__getitem__)
+        return name if self.shares[name] >= 0.05 else "compute"
+
+
+def rows(search: Search) -> list[Row]:
+    """The fastest configuration of each division of the ranks, the fastest first."""
+    best: dict[tuple[Any, ...], Planned] = {}
+    for planned in search.found:
+        best.setdefault(planned.configuration[: len(AXES)], planned)
+    groups: dict[tuple[Any, ...], list[Planned]] = {}
+    for planned in best.values():
+        of = planned.configuration._replace(cp=1, micro_batch_size=1)
+        groups.setdefault((planned.order[0], of), []).append(planned)
+    return [
+        Row(first, shares(search.space, first), tuple(other.configuration for other in more))
+        for first, *more in list(groups.values())[:ROWS]
+    ]
+
+
+def shares(space: Space, planned: Planned) -> dict[str, float]:
+    """Share of a step's time by what it is spent on, beside computing everything once."""
+    plan, timing, step = planned.plan, planned.plan.timing, planned.plan.step_time_s
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    exchanged, again = in_layers(space.values_of(planned.configuration).config, plan.sizes, layers)
+    calls = plan.gradient_accumulation_steps * timing.pipeline_s / step
+    busy = calls * (1 - plan.bubble_fraction)
+    return {
+        "bubble": calls * plan.bubble_fraction,
+        EXCHANGES: busy * exchanged,
+        "recomputation": busy * again,
+        "gradients and optimizer": 1 - calls + calls * dict(timing.critical).get("gradients", 0.0) / timing.pipeline_s,
+    }
+
+
+def in_layers(config: RunConfig, sizes: ParallelSizes, layers: Sequence[Layer]) -> tuple[float, float]:
+    """Shares of the time of `layers` that are exchanges between ranks, and computing again."""
+    setting = setting_of(config, sizes, config.train.micro_batch_size)
+    machine, kinds = machine_for(config, setting), Counter(layer_kinds(config.model, layers))
+    again = None if config.train.recompute_granularity == "full" else recomputed_modules(config.train, 0)
+    free = machine.device._replace(fast_link=float("inf"), network=float("inf"), latency=0.0)
+
+    def spent(on: Machine, recomputed: tuple[str, ...] | None) -> float:
+        return sum(
+            number * sum(layer_seconds(layer_work(config.model, kind, setting), on, recomputed))
+            for kind, number in kinds.items()
+        )
+
+    whole = spent(machine, again)
+    return 1 - spent(machine._replace(device=free), again) / whole, 1 - spent(machine, ()) / whole
+
+
+EXCHANGES = "exchanges inside layers"
+LINKS = (EXCHANGES, "gradients and optimizer")
+"""What takes longer over slower links and memory."""
+
+
+def first_if(listed: Sequence[Row], factor: float) -> int:
+    """The row that is first if links and memory take `factor` times as long, to first order."""
+    moved = [
+        row.planned.plan.step_time_s * (1 + (factor - 1) * sum(row.shares[name] for name in LINKS)) for row in listed
+    ]
+    return moved.index(min(moved))
+
+
+class Other(NamedTuple):
+    """A value of an axis that the first configuration does not have."""
+
+    axis: str
+    value: int
+    seconds: float | None
+    """The least that a step takes with it; None if nothing with it fits."""
+    planned: bool
+    """Whether these are the seconds of a plan, and not a bound."""
+    reason: str
+    share: float
+    """What such a step spends most on beside computing, and how much of it; without a plan exchanges inside layers."""
+
+
+def others(search: Search) -> Iterator[Other]:
+    """The values next to the first configuration's on every axis, and tensor parallelism over a whole machine."""
+    first = search.found[0].configuration
+    for at, axis in enumerate(AXES[:4]):
+        taken = int(first[at])
+        known = sorted({int(axes[at]) for axes in search.tree.divisions})
+        near = [value for value in known if value < taken][-1:] + [value for value in known if value > taken][:1]
+        machine = search.space.values["gpus_per_node"]
+        near += [value for value in known if axis == "tp" and value == machine and value not in (*near, taken)]
+        yield from (_other(search, at, value) for value in near)
+
+
+def _other(search: Search, at: int, value: int) -> Other:
+    """The best that is known of a value of an axis."""
+    plans = [each for each in search.found if each.configuration[at] == value]
+    branches = [branch for branch in search.tree.heap if branch.parts[0][at] == value]
+    bound = min(branches, default=None)
+    if plans and (bound is None or bound.seconds >= plans[0].plan.step_time_s):
+        spent = shares(search.space, plans[0])
+        reason = max(spent, key=spent.__getitem__)
+        return Other(AXES[at], value, plans[0].plan.step_time_s, True, reason, spent[reason])
+    if bound is None:
+        return Other(AXES[at], value, None, False, "", 0.0)
+    of = bound.parts[0]
+    sizes, values = search.space.sizes(of), search.space.values_of(of)
+    share = 0.0 if sizes is None else in_layers(values.config, sizes, search.tree.whole.layers[0])[0]
+    return Other(AXES[at], value, bound.seconds, False, EXCHANGES, share)
+
+
+class Change(NamedTuple):
+    """A configuration that was asked about, with one change."""
+
+    words: Overrides
+    step_time_s: float | None
+    """None if a rule forbids it."""
+    peak: int
+    fits: bool
+
+
+def against(search: Search, asked: ConfigValues) -> list[Change]:
+    """The configuration of `asked` first, then with each value that the first of the answer has instead."""
+    first = search.space.values_of(search.found[0].configuration)
+    apart = [{key: first[key] for key in keys if first[key] != asked[key]} for keys in CHANGED]
+    return [_changed(asked, {}), *(_changed(asked, words) for words in apart if words)]
+
+
+def _changed(asked: ConfigValues, words: Overrides) -> Change:
+    values = asked.overridden(words)
+    plan = None if check(values.config, values.provenance) else plan_alone(values)
+    if plan is None:
+        return Change(words, None, 0, False)
+    peak = max(cost.peak_bytes for cost in plan.pp_ranks)
+    return Change(words, plan.step_time_s, peak, plan.limit is None or peak <= plan.limit.available_bytes)
+
+
+def as_json(search: Search, listed: list[Row], lines: list[str]) -> dict[str, Any]:
+    """The answer as plain data."""
+    return {
+        "counts": asdict(search.counts),
+        "proved": search.proved,
+        "close": CLOSE,
+        "rows": [_row_json(row, line) for row, line in zip(listed, lines, strict=True)],
+        "others": [other._asdict() for other in others(search)] if search.found else [],
+    }
+
+
+def _row_json(row: Row, line: str) -> dict[str, Any]:
+    plan = row.planned.plan
+    return {
+        **row.planned.configuration._asdict(),
+        "step_time_s": plan.step_time_s,
+        "bound_s": row.planned.bound,
+        "tokens_per_s": plan.timing.tokens_per_s,
+        "mfu": plan.timing.mfu,
+        "bubble_fraction": plan.bubble_fraction,
+        "peak_bytes": row.planned.peak,
+        "available_bytes": None if plan.limit is None else plan.limit.available_bytes,
+        "layout": plan.layout,
+        "limit": row.limit,
+        "shares": row.shares,
+        "line": line,
+    }

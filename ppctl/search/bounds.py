@@ -1,0 +1,311 @@
+"""The least seconds and bytes that any plan of a configuration can have, from the plan's own prices of its stages.
+
+In closed form: a rank waits for its first input, then its forwards and backwards run one after the other, and what it
+does last goes on to the first stage; it holds its state, and what its schedule has begun at its fullest moment. Closer:
+a few rounds of the schedule simulated, and the rest at the pace of the ranks on their critical path. Knows how a
+pipeline fills. Must not know which configurations there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+from ppctl.config.parallel_rules import in_batches
+from ppctl.config.schema import RunConfig
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
+from ppctl.cost.state import State, state_bytes
+from ppctl.cost.times import optimizer_seconds
+from ppctl.errors import ScheduleError
+from ppctl.geometry.layers import Layer, holds_final_norm, layer_kinds, parse_layers
+from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.memory_limit import device_limit
+from ppctl.plan.prices import machine_for, pricer, reduction, simulation_costs
+from ppctl.plan.profile import Profile
+from ppctl.plan.schedule_choice import Choice, compute_only, presumed
+from ppctl.plan.stages import precision_of
+from ppctl.plan.types import StageCost, StageSpec
+from ppctl.plan.violations import ConfigValues
+from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Placement, Schedule
+from ppctl.schedule.policies import POLICIES
+from ppctl.schedule.simulate import simulate
+from ppctl.schedule.trace import step_time
+from ppctl.search.space import Configuration
+from ppctl.topology import ParallelSizes
+
+FILLED, STEADY = 3, 6
+"""Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
+down. Checked for every policy by tests, not derived."""
+_ALL_AT_ONCE = "gpipe"
+"""The policy that holds every microbatch."""
+
+
+class Cut:
+    """The layers of a layout's stages."""
+
+    def __init__(self, values: ConfigValues, layout: PipelineParallelLayerLayout) -> None:
+        model, count, precision = values.config.model, len(layout.stages), precision_of(values.config)
+        self.pp, self.vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+        self.layers = [parse_layers(layout.layer_names(stage)) for stage in range(count)]
+        each_apart = model.transformers is not None or values["train.recompute_stages"] is not None
+        self.like: list[Hashable] = [
+            (stage if each_apart else 0, stage == count - 1, holds_final_norm(model, held), *layer_kinds(model, held))
+            for stage, held in enumerate(self.layers)
+        ]
+        """Stage -> a key: stages with equal keys have equal costs."""
+        self.trained = [trained_count(model, held) for held in self.layers]
+        self.untrained = [
+            untrained_bytes(model, held, weight=precision.weight, gradient=precision.gradient) for held in self.layers
+        ]
+        self.frozen = next((stage for stage, number in enumerate(self.trained) if number.total()), 0)
+        """First stages that train nothing, and have no backward."""
+
+    @cached_property
+    def ranks(self) -> dict[str, list[tuple[int, ...]]]:
+        """Placement -> the stages of each rank, in chunk order."""
+        places = [Placement(kind, self.pp, len(self.layers)) for kind in ("loop", "v")]
+        return {place.kind: [place.stages_of(rank) for rank in range(self.pp)] for place in places}
+
+
+class Alive(NamedTuple):
+    """A rank at the moment of its list, before a backward, when most microbatches are between their F and their B."""
+
+    begun: tuple[int, ...]
+    """Chunk -> how many microbatches are."""
+    runs: int
+    """The chunk whose backward comes next."""
+    summing: tuple[bool, ...]
+    """Chunk -> whether it has made weight gradients, and will make more."""
+
+
+def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
+    """Microbatches of so many rounds, which end as all `num_microbatches` do."""
+    row = POLICIES[policy]
+    least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
+    return min(num_microbatches, num_microbatches % pp + max(rounds * pp, least))
+
+
+class Rounds:
+    """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
+
+    def __init__(self, values: ConfigValues, policy: str, vpp: int, number: int) -> None:
+        self.values, self.number = values, number
+        self._make = partial(compute_only, values, Choice(policy), vpp)
+        self.plain = self._make(number)
+        self.every = policy == _ALL_AT_ONCE
+        self._lowered: dict[int, Schedule] = {}
+
+    def lowered(self, number: int, frozen: int) -> Schedule:
+        """With its messages, for `number` microbatches."""
+        if number not in self._lowered:
+            self._lowered[number] = presumed(self.values, self._make(number), frozen).schedule
+        return self._lowered[number]
+
+    @cached_property
+    def fullest(self) -> list[Alive]:
+        """The fullest moment of every rank."""
+        return [
+            _fullest(row, self.plain.placement.stages_of(rank), self.number)
+            for rank, row in enumerate(self.plain.actions)
+        ]
+
+
+def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> Alive:
+    chunk = {stage: at for at, stage in enumerate(own)}
+    begun, made, most = [0] * len(own), [0] * len(own), Alive((), 0, ())
+    for op, stage, _ in row:
+        at = chunk[stage]
+        if op is F:
+            begun[at] += 1
+        if op in INPUT_GRADIENTS:
+            if sum(begun) >= sum(most.begun):
+                most = Alive(tuple(begun), at, tuple(0 < done < number for done in made))
+            begun[at] -= 1
+        made[at] += op in WEIGHT_GRADIENTS
+    return most
+
+
+class Share:
+    """Costs of stages on ranks that divide the model in one way, with one microbatch size and recomputation."""
+
+    def __init__(
+        self, values: ConfigValues, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None
+    ) -> None:
+        self.config = values.config
+        self.setting = setting_of(values.config, sizes, micro_batch_size)
+        self._price = pricer(values.config, sizes, micro_batch_size, measured)
+        self._known: dict[Hashable, tuple[StageCost, int]] = {}
+
+    def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> tuple[StageCost, int]:
+        """The cost of a stage, and the bytes that live beside what it keeps while its backward runs."""
+        if like not in self._known:
+            more = stage_activations(self.config.model, layers, self.setting, stage).in_backward
+            self._known[like] = self._price(stage, layers, last), more
+        return self._known[like]
+
+
+class Division:
+    """What depends on how many replicas there are: room, state, and the optimizer's step."""
+
+    def __init__(self, config: RunConfig, sizes: ParallelSizes) -> None:
+        self.config, self.sizes = config, sizes
+        self.device, self.precision = device_of(config), precision_of(config)
+        limit = device_limit(config, sizes)
+        self.available = float("inf") if limit is None else limit.available_bytes
+        setting = setting_of(config, sizes, 1)
+        self._machine = machine_for(config, setting)
+        self.partial = setting.allocator.backward
+        """Whether gradients that ranks share are counted only while they are there."""
+
+    def state(self, cut: Cut, own: Sequence[int], sharding: str) -> State:
+        """Bytes of the state of a rank's stages; Muon's optimizer may hold as good as none of it."""
+        trained = sum((cut.trained[stage] for stage in own), Counter())
+        state = state_bytes(trained, self.sizes, self.precision, sharding)
+        weights = state.weights + sum(cut.untrained[stage] for stage in own)
+        return State(weights, state.gradients, 0 if self.config.optim.name == "muon" else state.optimizer)
+
+    @staticmethod
+    def certain(state: State, sharding: str) -> int:
+        """Bytes that are there together at some moment under any schedule: all weights, when the first microbatch runs
+        on a rank's last stage."""
+        return state.total if sharding == "none" else state.optimizer + state.weights
+
+    def reduce_s(self, trained: Count, cost: StageCost) -> float:
+        """Seconds that a stage of this cost waits for the sums of its gradients."""
+        return reduction(self.config, trained, self._machine, cost.forward_s + cost.backward_s)
+
+    def updating(self, state: State, sharding: str) -> float:
+        """Seconds of the optimizer's step over what is certainly there."""
+        weights = 0 if sharding == "full" else state.weights
+        return optimizer_seconds(weights, state.gradients if sharding == "none" else 0, state.optimizer, self.device)
+
+
+class Pipeline:
+    """The least costs of a layout with a `Share` and a `Division`, under any schedule of a kind."""
+
+    def __init__(self, share: Share, division: Division, cut: Cut) -> None:
+        self.share, self.division, self.cut = share, division, cut
+        last = len(cut.layers) - 1
+        priced = [
+            share.passes(held, stage, cut.like[stage], last=stage == last) for stage, held in enumerate(cut.layers)
+        ]
+        alike = {like: (own, cost) for like, own, (cost, _) in zip(cut.like, cut.trained, priced, strict=True)}
+        reduces = {like: division.reduce_s(*each) for like, each in alike.items()}
+        elements = {like: sum(on_device(own, division.sizes)) for like, (own, _) in alike.items()}
+        self.costs = [cost._replace(reduce_s=reduces[like]) for (cost, _), like in zip(priced, cut.like, strict=True)]
+        self.beside = [more for _, more in priced]
+        self.elements = [elements[like] for like in cut.like]
+        self._states: dict[tuple[str, str], list[State]] = {}
+
+    def _is_local(self, stage: int, placement: str) -> bool:
+        """Whether a stage's result stays on its rank."""
+        return self.cut.pp == 1 or stage + 1 == len(self.costs) or (placement == "v" and stage == self.cut.pp - 1)
+
+    @property
+    def _hidden(self) -> float:
+        """The largest share of an operation that a pair can hide: no pair saves more than its two exchanges."""
+        each = [(cost.exchange_s, cost.forward_s) for cost in self.costs]
+        each += [(cost.exchange_back_s, cost.input_grad_s) for cost in self.costs]
+        return max((exchanged / seconds for exchanged, seconds in each if seconds), default=0.0)
+
+    def seconds(self, num_microbatches: int, policy: str) -> float:
+        """The least of a schedule call, in closed form. A rank that waits for batches of messages is busy with them."""
+        row, frozen, costs = POLICIES[policy], self.cut.frozen, self.costs
+        alone = 1.0 - self._hidden * row.pairs
+        hops = [0.0 if self._is_local(stage, row.placement) else each.message_s for stage, each in enumerate(costs)]
+        forwards = [alone * each.forward_s for each in costs]
+        backwards = [0.0 if stage < frozen else alone * each.backward_s for stage, each in enumerate(costs)]
+        back_hops = [hop if stage >= frozen else 0.0 for stage, hop in enumerate(hops)]
+        ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
+        behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
+        waits = in_batches(self.share.config)
+        longest = ahead[-1] if row.splits else ahead[-1] + behind[-1]
+        for own in self.cut.ranks[row.placement]:
+            first = own[0]
+            busy = sum(forwards[stage] + backwards[stage] for stage in own)
+            sent = back_hops[first - 1] if first else 0.0
+            if waits:
+                busy += sum(hops[stage] + (back_hops[stage - 1] if stage else 0.0) for stage in own)
+            tail = max(costs[first].reduce_s, 0.0 if row.splits else behind[first] - (sent if waits else 0.0))
+            longest = max(longest, ahead[first] + num_microbatches * busy + tail)
+        return longest
+
+    def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
+        """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the
+        longest of sums that each grow evenly with the rounds, so that no later round adds less. 0 if it hangs, and
+        for the policy that has no rounds."""
+        costs, pp, number = simulation_costs(self.costs, self._stages(rounds)), self.cut.pp, rounds.number
+        more = -(-(num_microbatches - number) // pp)
+        if rounds.every and more:
+            return 0.0
+        try:
+            spent = [
+                step_time(simulate(rounds.lowered(each, self.cut.frozen), costs))
+                for each in (number, number - pp)[: 1 + bool(more)]
+            ]
+        except ScheduleError:
+            return 0.0
+        return spent[0] + more * (spent[0] - spent[-1])
+
+    def _stages(self, rounds: Rounds) -> list[StageSpec]:
+        """Where each stage is, without what it sends."""
+        place = rounds.plain.placement
+        spots = [(stage, place.rank_of(stage), place.chunk_of(stage)) for stage in range(len(self.costs))]
+        return [StageSpec(*spot, held, (), (), 0, 0, 0) for spot, held in zip(spots, self.cut.layers, strict=True)]
+
+    def states(self, placement: str, sharding: str) -> list[State]:
+        """Bytes of every rank's state while all of it is there."""
+        if (placement, sharding) not in self._states:
+            known: dict[Hashable, State] = {}
+            listed = []
+            for own in self.cut.ranks[placement]:
+                like = tuple(self.cut.like[stage] for stage in own)
+                if like not in known:
+                    known[like] = self.division.state(self.cut, own, sharding)
+                listed.append(known[like])
+            self._states[placement, sharding] = listed
+        return self._states[placement, sharding]
+
+    def updating(self, policy: str, sharding: str) -> float:
+        """Seconds of the optimizer's step."""
+        states = self.states(POLICIES[policy].placement, sharding)
+        return max(self.division.updating(state, sharding) for state in states)
+
+    def least(self, policy: str, sharding: str) -> float:
+        """Bytes of the rank that holds most, of its state and one microbatch, which is on all its stages at once."""
+        placement = POLICIES[policy].placement
+        return max(
+            self.division.certain(state, sharding) + sum(self.costs[stage].activation_bytes for stage in own)
+            for own, state in zip(self.cut.ranks[placement], self.states(placement, sharding), strict=True)
+        )
+
+    def peak(self, rounds: Rounds, num_microbatches: int, of: Configuration) -> float:
+        """Bytes of the rank that holds most at its fullest moment."""
+        row, every = POLICIES[of.schedule], num_microbatches if rounds.every else 0
+        states = self.states(row.placement, of.data_parallel_sharding)
+        return max(
+            self._held(own, state, moment, every, row.splits, of.data_parallel_sharding)
+            for own, state, moment in zip(self.cut.ranks[row.placement], states, rounds.fullest, strict=True)
+        )
+
+    def _held(
+        self, own: tuple[int, ...], state: State, moment: Alive, every: int, splits: bool, sharding: str
+    ) -> float:
+        """Bytes of a rank with the stages `own`: under sharding of gradients what stages need comes and goes."""
+        division, held = self.division, float(state.optimizer)
+        for number, stage in zip(moment.begun, own, strict=True):
+            held += (every or number) * self.costs[stage].activation_bytes
+        if not splits and own[moment.runs] >= self.cut.frozen:
+            held += self.beside[own[moment.runs]]
+        if sharding == "none" or (sharding != "full" and not division.partial):
+            return held + state.weights + state.gradients
+        sizes = [self.elements[stage] for stage in own]
+        summed = sum(size for size, here in zip(sizes, moment.summing, strict=True) if here)
+        gathered = sum(size for size, number in zip(sizes, moment.begun, strict=True) if number)
+        weights = division.precision.weight * gathered if sharding == "full" else state.weights
+        return held + weights + division.precision.gradient * summed

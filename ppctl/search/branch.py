@@ -1,0 +1,311 @@
+"""Branch and bound, best first: the fastest configurations that fit, and the proof that no other is faster.
+
+A branch is a set of configurations with a bound. The branch with the least bound is divided, or planned if it is a
+single configuration, until no bound is below what is known by more than `CLOSE`. Knows what is cut off, and why. Must
+not know how bounds come about, or how plans are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, cast
+
+from ppctl.layout import PipelineParallelLayerLayout, even_layout
+from ppctl.plan import Plan
+from ppctl.plan.build import plan_alone
+from ppctl.plan.memory_limit import SHARDING, SHARDINGS
+from ppctl.plan.profile import Profile
+from ppctl.schedule.policies import POLICIES
+from ppctl.search.bounds import FILLED, STEADY, Cut, Division, Pipeline, Rounds, Share, few_rounds
+from ppctl.search.space import AXES, Configuration, Space
+from ppctl.topology import ParallelSizes
+
+CLOSE = 0.02
+"""The share of a step's time by which a configuration must be faster to be looked for."""
+ROWS = 10
+"""Divisions of the ranks in an answer, at most."""
+_SHOWN = 20
+"""Branches that are divided between two looks at what is known."""
+
+
+Batch = tuple[int, int, int]
+"""Samples of a microbatch, microbatches of a schedule call, calls of a step."""
+
+
+class Planned(NamedTuple):
+    """A configuration with its plan."""
+
+    configuration: Configuration
+    plan: Plan
+    bound: float
+    """The least seconds that a step was known to take."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that holds most."""
+        return max(cost.peak_bytes for cost in self.plan.pp_ranks)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Its place among others: by seconds in four digits, more than they are worth, then by what is simpler."""
+        of = self.configuration
+        simple = of.cp, of.pp, of.ep, SHARDINGS.index(of.data_parallel_sharding), of.vpp, of
+        return (float(f"{self.plan.step_time_s:.4g}"), *simple)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank holds more than its device has."""
+        return self.plan.limit is None or self.peak <= self.plan.limit.available_bytes
+
+
+@dataclass
+class Counts:
+    """How many configurations there are, and what became of them."""
+
+    total: int = 0
+    memory: int = 0
+    """That need more memory than there is, by their bound."""
+    rules: int = 0
+    """That a rule forbids."""
+    planned: int = 0
+    left: int = 0
+    """That are in branches whose bound is not below what is known."""
+
+
+class Branch(NamedTuple):
+    """A set of configurations, and the least seconds of a step of any of them."""
+
+    seconds: float
+    number: int
+    """The order in which branches were made, which decides among equals."""
+    size: int
+    level: str
+    """The method of `Tree` that divides it, or `plan`."""
+    parts: tuple[Any, ...]
+
+
+class Tree:
+    """The branches of a space: divisions of the ranks, then microbatch and recomputation, layout, schedule."""
+
+    def __init__(self, space: Space, measured: Profile | None = None) -> None:
+        self.space, self.measured, self.counts = space, measured, Counts()
+        self.heap: list[Branch] = []
+        self.divisions: list[Configuration] = []
+        """Every division of the ranks that the rules allow."""
+        self._made, self._least = 0, 0.0
+        self._known: dict[Any, Any] = {}
+        sharded = {} if SHARDING in space.fixed else {SHARDING: "full"}
+        self._config = space.values.overridden(sharded).config
+        """With the least exchanges of gradients."""
+        model = self._config.model
+        layout = even_layout(model.num_layers, 1, model.mtp_num_layers or 0)
+        self.whole = Cut(space.values, PipelineParallelLayerLayout(layout, 1))
+        """The model as one stage."""
+
+    def divide(self, branch: Branch) -> None:
+        """Add the parts of a branch; none takes less than the branch."""
+        self._least = branch.seconds
+        getattr(self, branch.level)(*branch.parts)
+
+    def _add(self, seconds: float, size: int, level: str, *parts: Any) -> None:
+        self._made += 1
+        heappush(self.heap, Branch(max(seconds, self._least), self._made, size, level, parts))
+
+    def root(self) -> None:
+        """Every division of the ranks, timed as if its samples came in one microbatch with nothing computed again."""
+        space = self.space
+        for axes, sizes in space.axes():
+            if sizes is None:
+                self.counts.rules += 1
+                self.counts.total += 1
+                continue
+            batches = space.batches(sizes.dp)
+            size = len(batches) * len(space.recomputations) * space.count(sizes)
+            self.counts.total += size
+            if not size:
+                continue
+            self.divisions.append(axes)
+            of = axes._replace(recomputation=space.recomputations[0], micro_batch_size=space.largest_batch)
+            of = of._replace(data_parallel_sharding=space.shardings(sizes)[-1])
+            division = Division(self._config, sizes)
+            if self._state(division, of.data_parallel_sharding) / sizes.pp > division.available:
+                self.counts.memory += size
+                continue
+            seconds = self._whole(of, sizes)[0] / of.micro_batch_size
+            each = space.values["gbs"] / sizes.dp / sizes.pp
+            self._add(each * seconds, size, "of_axes", of, sizes, division, batches)
+
+    def of_axes(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """Every microbatch size and recomputation, as if the model's layers were divided exactly."""
+        space, size = self.space, self.space.count(sizes)
+        if not space.obeys(next(space.layouts(of, sizes))):
+            self.counts.rules += size * len(batches) * len(space.recomputations)
+            return
+        state = self._state(division, of.data_parallel_sharding)
+        for again in space.recomputations:
+            for number, batch in enumerate(batches):
+                each = of._replace(micro_batch_size=batch[0], recomputation=again)
+                seconds, kept = self._whole(each, sizes)
+                if (state + kept) / sizes.pp > division.available:
+                    self.counts.memory += size * (len(batches) - number)  # larger microbatches keep more
+                    break
+                self._add(batch[1] * batch[2] * seconds / sizes.pp, size, "of_share", each, sizes, division, batch)
+
+    def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch) -> None:
+        """Every layout, with the schedules that run it and the ways to divide the optimizer's state."""
+        space, share = self.space, self._share(of, sizes)
+        for vpp in space.chunks(sizes.pp):
+            pipeline = Pipeline(share, division, self._cut(sizes.pp, vpp))
+            for name in space.schedules(sizes.pp, vpp):
+                if batch[1] < POLICIES[name].needs_microbatches(sizes.pp):
+                    self.counts.rules += len(space.shardings(sizes))
+                    continue
+                each = of._replace(vpp=vpp, schedule=name)
+                call = pipeline.seconds(batch[1], name)
+                for sharding in space.shardings(sizes):
+                    if pipeline.least(name, sharding) > division.available:
+                        self.counts.memory += 1
+                        continue
+                    seconds = batch[2] * call + pipeline.updating(name, sharding)
+                    of_one = each._replace(data_parallel_sharding=sharding)
+                    self._add(seconds, 1, "closer", of_one, pipeline, batch)
+
+    def closer(self, of: Configuration, pipeline: Pipeline, batch: Batch) -> None:
+        """One configuration, by a few rounds of its schedule: what it holds, and then its pace."""
+        few = self._rounds(of, batch[1], FILLED)
+        if pipeline.peak(few, batch[1], of) > pipeline.division.available:
+            self.counts.memory += 1
+            return
+        key = (of._replace(data_parallel_sharding=""), "seconds")
+        call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
+        seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
+        self._add(seconds + pipeline.updating(of.schedule, of.data_parallel_sharding), 1, "plan", of)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _share(self, of: Configuration, sizes: ParallelSizes) -> Share:
+        """The costs of stages, whatever pp."""
+        key = of._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
+        return cast(
+            Share,
+            self._once(key, lambda: Share(self.space.values_of(of), sizes, of.micro_batch_size, self.measured)),
+        )
+
+    def _whole(self, of: Configuration, sizes: ParallelSizes) -> tuple[float, int]:
+        """Seconds of a microbatch through the whole model that no pair hides, and the bytes that it keeps."""
+        cost, _ = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
+        return cost.forward_s + cost.backward_s - cost.exchange_s - cost.exchange_back_s, cost.activation_bytes
+
+    def _state(self, division: Division, sharding: str) -> int:
+        """Bytes of state that all stages have together at least."""
+        return division.certain(division.state(self.whole, [0], sharding), sharding)
+
+    def _cut(self, pp: int, vpp: int) -> Cut:
+        """The layers of the stages of so many chunks per rank, for which there is a layout."""
+        layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
+        return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
+
+    def _rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
+        """So many rounds of a configuration's schedule."""
+        few = few_rounds(of.schedule, of.pp, num_microbatches, number)
+        key = (of.schedule, of.pp, of.vpp, few, of.ep > 1)
+        return cast(Rounds, self._once(key, lambda: Rounds(self.space.values_of(of), of.schedule, of.vpp, few)))
+
+
+class Search:
+    """A search under way: `found` has the configurations that were planned and fit, the fastest first."""
+
+    def __init__(self, space: Space, measured: Profile | None = None) -> None:
+        self.space, self.tree = space, Tree(space, measured)
+        self.found: list[Planned] = []
+        self.over: list[Planned] = []
+        """Planned, and larger than the device."""
+        self.proved = self.compared = False
+        """Whether nothing is left that is faster by more than CLOSE; and whether other divisions were looked at."""
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the configurations so far."""
+        return self.tree.counts
+
+    @property
+    def least(self) -> float:
+        """Seconds of the fastest step that is known."""
+        return min(each.plan.step_time_s for each in self.found)
+
+    def run(self) -> Iterator[Search]:
+        """Search; yields itself after every plan and every hundred branches."""
+        tree, steps = self.tree, 0
+        tree.root()
+        while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
+            branch = heappop(tree.heap)
+            if branch.level == "plan":
+                self._plan_one(branch)
+                yield self
+            else:
+                tree.divide(branch)
+                steps += 1
+                if steps % _SHOWN == 0:
+                    yield self
+        self.counts.left = sum(branch.size for branch in tree.heap)
+        self.proved = True
+
+    def other_divisions(self, share: float) -> Iterator[Search]:
+        """Plan the fastest configuration of other divisions of the ranks, as long as bounds are within `share` of the
+        first, until there are `ROWS`. Yields itself after every plan."""
+        tree, known = self.tree, {each.configuration[: len(AXES)] for each in self.found}
+        aside: list[Branch] = []
+        while tree.heap and self.found and len(known) < ROWS:
+            if tree.heap[0].seconds > (1 + share) * self.found[0].plan.step_time_s:
+                break
+            branch = heappop(tree.heap)
+            if branch.parts[0][: len(AXES)] in known:
+                aside.append(branch)
+            elif branch.level == "plan":
+                self.counts.left -= 1
+                self._plan_one(branch)
+                known = {each.configuration[: len(AXES)] for each in self.found}
+                yield self
+            else:
+                before = self.counts.memory + self.counts.rules
+                tree.divide(branch)
+                self.counts.left -= self.counts.memory + self.counts.rules - before
+        for branch in aside:
+            heappush(tree.heap, branch)
+        self.compared = True
+
+    def simpler(self) -> Iterator[Search]:
+        """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
+        for planned in self.found[: 2 * ROWS]:
+            of = planned.configuration
+            for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
+                if SHARDING not in self.space.fixed and self.plan_once(of._replace(data_parallel_sharding=sharding)):
+                    yield self
+
+    def _plan_one(self, branch: Branch) -> None:
+        if self.plan(branch.parts[0], branch.seconds) is None:
+            self.counts.rules += 1
+        else:
+            self.counts.planned += 1
+
+    def plan_once(self, of: Configuration) -> Planned | None:
+        """The plan of a configuration that may stand in any branch, if it has not been planned yet."""
+        if any(each.configuration == of for each in (*self.found, *self.over)):
+            return None
+        return self.plan(of, 0.0)
+
+    def plan(self, of: Configuration, bound: float) -> Planned | None:
+        """The plan of one configuration, kept where it belongs; None if a rule forbids it."""
+        plan = plan_alone(self.space.values_of(of)) if self.space.obeys(of) else None
+        if plan is None or not plan.timing.pipeline_s:
+            return None
+        planned = Planned(of, plan, bound)
+        kept = self.found if planned.fits else self.over
+        kept.append(planned)
+        kept.sort(key=lambda each: each.order)
+        return planned

@@ -1,0 +1,234 @@
+"""Configurations as values, and the enumeration of all that the rules allow for a model and a number of GPUs.
+
+Values of the command line stay, and so do those named to be kept; of the other keys in `SEARCHED` every value is
+tried, whatever a recipe says. Knows which keys are searched, and which others follow from them. Must not know prices.
+The rules themselves are the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import product
+from math import gcd
+from typing import Any, NamedTuple
+
+from ppctl.config.argv import ALIASES, PLACE
+from ppctl.config.checks import check
+from ppctl.geometry.layers import DEFAULT_MODULES
+from ppctl.host.devices import machines
+from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.plan.layout_choice import derive_cut
+from ppctl.plan.memory_limit import GRANULARITY, MODULES, PUT_OFF, SHARDING
+from ppctl.plan.schedule_choice import CSV, SCHEDULE
+from ppctl.plan.sizes import SEQUENCE, derive_batch, derive_world, divide_model
+from ppctl.plan.violations import ConfigValues, Overrides, Violations
+from ppctl.schedule.policies import POLICIES, fitting_policy, schedule_policy
+from ppctl.topology import ParallelSizes
+
+AXES = ("tp", "cp", "pp", "ep", "etp")
+SEARCHED = (*AXES, "vpp", SHARDING, "mbs", GRANULARITY, SCHEDULE)
+"""The keys that are searched unless they are typed."""
+_OF_LAYERS = ("train.recompute_method", "train.recompute_num_layers")
+_RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
+CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
+"""Keys that change together."""
+GIVEN = "as given"
+"""Recomputation as the config has it, where it is not searched."""
+
+
+class Configuration(NamedTuple):
+    """One configuration, in the values that are searched; `recomputation` is `none`, `modules`, `full` or GIVEN."""
+
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    etp: int
+    micro_batch_size: int
+    recomputation: str
+    vpp: int
+    schedule: str
+    data_parallel_sharding: str
+
+
+class Space:
+    """All configurations for the model, the batch and the GPUs of a config; `keep` are keys that are not searched."""
+
+    def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
+        self.values = values
+        names = {ALIASES.get(key, key) for key in keep}
+        groups = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
+        self.fixed = {key for key, group in groups.items() if any(self._is_fixed(each, names) for each in group)}
+        nodes, gpus = values["nodes"], values["gpus_per_node"]
+        self.world = 1 if nodes is None and gpus is None else _product(machines(nodes, gpus, 1))
+        self.chunks, self.layout = cache(self._chunks), cache(self._layout)
+        self.batches, self._divides = cache(self._batches), cache(self._divide)
+
+    def _is_fixed(self, key: str, kept: Collection[str]) -> bool:
+        return self.values.source(key).startswith(PLACE) or ALIASES.get(key, key) in kept
+
+    @property
+    def neutral(self) -> ConfigValues:
+        """The config with the least of all that is searched: what is wrong with it is wrong with all."""
+        tp, cp, pp, ep, etp, mbs = (self._options(key, [1])[0] for key in (*AXES, "mbs"))
+        vpp = self.values["vpp"] or 1 if "vpp" in self.fixed else 1
+        name = next(iter(self.schedules(1, vpp)), "")
+        sharding = self.values[SHARDING] if SHARDING in self.fixed else "none"
+        return self.values_of(Configuration(tp, cp, pp, ep, etp, mbs, self.recomputations[0], vpp, name, sharding))
+
+    def _options(self, key: str, values: Sequence[int]) -> Sequence[int]:
+        return [self.values[key] or self.values["tp"]] if key in self.fixed else values
+
+    def axes(self) -> Iterator[tuple[Configuration, ParallelSizes | None]]:
+        """Every way to divide the ranks with a decoder layer on every one, as a configuration of which the axes alone
+        count, with its sizes; None where a rule forbids it."""
+        world, experts = self.world, self.values["model.num_moe_experts"] or 0
+        ways = divisors(world)
+        for tp, cp in product(self._options("tp", ways), self._options("cp", ways)):
+            for pp in self._options("pp", [size for size in ways if size <= self.values["model.num_layers"]]):
+                if world % (tp * cp * pp) and not {"tp", "cp", "pp"} <= self.fixed:
+                    continue
+                for etp in self._options("etp", divisors(tp) if experts else [1]):
+                    dense = world // pp
+                    for ep in self._options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
+                        axes = Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
+                        yield axes, self.sizes(axes)
+
+    def sizes(self, axes: Configuration) -> ParallelSizes | None:
+        """The sizes of all axes; None if they do not divide the ranks or the model."""
+        if not self._divides(axes.tp, axes.cp, axes.etp):
+            return None
+        violations: Violations = []
+        sizes, _ = derive_world(self.values.overridden(self._axis_words(axes)), violations)
+        return None if violations else sizes
+
+    def _divide(self, tp: int, cp: int, etp: int) -> bool:
+        violations: Violations = []
+        values = self.values.overridden({"tp": tp, "cp": cp, SEQUENCE: self._sequence(tp)})
+        divide_model(values, violations, etp)
+        return not violations
+
+    def _batches(self, dp: int) -> list[tuple[int, int, int]]:
+        """(microbatch size, microbatches of a schedule call, calls of a step) on so many replicas."""
+        each = []
+        for size in self._options("mbs", divisors(max(1, self.values["gbs"] // dp))):
+            split = derive_batch(self.values.overridden({"mbs": size}), dp, [])
+            if split is not None:
+                each.append((size, split.num_microbatches, split.accumulation))
+        return each
+
+    @property
+    def recomputations(self) -> tuple[str, ...]:
+        """What may be computed again."""
+        return (GIVEN,) if GRANULARITY in self.fixed else ("none", "modules", "full")
+
+    def _chunks(self, pp: int) -> tuple[int, ...]:
+        """Numbers of chunks per rank for which there is a layout: one where there is one rank, and at least one decoder
+        layer for every stage."""
+        layers = self.values["model.num_layers"]
+        most = 1 if pp == 1 else max(1, layers // pp)
+        # Of as many layers in the largest stage the fewest chunks: more of them only have more messages.
+        ways = sorted({-(-layers // (pp * -(-layers // (pp * vpp)))) for vpp in range(1, most + 1)})
+        if self._is_fixed("layout", ()):
+            typed = self.layout(pp, None)
+            ways = [] if typed is None else [typed.virtual_pipeline_model_parallel_size]
+        return tuple(vpp for vpp in self._options("vpp", ways) if self.layout(pp, vpp) is not None)
+
+    def _layout(self, pp: int, vpp: int | None) -> PipelineParallelLayerLayout | None:
+        """The config's layout where it is typed or made for these sizes, else the even split."""
+        cut = derive_cut(self.values.overridden({"pp": pp, "vpp": vpp}), [])
+        return None if cut is None else cut.layout
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest microbatch of any division of the ranks."""
+        return max(self._options("mbs", [self.values["gbs"]]))
+
+    def schedules(self, pp: int, vpp: int) -> tuple[str, ...]:
+        """The policies that run so many chunks; on one rank they are all one."""
+        if SCHEDULE in self.fixed:
+            typed = POLICIES.get(schedule_policy(self.values[SCHEDULE]) or "", POLICIES[fitting_policy(vpp)])
+            return (typed.name,) if typed.runs(vpp) else ()
+        rows = [row for row in POLICIES.values() if row.trains and row.runs(vpp) and (vpp > 1 or row.chunks == 1)]
+        return tuple(row.name for row in (rows[:1] if pp == 1 else rows))
+
+    def shardings(self, sizes: ParallelSizes) -> tuple[str, ...]:
+        """Ways to divide the optimizer's state; without replicas there is nothing to divide."""
+        if SHARDING in self.fixed:
+            return (self.values[SHARDING],)
+        return ("none", "optimizer_gradients", "full") if sizes.dp * sizes.cp > 1 else ("none",)
+
+    def count(self, sizes: ParallelSizes) -> int:
+        """How many configurations there are with these axes and one microbatch size and recomputation."""
+        ways = sum(len(self.schedules(sizes.pp, vpp)) for vpp in self.chunks(sizes.pp))
+        return ways * len(self.shardings(sizes))
+
+    def layouts(self, of: Configuration, sizes: ParallelSizes) -> Iterator[Configuration]:
+        """The configuration with every number of chunks, schedule and sharding."""
+        for vpp in self.chunks(sizes.pp):
+            for name, sharding in product(self.schedules(sizes.pp, vpp), self.shardings(sizes)):
+                yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+
+    # Configurations as words
+
+    def _sequence(self, tp: int) -> bool:
+        """Sequence parallelism: wherever there is tensor parallelism, unless it was typed."""
+        return self.values[SEQUENCE] if self._is_fixed(SEQUENCE, ()) else tp > 1
+
+    def _axis_words(self, of: Configuration) -> dict[str, Any]:
+        words: dict[str, Any] = {"tp": of.tp, "cp": of.cp, "pp": of.pp, SEQUENCE: self._sequence(of.tp)}
+        if self.values["model.num_moe_experts"]:
+            words |= {"ep": of.ep, "etp": None if of.etp == of.tp and not self.values.is_set("etp") else of.etp}
+        return words
+
+    def words(self, of: Configuration) -> Overrides:
+        """The overrides that make a configuration of the config, without those that change nothing."""
+        words = self._axis_words(of) | {"vpp": of.vpp, "mbs": of.micro_batch_size, SHARDING: of.data_parallel_sharding}
+        if not self._is_fixed("dp", ()):
+            words["dp"] = None
+        if SCHEDULE not in self.fixed and of.schedule != schedule_policy(self.values[SCHEDULE]):
+            words |= {SCHEDULE: of.schedule, PUT_OFF: None, "pipeline.schedule_memory": None}
+        words |= self._recompute_words(of.recomputation)
+        if of.vpp == 1 and self.values["vpp"] is None and self.values["layout"] is None:
+            del words["vpp"]
+        return {key: value for key, value in words.items() if self.values[key] != value}
+
+    def _recompute_words(self, recomputation: str) -> Overrides:
+        if recomputation == GIVEN:
+            return {}
+        words: dict[str, Any] = dict.fromkeys(_RECOMPUTED)
+        if recomputation == "modules":
+            return words | {GRANULARITY: "selective", MODULES: self.modules}
+        if recomputation == "full":
+            words[GRANULARITY] = "full"
+            if self.values["train.recompute_num_layers"] == 1 and self.values["train.recompute_method"] == "uniform":
+                words |= {key: self.values[key] for key in _OF_LAYERS}  # says the same as null
+        return words
+
+    @cached_property
+    def modules(self) -> list[str] | None:
+        """What `modules` computes again: the recipe's own modules, else attention's core, and experts from their rows,
+        as the plan advises where memory is short."""
+        own: list[str] | None = self.values[MODULES]
+        if own or not self.values["model.num_moe_experts"]:
+            return own
+        return [*DEFAULT_MODULES, "experts"]
+
+    def values_of(self, of: Configuration) -> ConfigValues:
+        """The config with the configuration's words at the end of its command line."""
+        return self.values.overridden(self.words(of))
+
+    def obeys(self, of: Configuration) -> bool:
+        """Whether a configuration breaks no rule between values."""
+        values = self.values_of(of)
+        return not check(values.config, values.provenance)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in rising order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _product(pair: tuple[int, int]) -> int:
+    return pair[0] * pair[1]

@@ -1,0 +1,56 @@
+"""The search is what planning every configuration is, and no bound is above a plan."""
+
+from __future__ import annotations
+
+from heapq import heappop
+
+import pytest
+
+from ppctl.plan import Plan
+from ppctl.search.branch import CLOSE, Search
+from tests.helpers.small_spaces import all_plans, every, space
+
+SPACES = [*range(12), *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(12, 200))]
+
+
+def fits(plan: Plan) -> bool:
+    return plan.limit is None or max(cost.peak_bytes for cost in plan.pp_ranks) <= plan.limit.available_bytes
+
+
+@pytest.mark.parametrize("seed", SPACES)
+def test_the_search_finds_what_planning_every_configuration_finds_and_no_bound_is_above_a_plan(seed: int) -> None:
+    drawn = space(seed)
+    plans = all_plans(drawn)
+    search = Search(drawn)
+    for _ in search.run():
+        pass
+    assert search.proved
+    counts = search.counts
+    assert counts.total >= len(list(every(drawn)))
+    assert counts.total == counts.memory + counts.rules + counts.planned + counts.left
+    fitting = [plan.step_time_s for plan in plans.values() if fits(plan)]
+    assert bool(fitting) == bool(search.found)
+    if fitting:
+        assert search.found[0].plan.step_time_s <= min(fitting) / (1 - CLOSE)
+        assert search.found[0].plan == plans[search.found[0].configuration]
+    _divided_to_the_end(Search(drawn), plans)
+
+
+def _divided_to_the_end(search: Search, plans: dict[object, Plan]) -> None:
+    """Every branch's bound is at most those of its parts and of its plan, and what memory cuts off does not fit."""
+    tree, bounds = search.tree, {}
+    tree.root()
+    while tree.heap:
+        branch = heappop(tree.heap)
+        made = max((part.number for part in tree.heap), default=0)
+        if branch.level == "plan":
+            bounds[branch.parts[0]] = branch.seconds
+        else:
+            tree.divide(branch)
+            parts = [part for part in tree.heap if part.number > max(made, branch.number)]
+            assert all(branch.seconds <= part.seconds * (1 + 1e-9) for part in parts)
+    for of, plan in plans.items():
+        if of in bounds:
+            assert bounds[of] <= plan.step_time_s * (1 + 1e-9), of
+        else:
+            assert not fits(plan), of
