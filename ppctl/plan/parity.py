@@ -1,8 +1,4 @@
-"""Parity: a job's stages, samples and microbatches on one rank; and how far two jobs may differ.
-
-Knows which keys say where a model is cut and which say what is computed. Must not know how runs are started, nor how
-gradients are kept.
-"""
+"""Parity: a job's stages, samples and microbatches on one rank; and how far two jobs may differ."""
 
 from __future__ import annotations
 
@@ -87,11 +83,16 @@ def axes_that_differ(one: Plan, other: Plan) -> list[str]:
 
 
 def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
-    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all.
+    """How far a gradient may lie apart, max
 
-    If no axis differs the bits are the same. If one does, sums are made in another order: 1e-6 in float32, 1e-12
-    in float64, and in narrower numbers as much more as these round. `first`: of the first step, which begins with the
-    same weights.
+    a - b
+
+    / max
+
+    a
+
+    : 0 if no axis differs, else 1e-6 in float32, 1e-12 in float64, and in narrower numbers as much more as these round.
+    `first`: of the first step, which begins with the same weights.
     """
     if not axes_that_differ(one, other):
         return 0.0
