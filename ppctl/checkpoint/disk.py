@@ -39,8 +39,8 @@ __all__ = ["WORK", "discard", "prepare", "retain"]
 
 
 class WrittenParts(NamedTuple):
-    """The file that a rank has written, and digests of its parts: bare numbers and texts, since rank 0 reads all
-    ranks'."""
+    """The file that a rank has written, and digests of its parts. Bare numbers and texts, because rank 0 reads the
+    parts of all ranks."""
 
     file: tuple[int, int, str] | None
     """Size, bytes of the header and their digest; None if the rank writes nothing."""

@@ -194,8 +194,8 @@ class BackgroundSaver:
         return self._error is not None
 
     def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
-        """Copy what is saved as step-`step`, and write it in the background (unless `to_disk`: the local copy alone).
-        All ranks call together. Waits first for the save before, as `finish` does. `shards` and `state` are as of
+        """Copy what is saved as step-`step`, and write it in the background, or without `to_disk` keep only the local
+        copy. All ranks call together. Waits first for the save before, as `finish` does. `shards` and `state` are as of
         `Saver.save`."""
         self.finish()
         began, held, text = time.perf_counter(), list(shards), state_text(state)

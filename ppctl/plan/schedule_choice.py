@@ -139,7 +139,7 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
 
 
 def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
-    """The least number of microbatches with which ranks hold as much as with all: 1F1B of either kind repeats
+    """The least number of microbatches with which ranks hold as much as with all: 1F1B, plain or interleaved, repeats
     itself."""
     if choice.policy is None or not choice.policy.settles or values["pipeline.extra_warmup"] == "auto":
         return num_microbatches

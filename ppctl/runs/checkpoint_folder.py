@@ -140,8 +140,8 @@ def kept(directory: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the checkpoint at `path` is written completely, and its deletion has not begun. Raises OSError if the
-    file system does not answer: then the checkpoint may be there."""
+    """Whether the checkpoint at `path` has been written completely, and its deletion has not begun. Raises OSError if
+    the file system does not answer: then the checkpoint may be there."""
     try:
         return stat.S_ISREG((path / MANIFEST).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have

@@ -68,8 +68,8 @@ Case = tuple[Sequence[Sequence[int]], Reference]
 
 
 def _attention(use: KernelUse) -> Case:
-    """The shapes of queries, keys and values, and their causal attention: the kernel's, or without `function` the
-    reference's."""
+    """The shapes of queries, keys and values, and causal attention of them: by the kernel, or by the reference if
+    `function` is None."""
     scale = 0.9 * use.width**-0.5
 
     def compute(function: Reference | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
