@@ -94,8 +94,8 @@ def _size(tensor: Tensor) -> int:
 
 
 class LayerMarks:
-    """Says to which kind of layer the dispatched operation belongs: in a forward that of the layer whose module is called, in a
-    backward that of the layer whose forward made the node that runs, even if this computes the forward again."""
+    """Says to which kind of layer the dispatched operation belongs: in a forward that of the layer whose module is
+    called, in a backward that of the layer whose forward made the node that runs, even if this computes it again."""
 
     def __init__(self) -> None:
         self.passes: dict[str, int] = {}
