@@ -161,9 +161,9 @@ class LocalCopies:
         return record if self.ranks.agree(what, take, all, each=bool, result=bool) else None
 
     def settle(self, used: HostMemory | None) -> None:
-        """Training begins, from what lies in the memory `used` or from the disk: free what is of no use any more, make
-        room for a neighbour's copy, and have one where copies are used. A collective. Raises CheckpointError (PP-E511)
-        if there is no room."""
+        """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
+        memory back, there is room for a neighbour's copy, and one where the copies are used. A collective. Raises
+        CheckpointError (PP-E511) if there is no room."""
         records = {copy.record.name for copy in self._rooms()} if used is not None else set()
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
         if not self.replicas:

@@ -282,8 +282,8 @@ def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growt
 
 
 def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
-    """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured, or the
-    largest of each if other operators ran for other lengths: then moments cannot be told."""
+    """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured. If
+    other operators ran for other lengths, the moments cannot be told: the largest of each batch are one."""
     if len({len(trace) for trace in traces}) > 1 or not traces[0]:
         return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
     values = torch.tensor(traces, dtype=torch.float64).T

@@ -52,7 +52,8 @@ def updating_bytes(
 def summed_copies(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> dict[int, int]:
-    """By stage, the bytes of a copy that whole gradients are summed in over replicas; empty if there are none."""
+    """By stage, the bytes of a copy that whole gradients are summed in over replicas; empty if none is made, or
+    allocators know nothing of it."""
     if not setting.allocator.backward or sizes.dp * sizes.cp * sizes.edp == 1 or sharding_of(config, sizes) != "none":
         return {}
     width = precision_of(config).gradient

@@ -84,8 +84,8 @@ def write_weights(
 
 
 class SavedWeights:
-    """The weights in a checkpoint, by canonical name, without `mtp` without those of multi-token prediction; in `dtype`
-    if it is not None, but those that balance experts."""
+    """The weights in a checkpoint, by canonical name (without `mtp` none of multi-token prediction); in `dtype` if it
+    is not None, but those that balance experts."""
 
     def __init__(self, path: Path, *, dtype: torch.dtype | None, mtp: bool) -> None:
         self.path, self.dtype, self.manifest = path, dtype, read_manifest(path)

@@ -99,8 +99,8 @@ def sealed(store: Store, run: RunDir, *, reported: bool = False) -> SealedStore:
 
 
 def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
-    """The store that torch's groups connect through: a file in the node's `directory` if that is every rank's, which no
-    other user reaches as he may a port. A collective over ranks that have all come, on `hosts`."""
+    """The store that torch's groups connect through: a file in the node's `directory` if that is every rank's, since
+    other users of the machine reach any port. A collective over ranks that have all come, on `hosts`."""
     if NODE_DIRECTORY in os.environ or len(hosts) > 1:
         return store.plain
     store.set(f"{_NODE}/{own.rank}", directory.name)

@@ -158,8 +158,8 @@ def final_state(outcome: TrainingEnd) -> str:
 
 
 def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, watched: bool) -> int:
-    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code. If
-    ppctl's own launcher `watched`, it writes and prints all but the traceback."""
+    """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code.
+    `watched` says that ppctl's own launcher writes and prints all but the traceback."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     # If a watch has written the rank's failure, then this error is only a consequence. If the run goes on without this
     # rank, its node was lost, and came back when the job had been requeued.

@@ -1,4 +1,5 @@
-"""The global gradient norm and clipping, bitwise as `torch.nn.utils.clip_grad_norm_` has them on one process."""
+"""The global gradient norm and clipping, bitwise as torch's `clip_grad_norm_` on one process. Replicas are equal by
+now."""
 
 from __future__ import annotations
 

@@ -61,14 +61,15 @@ class AdamW:
     @property
     def updates(self) -> int:
         """How many updates were made, those before a checkpoint included; 0 for a rank without parameters. Every
-        parameter keeps the count, which AdamW's bias correction needs: it comes back with any checkpoint, in any
-        cut."""
+        parameter keeps the count, which AdamW's bias correction needs (a step that is left out does not count): it
+        comes back with any checkpoint, in any cut."""
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     @torch.no_grad()
     def step(self, left_out: Tensor | None = None) -> None:
         """Move every parameter that has a gradient; the host does not wait. If `left_out`, a scalar on the device, is
-        1, parameters and moments stay, and whoever reads that it was calls `take_back`."""
+        1, parameters and moments stay, and whoever reads that it was calls `take_back`, since the host has counted an
+        update."""
         for names, weight_decay in self.groups:
             moved = [name for name in names if self.masters[name].grad is not None]
             for made, alike in _by_updates(moved, self.state).items():

@@ -125,9 +125,9 @@ class Trainer:
         return StepResult(step + 1, record, stop_reason(reports), last, (started, pipeline_end, agreed, ended))
 
     def _enqueue_end(self, step: int) -> tuple[GradNorm, HostNumbers, Tensor | None, float, int]:
-        """Enqueue what follows the pipeline, without waiting for the device: the norm; the step's numbers on their way;
-        if the update is enqueued, too, a scalar that is 1 if the device leaves it out; learning rate; reason to
-        stop."""
+        """Enqueue what follows the pipeline, without waiting for the device; returns the norm; the step's numbers on
+        their way; if the update is enqueued, too, a scalar that is 1 if the device leaves it out; learning rate; reason
+        to stop."""
         s, replica = self.session, self.session.replica
         if not s.pipeline.ahead:
             self.callback.enter("updating", step)
