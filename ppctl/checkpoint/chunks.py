@@ -1,5 +1,4 @@
-"""Values out of a checkpoint's files: chunk by chunk, each compared with its digest before anything is taken from
-it."""
+"""Values out of a checkpoint's files, chunk by chunk, each compared with its digest before anything is taken."""
 
 from __future__ import annotations
 

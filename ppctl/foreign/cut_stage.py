@@ -1,5 +1,4 @@
-"""One stage of a module that ppctl has not made: its whole forward, in which what lies beyond the cut stands in for
-itself."""
+"""A stage of a module that ppctl has not made: its whole forward, where what is beyond the cut stands in for itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are built
-from."""
+"""Exchanges of single tensors between a pipeline rank and its two neighbours: Megatron's methods are built of them."""
 
 from __future__ import annotations
 

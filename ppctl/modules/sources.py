@@ -1,5 +1,4 @@
-"""The two kinds of models that are cut: a user's module by its modules' names, a model of transformers by its
-layers."""
+"""The two kinds of models that are cut: users' modules by modules' names, models of transformers by their layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stand-ins while one rank is rehearsed: for the other ranks, the data, the initial weights and a GPU's fused
-kernels."""
+"""Stand-ins while one rank is rehearsed: for other ranks, the data, the initial weights and a GPU's fused kernels."""
 
 from __future__ import annotations
 
