@@ -47,8 +47,7 @@ from ppctl.search.space import SEARCHED, Space
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
-_SECONDS, _REFINED = 20.0, 3
-"""For how long rows are refined, and how many, if nothing is asked."""
+_SECONDS, _REFINED = 20.0, 3  # for how long rows are refined, and how many, if nothing is asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +108,7 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[Row]) -> dic
     seconds, most = (_SECONDS, _REFINED) if args.refine is None else (args.refine, len(listed))
     if not seconds or not listed:
         return None
-    answer: dict[str, Any] = {"rows": min(most, len(listed)), "plans": 0, "complete": False, "best": None}
+    answer: dict[str, Any] = {"rows": len(listed[:most]), "plans": 0, "complete": False, "best": None}
     best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)

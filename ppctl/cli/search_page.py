@@ -14,8 +14,8 @@ from ppctl.cli.search_text import counts, sizes
 from ppctl.plan.memory_limit import GIB
 from ppctl.search.branch import Search
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _WIDEST = 960, 460, 70, 20, 2.0
-"""Pixels of the field and left of and above it; the slowest step that is drawn, in steps of the fastest."""
+_WIDTH, _HEIGHT, _LEFT, _TOP = 960, 460, 70, 20
+_WIDEST = 2.0  # the slowest step that is drawn, in steps of the fastest
 _STYLE = (
     ":root{color-scheme:light dark}body{font:14px/1.45 system-ui,sans-serif;margin:20px;max-width:1100px}"
     "text{font-size:12px;fill:currentColor}path{fill:none;stroke:#97a1b3}circle{fill:#2f6fbf;stroke:#2f6fbf}"
@@ -33,7 +33,7 @@ def page(search: Search, title: str) -> str:
 
 
 def _field(search: Search) -> Iterator[str]:
-    first, limit = search.found[0].plan.step_time_s, search.found[0].plan.limit
+    first, limit = search.found[0].plan.step_time_s, search.found[0].plan.limit  # a search has a limit
     points = [each for each in (*search.found, *search.over) if each.plan.step_time_s <= _WIDEST * first]
     cut = [branch for branch in search.tree.heap if branch.seconds <= _WIDEST * first]
     times = [*(each.plan.step_time_s for each in points), *(branch.seconds for branch in cut)]
@@ -53,9 +53,8 @@ def _field(search: Search) -> Iterator[str]:
         seconds, size = begin + (end - begin) * part / 5, top * part / 5
         yield f'<text x="{x(seconds)}" y="{below + 54}" text-anchor="middle">{seconds:.4g} s</text>'
         yield f'<text x="{_LEFT - 8}" y="{y(size)}" text-anchor="end">{size / GIB.size:.1f} GiB</text>'
-    if room:
-        yield f'<path class="device" d="M{_LEFT} {y(room)}H{_LEFT + _WIDTH}"/>'
-        yield f'<text x="{_LEFT + 6}" y="{y(room) - 5}">memory of a device, after the reserve</text>'
+    yield f'<path class="device" d="M{_LEFT} {y(room)}H{_LEFT + _WIDTH}"/>'
+    yield f'<text x="{_LEFT + 6}" y="{y(room) - 5}">memory of a device, after the reserve</text>'
     columns: Counter[int] = Counter()
     for branch in cut:
         columns[x(branch.seconds)] += branch.size

@@ -17,10 +17,11 @@ from ppctl.search.branch import CLOSE, Planned, Search
 from ppctl.search.space import Configuration, Space
 
 _SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
-Firsts = Mapping[tuple[str, ...], int]
 
 
-def text(search: Search, listed: Sequence[Row], firsts: Firsts, lines: Sequence[str], columns: int) -> str:
+def text(
+    search: Search, listed: Sequence[Row], firsts: Mapping[tuple[str, ...], int], lines: Sequence[str], columns: int
+) -> str:
     """The answer in paragraphs."""
     blocks = [prose([counts(search)], columns)]
     if listed:
@@ -76,7 +77,7 @@ def sizes(of: Configuration) -> str:
     return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
 
 
-def order(listed: Sequence[Row], firsts: Firsts, *, compared: bool) -> str:
+def order(listed: Sequence[Row], firsts: Mapping[tuple[str, ...], int], *, compared: bool) -> str:
     """How sure the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)

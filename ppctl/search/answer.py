@@ -106,12 +106,11 @@ def moved(search: Search, listed: Sequence[Row]) -> dict[tuple[str, ...], int]:
         return {}
     firsts = {}
     for slower in chain.from_iterable(combinations(PRICES, number) for number in (1, 2)):
-        best, first = step_seconds(search.space, listed[0].planned, slower), 0
+        best = step_seconds(search.space, listed[0].planned, slower), 0
         for number, row in enumerate(listed[1:], 1):
-            # Nothing gets faster: a row that is slower as it is needs no pricing.
-            if row.planned.plan.step_time_s < best:
-                best, first = min((best, first), (step_seconds(search.space, row.planned, slower), number))
-        firsts[slower] = first
+            if row.planned.plan.step_time_s < best[0]:  # else it is slower as it is, and nothing gets faster
+                best = min(best, (step_seconds(search.space, row.planned, slower), number))
+        firsts[slower] = best[1]
     return firsts
 
 
@@ -121,8 +120,7 @@ def step_seconds(space: Space, planned: Planned, slower: Sequence[str]) -> float
     device = device_of(values.config)
     rates = {rate: getattr(device, rate) / (1 + MOVED) for name in slower for rate in PRICES[name]}
     config = values.overridden({"cost.device": device._replace(**rates)}).config
-    layers = [stage.layers for stage in plan.stages]
-    costs = stage_costs(config, layers, plan.sizes, config.train.micro_batch_size)
+    costs = stage_costs(config, [each.layers for each in plan.stages], plan.sizes, config.train.micro_batch_size)
     calls = step_time(predicted(plan.schedule, simulation_costs(costs, plan.stages))) * plan.gradient_accumulation_steps
     return calls + seconds_after(config, plan.stages, plan.sizes, plan.pp_ranks)
 

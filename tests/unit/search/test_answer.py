@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ppctl.plan import memory
 from ppctl.plan.build import plan_alone
 from ppctl.plan.memory import device_of
 from ppctl.search.answer import PRICES, Row, moved, rows, shares, step_seconds
@@ -26,7 +27,9 @@ def planned_again(drawn: Space, of: Configuration, slower: tuple[str, ...]) -> f
     values = drawn.values_of(of)
     device = device_of(values.config)
     rates = {rate: getattr(device, rate) / 1.1 for name in slower for rate in PRICES[name]}
-    plan = plan_alone(values.overridden({"cost.device": device._replace(**rates)}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "preset", lambda name: device._replace(**rates))
+        plan = plan_alone(values)
     assert plan is not None
     return plan.step_time_s
 
