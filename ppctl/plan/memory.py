@@ -42,9 +42,10 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def device_of(config: RunConfig) -> Device:
-    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU if the run is on it."""
-    name = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
-    return preset(name)
+    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU if the run is on it; a
+    device itself where a search has moved its prices."""
+    named: str | Device = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
+    return named if isinstance(named, Device) else preset(named)
 
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
