@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="N,N,...", help=words)
     words = "show where this configuration stands, and what one change would give: 'tp=8 pp=4'"
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help=words)
-    words = "plan rows again with layout=auto, pp_schedule=auto, less recomputation, for so many seconds: all rows, "
-    words += f"without it the first {_REFINED} for {_SECONDS:g} s; 0: not at all"
+    words = (
+        f"plan all rows again, layout=auto and more, for so long ({_REFINED} rows for {_SECONDS:g} s); 0: not at all"
+    )
     parser.add_argument("--refine", type=float, metavar="SECONDS", help=words)
     parser.add_argument("--html", metavar="FILE.html", help="draw memory against seconds of a step into a page")
     parser.add_argument("--write", metavar="FILE.yaml", help="write the first configuration as a recipe")
@@ -87,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
         if changes:
             print(f"\n{search_text.compared(search, changes)}", flush=True)
     if args.write and listed:
-        _write_file(Path(args.write), recipe(search))
+        write_atomically(Path(args.write), recipe(search))
         note(f"note: wrote {args.write}; `ppctl train +recipe={pasted(args.write)}` trains it")
     if args.html:
         title = f"{values.config.recipe or 'a model'} on {search.space.world:,} GPUs"
-        _write_file(Path(args.html), page(search, title))
+        write_atomically(Path(args.html), page(search, title))
         note(f"note: wrote {args.html}")
     again = _refined(args, search, [] if interrupted else listed)
     if args.json:
@@ -110,16 +111,13 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[Row]) -> dic
         return None
     answer: dict[str, Any] = {"rows": len(listed[:most]), "plans": 0, "complete": False, "best": None}
     best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
+    with suppress(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         for best in refined(search.space, listed[:most]):  # noqa: B007
             answer["plans"] += 1
         answer["complete"] = True
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
     if best is not None:
         line = search_text.line(args.line.overrides, search.space, best.planned.configuration, best.words)
         answer["best"] = {"row": best.row + 1, "words": best.words, "line": line}
@@ -297,14 +295,6 @@ def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("PP-E105", "--write, --html and --refine are for one number of nodes", "nodes=4", PLACE)
     if not 0 <= (args.refine or 0) <= 86_400:
         yield Problem("PP-E105", f"--refine {args.refine:g}: seconds from 0 to a day", "--refine 60", PLACE)
-
-
-def _write_file(path: Path, text: str) -> None:
-    """Write a file whole. Raises ConfigError (PP-E127)."""
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise ConfigError(Problem("PP-E127", f"{path} cannot be written: {error.strerror}", "df -h", PLACE)) from None
 
 
 def recipe(search: Search) -> str:

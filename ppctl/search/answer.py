@@ -96,7 +96,6 @@ EXCHANGES = "exchanges inside layers"
 _LINKS, _PRODUCTS = ("fast_link", "network", "host_link"), ("bf16_flops", "fp8_flops", "fp4_flops")
 PRICES = {"links": _LINKS, "memory": ("memory_bandwidth",), "products": _PRODUCTS}
 """Prices that are moved -> a device's rates."""
-MOVED = 0.1
 
 
 def moved(search: Search, listed: Sequence[Row]) -> dict[tuple[str, ...], int]:
@@ -118,7 +117,7 @@ def step_seconds(space: Space, planned: Planned, slower: Sequence[str]) -> float
     """Seconds of a planned step with these of `PRICES` a tenth slower: stages priced, the schedule run again."""
     values, plan = space.values_of(planned.configuration), planned.plan
     device = device_of(values.config)
-    rates = {rate: getattr(device, rate) / (1 + MOVED) for name in slower for rate in PRICES[name]}
+    rates = {rate: getattr(device, rate) / 1.1 for name in slower for rate in PRICES[name]}
     config = values.overridden({"cost.device": device._replace(**rates)}).config
     costs = stage_costs(config, [each.layers for each in plan.stages], plan.sizes, config.train.micro_batch_size)
     calls = step_time(predicted(plan.schedule, simulation_costs(costs, plan.stages))) * plan.gradient_accumulation_steps
