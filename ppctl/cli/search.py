@@ -37,9 +37,9 @@ from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
-from ppctl.search.answer import BAND, Row, against, as_json, rows
+from ppctl.search.answer import BAND, AnswerRow, against, as_json, rows
 from ppctl.search.branch import Search
-from ppctl.search.space import SEARCHED, Space
+from ppctl.search.space import SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     values, measured = _values(args)
     if args.nodes:
         return _frontier(args, values, measured)
-    search = Search(Space(values, _kept(args, values)), measured)
+    search = Search(SearchSpace(values, _kept(args, values)), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
         raise _nothing(args, search)
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile | None) -> int:
     """Search on each number of nodes, and print the fastest configuration of each."""
-    found: list[tuple[Search, Row | None]] = []
+    found: list[tuple[Search, AnswerRow | None]] = []
     interrupted = False
     for nodes in _numbers(args.nodes):
-        space = Space(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
+        space = SearchSpace(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
         search = Search(space, measured)
         interrupted = _to_the_end(search, alone=True)
         found.append((search, next(iter(rows(search)), None)))
@@ -176,7 +176,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    least = Space(values, _kept(args, values)).neutral  # problems of values that are searched are none
+    least = SearchSpace(values, _kept(args, values)).neutral  # problems of values that are searched are none
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
     problems += check(least.config, least.provenance)
@@ -230,7 +230,7 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
         more = Search(
-            Space(space.values.overridden({"nodes": nodes * factor}), [*_kept(args, space.values)]),
+            SearchSpace(space.values.overridden({"nodes": nodes * factor}), [*_kept(args, space.values)]),
             search.tree.measured,
         )
         for _ in more.run():

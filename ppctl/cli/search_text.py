@@ -11,14 +11,14 @@ from ppctl.cli.console import aligned, folded, prose
 from ppctl.config.argv import ALIASES, retyped
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.violations import overrides_text
-from ppctl.search.answer import BAND, Change, Other, Row, first_if, others
+from ppctl.search.answer import BAND, AnswerRow, Change, Other, first_if, others
 from ppctl.search.branch import CLOSE, Planned, Search
-from ppctl.search.space import Configuration, Space
+from ppctl.search.space import Configuration, SearchSpace
 
 _SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
 
 
-def text(search: Search, listed: Sequence[Row], lines: Sequence[str], columns: int) -> str:
+def text(search: Search, listed: Sequence[AnswerRow], lines: Sequence[str], columns: int) -> str:
     """The answer in paragraphs."""
     blocks = [prose([counts(search)], columns)]
     if listed:
@@ -43,7 +43,7 @@ def counts(search: Search) -> str:
     )
 
 
-def table(listed: Sequence[Row], columns: int) -> str:
+def table(listed: Sequence[AnswerRow], columns: int) -> str:
     """A row for each configuration."""
     head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by", "configuration"]
     body = [head]
@@ -74,7 +74,7 @@ def sizes(of: Configuration) -> str:
     return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
 
 
-def order(listed: Sequence[Row], *, compared: bool) -> str:
+def order(listed: Sequence[AnswerRow], *, compared: bool) -> str:
     """How sure the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
@@ -108,7 +108,7 @@ def so_far(search: Search) -> str:
     return f"{best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
 
 
-def line(typed: Sequence[str], space: Space, of: Configuration, command: str = "ppctl train") -> str:
+def line(typed: Sequence[str], space: SearchSpace, of: Configuration, command: str = "ppctl train") -> str:
     """The command that trains a configuration."""
     words = " ".join(filter(None, [command, retyped(typed), overrides_text(space.words(of))]))
     for key, alias in _SHORT.items():
@@ -116,7 +116,7 @@ def line(typed: Sequence[str], space: Space, of: Configuration, command: str = "
     return words
 
 
-def frontier(found: Sequence[tuple[Search, Row | None]], columns: int) -> str:
+def frontier(found: Sequence[tuple[Search, AnswerRow | None]], columns: int) -> str:
     """A row for each number of GPUs, with the fastest configuration."""
     head = ["GPUs", "tokens/s", "per GPU", "MFU", "room", "configuration"]
     body = [head]

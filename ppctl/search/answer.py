@@ -19,14 +19,14 @@ from ppctl.plan.memory import setting_of
 from ppctl.plan.prices import machine_for
 from ppctl.plan.violations import ConfigValues, Overrides
 from ppctl.search.branch import CLOSE, ROWS, Planned, Search
-from ppctl.search.space import AXES, CHANGED, Configuration, Space
+from ppctl.search.space import AXES, CHANGED, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
 BAND = 0.1
 """Within this share of the first, plans do not say which is faster: predicted steps were off by about as much."""
 
 
-class Row(NamedTuple):
+class AnswerRow(NamedTuple):
     """One configuration of the answer."""
 
     planned: Planned
@@ -42,7 +42,7 @@ class Row(NamedTuple):
         return name if self.shares[name] >= 0.05 else "compute"
 
 
-def rows(search: Search) -> list[Row]:
+def rows(search: Search) -> list[AnswerRow]:
     """The fastest configuration of each division of the ranks, the fastest first."""
     best: dict[tuple[Any, ...], Planned] = {}
     for planned in search.found:
@@ -52,12 +52,12 @@ def rows(search: Search) -> list[Row]:
         of = planned.configuration._replace(cp=1, micro_batch_size=1)
         groups.setdefault((planned.order[0], of), []).append(planned)
     return [
-        Row(first, shares(search.space, first), tuple(other.configuration for other in more))
+        AnswerRow(first, shares(search.space, first), tuple(other.configuration for other in more))
         for first, *more in list(groups.values())[:ROWS]
     ]
 
 
-def shares(space: Space, planned: Planned) -> dict[str, float]:
+def shares(space: SearchSpace, planned: Planned) -> dict[str, float]:
     """Share of a step's time by what it is spent on, beside computing everything once."""
     plan, timing, step = planned.plan, planned.plan.timing, planned.plan.step_time_s
     layers = [layer for stage in plan.stages for layer in stage.layers]
@@ -94,7 +94,7 @@ LINKS = (EXCHANGES, "gradients and optimizer")
 """What takes longer over slower links and memory."""
 
 
-def first_if(listed: Sequence[Row], factor: float) -> int:
+def first_if(listed: Sequence[AnswerRow], factor: float) -> int:
     """The row that is first if links and memory take `factor` times as long, to first order."""
     moved = [
         row.planned.plan.step_time_s * (1 + (factor - 1) * sum(row.shares[name] for name in LINKS)) for row in listed
@@ -171,7 +171,7 @@ def _changed(asked: ConfigValues, words: Overrides) -> Change:
     return Change(words, plan.step_time_s, peak, plan.limit is None or peak <= plan.limit.available_bytes)
 
 
-def as_json(search: Search, listed: list[Row], lines: list[str]) -> dict[str, Any]:
+def as_json(search: Search, listed: list[AnswerRow], lines: list[str]) -> dict[str, Any]:
     """The answer as plain data."""
     return {
         "counts": asdict(search.counts),
@@ -182,7 +182,7 @@ def as_json(search: Search, listed: list[Row], lines: list[str]) -> dict[str, An
     }
 
 
-def _row_json(row: Row, line: str) -> dict[str, Any]:
+def _row_json(row: AnswerRow, line: str) -> dict[str, Any]:
     plan = row.planned.plan
     return {
         **row.planned.configuration._asdict(),

@@ -7,8 +7,10 @@ not know how bounds come about, or how plans are shown.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +20,8 @@ from ppctl.plan.build import plan_alone
 from ppctl.plan.memory_limit import SHARDING, SHARDINGS
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
-from ppctl.search.bounds import FILLED, STEADY, Cut, Division, Pipeline, Rounds, Share, few_rounds
-from ppctl.search.space import AXES, Configuration, Space
+from ppctl.search.bounds import FILLED, STEADY, Cut, Division, PipelineBounds, Rounds, StagePrices, few_rounds
+from ppctl.search.space import AXES, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
 CLOSE = 0.02
@@ -89,7 +91,7 @@ class Branch(NamedTuple):
 class Tree:
     """The branches of a space: divisions of the ranks, then microbatch and recomputation, layout, schedule."""
 
-    def __init__(self, space: Space, measured: Profile | None = None) -> None:
+    def __init__(self, space: SearchSpace, measured: Profile | None = None) -> None:
         self.space, self.measured, self.counts = space, measured, Counts()
         self.heap: list[Branch] = []
         self.divisions: list[Configuration] = []
@@ -133,7 +135,7 @@ class Tree:
             if self._state(division, of.data_parallel_sharding) / sizes.pp > division.available:
                 self.counts.memory += size
                 continue
-            seconds = self._whole(of, sizes)[0] / of.micro_batch_size
+            seconds = self._whole(of, sizes, (of.micro_batch_size, 1, 1))[0] / of.micro_batch_size
             each = space.values["gbs"] / sizes.dp / sizes.pp
             self._add(each * seconds, size, "of_axes", of, sizes, division, batches)
 
@@ -144,35 +146,55 @@ class Tree:
             self.counts.rules += size * len(batches) * len(space.recomputations)
             return
         state = self._state(division, of.data_parallel_sharding)
+        room = division.available * sizes.pp - state
         for again in space.recomputations:
-            for number, batch in enumerate(batches):
-                each = of._replace(micro_batch_size=batch[0], recomputation=again)
-                seconds, kept = self._whole(each, sizes)
-                if (state + kept) / sizes.pp > division.available:
-                    self.counts.memory += size * (len(batches) - number)  # larger microbatches keep more
-                    break
-                self._add(batch[1] * batch[2] * seconds / sizes.pp, size, "of_share", each, sizes, division, batch)
+            each = of._replace(recomputation=again)
+            # Larger microbatches keep more.
+            fitting = bisect(batches, room, key=lambda batch, of=each: self._whole(of, sizes, batch)[1])
+            self.counts.memory += size * (len(batches) - fitting)
+            self._add_batches(each, sizes, division, batches[:fitting])
 
-    def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch) -> None:
+    def _add_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """Some microbatch sizes, none of which takes less for a sample than the largest."""
+        if batches:
+            samples, calls, steps = batches[-1]
+            seconds = calls * steps * self._whole(of, sizes, batches[-1])[0] / sizes.pp
+            size, level = self.space.count(sizes) * len(batches), "of_batches"
+            if len(batches) == 1:
+                of, level = of._replace(micro_batch_size=samples), "of_share"
+            self._add(seconds, size, level, of, sizes, division, batches)
+
+    def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """The smaller and the larger microbatches."""
+        for part in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
+            self._add_batches(of, sizes, division, part)
+
+    def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every layout, with the schedules that run it and the ways to divide the optimizer's state."""
-        space, share = self.space, self._share(of, sizes)
+        space, share, batch = self.space, self._share(of, sizes), batches[0]
         for vpp in space.chunks(sizes.pp):
-            pipeline = Pipeline(share, division, self._cut(sizes.pp, vpp))
+            pipeline = PipelineBounds(share, division, self._cut(sizes.pp, vpp))
+            least = cache(pipeline.least)
             for name in space.schedules(sizes.pp, vpp):
-                if batch[1] < POLICIES[name].needs_microbatches(sizes.pp):
+                row = POLICIES[name]
+                if batch[1] < row.needs_microbatches(sizes.pp):
                     self.counts.rules += len(space.shardings(sizes))
                     continue
-                each = of._replace(vpp=vpp, schedule=name)
-                call = pipeline.seconds(batch[1], name)
                 for sharding in space.shardings(sizes):
-                    if pipeline.least(name, sharding) > division.available:
+                    if least(row.placement, sharding) > division.available:
                         self.counts.memory += 1
                         continue
-                    seconds = batch[2] * call + pipeline.updating(name, sharding)
-                    of_one = each._replace(data_parallel_sharding=sharding)
+                    of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+                    seconds = self._step(of_one, pipeline, batch, pipeline.seconds(batch[1], name))
                     self._add(seconds, 1, "closer", of_one, pipeline, batch)
 
-    def closer(self, of: Configuration, pipeline: Pipeline, batch: Batch) -> None:
+    @staticmethod
+    def _step(of: Configuration, pipeline: PipelineBounds, batch: Batch, call: float) -> float:
+        """Seconds of a step whose schedule calls take `call` seconds each."""
+        placement = POLICIES[of.schedule].placement
+        return batch[2] * call + pipeline.division.states(pipeline.cut, placement, of.data_parallel_sharding)[1]
+
+    def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
         """One configuration, by a few rounds of its schedule: what it holds, and then its pace."""
         few = self._rounds(of, batch[1], FILLED)
         if pipeline.peak(few, batch[1], of) > pipeline.division.available:
@@ -180,25 +202,27 @@ class Tree:
             return
         key = (of._replace(data_parallel_sharding=""), "seconds")
         call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
-        seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
-        self._add(seconds + pipeline.updating(of.schedule, of.data_parallel_sharding), 1, "plan", of)
+        seconds = max(call, pipeline.seconds(batch[1], of.schedule))
+        self._add(self._step(of, pipeline, batch, seconds), 1, "plan", of)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
-    def _share(self, of: Configuration, sizes: ParallelSizes) -> Share:
+    def _share(self, of: Configuration, sizes: ParallelSizes) -> StagePrices:
         """The costs of stages, whatever pp."""
         key = of._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
+        alike = key._replace(micro_batch_size=0)
+        values = self._once(alike, lambda: self.space.values_of(of))
         return cast(
-            Share,
-            self._once(key, lambda: Share(self.space.values_of(of), sizes, of.micro_batch_size, self.measured)),
+            StagePrices, self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured))
         )
 
-    def _whole(self, of: Configuration, sizes: ParallelSizes) -> tuple[float, int]:
+    def _whole(self, of: Configuration, sizes: ParallelSizes, batch: Batch) -> tuple[float, int]:
         """Seconds of a microbatch through the whole model that no pair hides, and the bytes that it keeps."""
-        cost, _ = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
+        share = self._share(of._replace(micro_batch_size=batch[0]), sizes)
+        cost = share.passes(self.whole.layers[0], 0, "whole", last=True)
         return cost.forward_s + cost.backward_s - cost.exchange_s - cost.exchange_back_s, cost.activation_bytes
 
     def _state(self, division: Division, sharding: str) -> int:
@@ -220,7 +244,7 @@ class Tree:
 class Search:
     """A search under way: `found` has the configurations that were planned and fit, the fastest first."""
 
-    def __init__(self, space: Space, measured: Profile | None = None) -> None:
+    def __init__(self, space: SearchSpace, measured: Profile | None = None) -> None:
         self.space, self.tree = space, Tree(space, measured)
         self.found: list[Planned] = []
         self.over: list[Planned] = []

@@ -52,7 +52,7 @@ class Configuration(NamedTuple):
     data_parallel_sharding: str
 
 
-class Space:
+class SearchSpace:
     """All configurations for the model, the batch and the GPUs of a config; `keep` are keys that are not searched."""
 
     def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
