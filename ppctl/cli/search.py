@@ -93,11 +93,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
         if interrupted:
             break
     lines = [
-        search_text.line(
-            _on(args, search.space.values["nodes"]),
-            search.space,
-            row.planned.configuration,
-        )
+        search_text.line(_on(args, search.space.values["nodes"]), search.space, row.planned.configuration)
         for search, row in found
         if row is not None
     ]
@@ -109,7 +105,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
 
 
 def _on(args: argparse.Namespace, nodes: int) -> list[str]:
-    """What was typed, on another number of nodes."""
+    """The words that were typed, on another number of nodes."""
     return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
 
 
@@ -193,7 +189,7 @@ def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
 
 
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
-    """What keeps a search from being made at all."""
+    """Problems that keep a search from being made at all."""
     if values["nodes"] is None and values["gpus_per_node"] is None:
         yield Problem("PP-E228", "a search needs the number of GPUs", "nodes=1 gpus_per_node=8", PLACE)
     if values[LIMIT] is None:
@@ -229,21 +225,15 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
     nodes = space.values["nodes"] or 1
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
-        more = Search(
-            SearchSpace(space.values.overridden({"nodes": nodes * factor}), [*_kept(args, space.values)]),
-            search.tree.measured,
-        )
-        for _ in more.run():
-            if more.found:
-                break
-        if more.found:
+        larger = SearchSpace(space.values.overridden({"nodes": nodes * factor}), _kept(args, space.values))
+        more = Search(larger, search.tree.measured)
+        if any(each.found for each in more.run()):
             typed = _on(args, nodes * factor)
-            remedies.append(search_text.line(typed, more.space, more.found[0].configuration))
-            message += f"; on {more.space.world:,}, the least of its doublings, the remedy does"
+            remedies.append(search_text.line(typed, larger, more.found[0].configuration))
+            message += f"; on {larger.world:,}, the least of its doublings, the remedy does"
             break
-    return MemoryPlanError(
-        [Problem("PP-E803", message, "\n".join(remedies), space.values.cite("nodes", "gpus_per_node", LIMIT))]
-    )
+    place = space.values.cite("nodes", "gpus_per_node", LIMIT)
+    return MemoryPlanError(Problem("PP-E803", message, "\n".join(remedies), place))
 
 
 # What is written

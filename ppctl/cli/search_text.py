@@ -30,7 +30,7 @@ def text(search: Search, listed: Sequence[AnswerRow], lines: Sequence[str], colu
 
 
 def counts(search: Search) -> str:
-    """What became of all configurations, and what that proves."""
+    """How many configurations were cut off, left and planned, and what that proves."""
     of = search.counts
     cut = f"{of.memory:,} need more memory than there is"
     cut += f", {of.rules:,} are against a rule" * bool(of.rules)

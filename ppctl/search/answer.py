@@ -37,7 +37,7 @@ class AnswerRow(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What a step would gain most from without."""
+        """The part of a step without which it would gain most."""
         name = max(self.shares, key=self.shares.__getitem__)
         return name if self.shares[name] >= 0.05 else "compute"
 
@@ -91,7 +91,7 @@ def in_layers(config: RunConfig, sizes: ParallelSizes, layers: Sequence[Layer]) 
 
 EXCHANGES = "exchanges inside layers"
 LINKS = (EXCHANGES, "gradients and optimizer")
-"""What takes longer over slower links and memory."""
+"""Parts of a step that take longer over slower links and memory."""
 
 
 def first_if(listed: Sequence[AnswerRow], factor: float) -> int:
@@ -113,7 +113,7 @@ class Other(NamedTuple):
     """Whether these are the seconds of a plan, and not a bound."""
     reason: str
     share: float
-    """What such a step spends most on beside computing, and how much of it; without a plan exchanges inside layers."""
+    """On what such a step spends most beside computing, and how much; without a plan exchanges inside layers."""
 
 
 def others(search: Search) -> Iterator[Other]:

@@ -156,7 +156,7 @@ class StagePrices:
 
 
 class Division:
-    """What depends on how many replicas there are: room, state, and the optimizer's step."""
+    """Room, state, and the optimizer's step, which depend on how many replicas there are."""
 
     def __init__(self, config: RunConfig, sizes: ParallelSizes) -> None:
         self.config, self.sizes = config, sizes

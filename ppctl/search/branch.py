@@ -28,9 +28,6 @@ CLOSE = 0.02
 """The share of a step's time by which a configuration must be faster to be looked for."""
 ROWS = 10
 """Divisions of the ranks in an answer, at most."""
-_SHOWN = 20
-"""Branches that are divided between two looks at what is known."""
-
 
 Batch = tuple[int, int, int]
 """Samples of a microbatch, microbatches of a schedule call, calls of a step."""
@@ -118,6 +115,7 @@ class Tree:
     def root(self) -> None:
         """Every division of the ranks, timed as if its samples came in one microbatch with nothing computed again."""
         space = self.space
+        largest = max(space.options("mbs", [space.values["gbs"]]))  # of any division of the ranks
         for axes, sizes in space.axes():
             if sizes is None:
                 self.counts.rules += 1
@@ -129,15 +127,14 @@ class Tree:
             if not size:
                 continue
             self.divisions.append(axes)
-            of = axes._replace(recomputation=space.recomputations[0], micro_batch_size=space.largest_batch)
+            of = axes._replace(micro_batch_size=largest, recomputation=space.recomputations[0])
             of = of._replace(data_parallel_sharding=space.shardings(sizes)[-1])
             division = Division(self._config, sizes)
             if self._state(division, of.data_parallel_sharding) / sizes.pp > division.available:
                 self.counts.memory += size
                 continue
-            seconds = self._whole(of, sizes, (of.micro_batch_size, 1, 1))[0] / of.micro_batch_size
-            each = space.values["gbs"] / sizes.dp / sizes.pp
-            self._add(each * seconds, size, "of_axes", of, sizes, division, batches)
+            seconds = space.values["gbs"] / sizes.dp / sizes.pp * self._whole(of, sizes)[0] / largest
+            self._add(seconds, size, "of_axes", of, sizes, division, batches)
 
     def of_axes(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every microbatch size and recomputation, as if the model's layers were divided exactly."""
@@ -145,23 +142,20 @@ class Tree:
         if not space.obeys(next(space.layouts(of, sizes))):
             self.counts.rules += size * len(batches) * len(space.recomputations)
             return
-        state = self._state(division, of.data_parallel_sharding)
-        room = division.available * sizes.pp - state
+        room = division.available * sizes.pp - self._state(division, of.data_parallel_sharding)
         for again in space.recomputations:
-            each = of._replace(recomputation=again)
-            # Larger microbatches keep more.
-            fitting = bisect(batches, room, key=lambda batch, of=each: self._whole(of, sizes, batch)[1])
+            tried = [of._replace(recomputation=again, micro_batch_size=batch[0]) for batch in batches]
+            fitting = bisect(tried, room, key=lambda each: self._whole(each, sizes)[1])  # larger ones keep more
             self.counts.memory += size * (len(batches) - fitting)
-            self._add_batches(each, sizes, division, batches[:fitting])
+            self._add_batches(tried[0], sizes, division, batches[:fitting])
 
     def _add_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Some microbatch sizes, none of which takes less for a sample than the largest."""
         if batches:
             samples, calls, steps = batches[-1]
-            seconds = calls * steps * self._whole(of, sizes, batches[-1])[0] / sizes.pp
-            size, level = self.space.count(sizes) * len(batches), "of_batches"
-            if len(batches) == 1:
-                of, level = of._replace(micro_batch_size=samples), "of_share"
+            of = of._replace(micro_batch_size=samples)
+            seconds = calls * steps * self._whole(of, sizes)[0] / sizes.pp
+            size, level = self.space.count(sizes) * len(batches), "of_share" if len(batches) == 1 else "of_batches"
             self._add(seconds, size, level, of, sizes, division, batches)
 
     def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
@@ -185,14 +179,9 @@ class Tree:
                         self.counts.memory += 1
                         continue
                     of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
-                    seconds = self._step(of_one, pipeline, batch, pipeline.seconds(batch[1], name))
+                    seconds = batch[2] * pipeline.seconds(batch[1], name)
+                    seconds += division.states(pipeline.cut, row.placement, sharding)[1]
                     self._add(seconds, 1, "closer", of_one, pipeline, batch)
-
-    @staticmethod
-    def _step(of: Configuration, pipeline: PipelineBounds, batch: Batch, call: float) -> float:
-        """Seconds of a step whose schedule calls take `call` seconds each."""
-        placement = POLICIES[of.schedule].placement
-        return batch[2] * call + pipeline.division.states(pipeline.cut, placement, of.data_parallel_sharding)[1]
 
     def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
         """One configuration, by a few rounds of its schedule: what it holds, and then its pace."""
@@ -202,8 +191,9 @@ class Tree:
             return
         key = (of._replace(data_parallel_sharding=""), "seconds")
         call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
-        seconds = max(call, pipeline.seconds(batch[1], of.schedule))
-        self._add(self._step(of, pipeline, batch, seconds), 1, "plan", of)
+        seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
+        placement, sharding = POLICIES[of.schedule].placement, of.data_parallel_sharding
+        self._add(seconds + pipeline.division.states(pipeline.cut, placement, sharding)[1], 1, "plan", of)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -213,16 +203,13 @@ class Tree:
     def _share(self, of: Configuration, sizes: ParallelSizes) -> StagePrices:
         """The costs of stages, whatever pp."""
         key = of._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
-        alike = key._replace(micro_batch_size=0)
-        values = self._once(alike, lambda: self.space.values_of(of))
-        return cast(
-            StagePrices, self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured))
-        )
+        values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(of))
+        made = self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured))
+        return cast(StagePrices, made)
 
-    def _whole(self, of: Configuration, sizes: ParallelSizes, batch: Batch) -> tuple[float, int]:
+    def _whole(self, of: Configuration, sizes: ParallelSizes) -> tuple[float, int]:
         """Seconds of a microbatch through the whole model that no pair hides, and the bytes that it keeps."""
-        share = self._share(of._replace(micro_batch_size=batch[0]), sizes)
-        cost = share.passes(self.whole.layers[0], 0, "whole", last=True)
+        cost = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
         return cost.forward_s + cost.backward_s - cost.exchange_s - cost.exchange_back_s, cost.activation_bytes
 
     def _state(self, division: Division, sharding: str) -> int:
@@ -254,7 +241,7 @@ class Search:
 
     @property
     def counts(self) -> Counts:
-        """What became of the configurations so far."""
+        """The numbers of configurations so far."""
         return self.tree.counts
 
     @property
@@ -263,19 +250,16 @@ class Search:
         return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
-        """Search; yields itself after every plan and every hundred branches."""
-        tree, steps = self.tree, 0
+        """Search; yields itself after every plan and every divided branch."""
+        tree = self.tree
         tree.root()
         while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
             branch = heappop(tree.heap)
             if branch.level == "plan":
                 self._plan_one(branch)
-                yield self
             else:
                 tree.divide(branch)
-                steps += 1
-                if steps % _SHOWN == 0:
-                    yield self
+            yield self
         self.counts.left = sum(branch.size for branch in tree.heap)
         self.proved = True
 
@@ -305,23 +289,19 @@ class Search:
 
     def simpler(self) -> Iterator[Search]:
         """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
-        for planned in self.found[: 2 * ROWS]:
-            of = planned.configuration
+        known = {each.configuration for each in (*self.found, *self.over)}
+        for of in [each.configuration for each in self.found[: 2 * ROWS] if SHARDING not in self.space.fixed]:
             for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
-                if SHARDING not in self.space.fixed and self.plan_once(of._replace(data_parallel_sharding=sharding)):
+                less = of._replace(data_parallel_sharding=sharding)
+                if less not in known and self.plan(less, 0.0):
                     yield self
+                known.add(less)
 
     def _plan_one(self, branch: Branch) -> None:
         if self.plan(branch.parts[0], branch.seconds) is None:
             self.counts.rules += 1
         else:
             self.counts.planned += 1
-
-    def plan_once(self, of: Configuration) -> Planned | None:
-        """The plan of a configuration that may stand in any branch, if it has not been planned yet."""
-        if any(each.configuration == of for each in (*self.found, *self.over)):
-            return None
-        return self.plan(of, 0.0)
 
     def plan(self, of: Configuration, bound: float) -> Planned | None:
         """The plan of one configuration, kept where it belongs; None if a rule forbids it."""
