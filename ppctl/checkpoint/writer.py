@@ -4,7 +4,7 @@
 
 A rank connects, and hands over the memory that its copies lie in: a file without a name, so that nothing is left in
 /dev/shm however the processes end. Then it asks for functions of `disk`, one at a time; each rank has a thread here.
-The writer ends with the rank that started it. If it dies before, ranks do its work.
+The writer ends with its last connection, or when the rank that started it dies. If it dies itself, ranks do its work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BufferedRWPair
 from mmap import PROT_READ, mmap
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
 from ppctl.checkpoint import disk
@@ -215,6 +215,25 @@ def _exactly(of: BufferedRWPair, length: int) -> bytes:
 # The writer's own side
 
 
+class _Connections:
+    """The number of open connections: the process ends when the last one closes after a rank has been served."""
+
+    def __init__(self) -> None:
+        self._lock, self._count, self.has_served = Lock(), 0, False
+
+    def begin(self) -> None:
+        """Count a new connection."""
+        with self._lock:
+            self._count += 1
+
+    def end(self) -> None:
+        """Count a closed connection."""
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self.has_served:
+                os._exit(0)
+
+
 def main() -> NoReturn:
     """Serve the ranks of this node until they have gone."""
     for number in _IGNORED:
@@ -225,29 +244,34 @@ def main() -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else the next look finds out
     with suppress(OSError):
         os.nice(_NICE)  # training goes first, if there is no core for both
-    listening = socket.socket(fileno=descriptor)
+    listening, connections = socket.socket(fileno=descriptor), _Connections()
     listening.settimeout(_LOOK)
     while os.getppid() == parent:
         with suppress(TimeoutError, _Stranger):
             connected, _ = listening.accept()
             _refuse_strangers(connected)
-            Thread(target=_serve, args=(connected, key), daemon=True).start()
+            connections.begin()
+            Thread(target=_serve, args=(connected, connections, key), daemon=True).start()
     os._exit(1)
 
 
-def _serve(connected: socket.socket, key: bytes) -> None:
+def _serve(connected: socket.socket, connections: _Connections, key: bytes) -> None:
     """Make the calls that a rank sends, until the rank has gone or sends something that is no call."""
-    with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
-        prove(connected, key, b"writer", b"rank")
-        hello, descriptors, *_ = socket.recv_fds(connected, _HELLO.size, 1)
-        try:
-            rank, size = _HELLO.unpack(hello)
-            memory = mmap(descriptors[0], size, prot=PROT_READ)
-        finally:
-            for each in descriptors:
-                os.close(each)
-        with connected.makefile("rwb") as asking:
-            _answer(asking, rank, memoryview(memory))
+    try:
+        with connected, suppress(EOFError, OSError, ValueError, IndexError, struct.error):
+            prove(connected, key, b"writer", b"rank")
+            connections.has_served = True
+            hello, descriptors, *_ = socket.recv_fds(connected, _HELLO.size, 1)
+            try:
+                rank, size = _HELLO.unpack(hello)
+                memory = mmap(descriptors[0], size, prot=PROT_READ)
+            finally:
+                for each in descriptors:
+                    os.close(each)
+            with connected.makefile("rwb") as asking:
+                _answer(asking, rank, memoryview(memory))
+    finally:
+        connections.end()
 
 
 def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:

@@ -25,7 +25,8 @@ _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "traffic", "derived")}
 """The JSON's keys if there is no plan, only problems."""
-
+_UNREAD = ("PP-E101", "PP-E105", "PP-E107")
+"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
 
 _NOTHING = (
     "no arguments: this is the plan of the defaults, a tiny model on one rank; `ppctl recipes` lists published jobs, "
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         problems += _dump(plan, problems, Path(args.dump_schedule))
     if args.timeline is not None:
         problems += _draw(composed, plan, Path(args.timeline), args.dump_schedule)
+    if any(problem.code in _UNREAD for problem in problems):
+        plan = None
     if args.json:
         report = EMPTY if plan is None else plan.report()
         print(json.dumps(report | {"problems": [problem.to_json() for problem in problems]}, indent=2))

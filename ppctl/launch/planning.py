@@ -18,9 +18,6 @@ from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
 
-_UNREAD = ("PP-E101", "PP-E105", "PP-E107")
-"""Codes of words of a command line that mean nothing: a plan without them would be of something else."""
-
 
 def planned(
     overrides: Sequence[str] | Arguments, *, for_training: bool = False
@@ -29,8 +26,7 @@ def planned(
     config, problems = composed(overrides, for_training=for_training)
     if problems and hides_model(config, problems):
         return config, None, list(dict.fromkeys(problems))
-    plan, found = plan_of(config, problems)
-    return config, None if problems and any(each.code in _UNREAD for each in found) else plan, found
+    return config, *plan_of(config, problems)
 
 
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:

@@ -39,6 +39,7 @@ from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updati
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule, receive_slots, send_slots
+from ppctl.schedule.repetition import shorter
 from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -156,7 +157,7 @@ def rank_pricer(
             in_forward[at] = alive[at].in_forward - (received[at] if schedule.messages_into[at] else 0)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
-        lists = schedule if schedule.shorter is None else schedule.shorter  # a further round holds what the others hold
+        lists = shorter(schedule) or schedule  # a further round holds what the others hold
         if last is None or last[0] is not lists or last[1] != (calls, messages):
             held = tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
             last = lists, (calls, messages), held

@@ -32,6 +32,7 @@ from ppctl.schedule.policies import (
     schedule_policy,
     too_few_microbatches,
 )
+from ppctl.schedule.repetition import shorter
 from ppctl.schedule.simulate import Costs, attempted, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
@@ -273,7 +274,7 @@ def proved(
     schedule = free if capacity is None or free.batched else lower(plain, capacity=capacity)
     schedule = without_frozen(schedule, frozen_stages)
     run = None if costs is None else attempted(schedule, costs)
-    wrong = verify(schedule, run, None if like is None or like.wrong else like.schedule.shorter)
+    wrong = verify(schedule, run, None if like is None or like.wrong else shorter(like.schedule))
     if capacity is None or schedule.batched:
         return ProvedSchedule(plain, schedule, wrong, run)
     twin = forwards_alone(schedule.placement, plain.num_microbatches)

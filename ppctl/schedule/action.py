@@ -217,8 +217,6 @@ class Schedule:
     batched: bool = False
     pairs: frozenset[Pair] = frozenset()
     frozen_stages: int = 0
-    shorter: Schedule | None = field(default=None, init=False, compare=False, repr=False)
-    """A schedule with fewer rounds in its middle of which this one is `repetition.stretched`; `replace` forgets it."""
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:

@@ -40,6 +40,7 @@ from ppctl.schedule.batching import (
     batch_messages,
     place_gradient_sync,
 )
+from ppctl.schedule.repetition import remember, shorter
 from ppctl.schedule.simulate import Costs, simulate
 
 
@@ -85,8 +86,8 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
     capacities = {channel: size for channel, size in schedule.capacities.items() if channel in used}
     pairs = frozenset(pair for pair in schedule.pairs if stays(pair.backward))
     kept = replace(schedule, actions=rows, capacities=capacities, pairs=pairs, frozen_stages=frozen_stages)
-    if schedule.shorter is not None:
-        object.__setattr__(kept, "shorter", without_frozen(schedule.shorter, frozen_stages))
+    if (short := shorter(schedule)) is not None:
+        remember(kept, without_frozen(short, frozen_stages))
     return kept
 
 

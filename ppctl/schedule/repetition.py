@@ -30,6 +30,16 @@ def rounds(found: Repetition) -> int:
     return min(number for _, number, _ in found)
 
 
+def shorter(schedule: Schedule) -> Schedule | None:
+    """The schedule with fewer rounds of which this one is `stretched`; None elsewhere, and in other processes."""
+    return vars(schedule).get("_shorter")
+
+
+def remember(schedule: Schedule, short: Schedule) -> None:
+    """Let `shorter` return `short` for a schedule. It is no field, so that it is not compared, sent or copied."""
+    vars(schedule)["_shorter"] = short
+
+
 def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
     """The schedule with so many rounds of `size` microbatches more in its middle, or fewer, if `more` is negative.
 
@@ -45,7 +55,7 @@ def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None
         rows.append((*row[:begin], *again, *later))
     longer = replace(schedule, actions=tuple(rows), num_microbatches=count)
     if more > 0:
-        object.__setattr__(longer, "shorter", schedule)
+        remember(longer, schedule)
     return longer
 
 

@@ -33,6 +33,7 @@ from ppctl.schedule.action import (
 )
 from ppctl.schedule.executor import Execution, execute
 from ppctl.schedule.pairs import SHOWN, some, wrong_pairs
+from ppctl.schedule.repetition import shorter
 
 _RANKS_SHOWN = 8
 """How many ranks' rows are shown around a mark."""
@@ -59,7 +60,7 @@ def verify(schedule: Schedule, run: Execution | None = None, sound: Schedule | N
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
         return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
-    lists = schedule if schedule.shorter is None else schedule.shorter
+    lists = shorter(schedule) or schedule
     wrong = [] if lists is sound else list(_wrong_lists(lists))
     return wrong or _hanging(schedule, run) or [*wrong_pairs(schedule)]
 

@@ -14,7 +14,7 @@ from ppctl.schedule.action import Schedule
 from ppctl.schedule.batching import _tried, batch_messages, place_gradient_sync
 from ppctl.schedule.passes import run_weights_sooner, without_frozen
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.repetition import repetition, rounds, stretched
+from ppctl.schedule.repetition import repetition, rounds, shorter, stretched
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 
@@ -46,7 +46,7 @@ def test_a_schedule_batched_by_its_rounds_is_the_one_batched_as_a_whole(name: st
 
 
 def shortened(name: str) -> list[Schedule]:
-    return [batched for batched in map(batch_messages, grid(name)) if batched.shorter is not None]
+    return [batched for batched in map(batch_messages, grid(name)) if shorter(batched) is not None]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,11 @@ def test_the_proof_and_the_memory_of_the_rounds_are_those_of_the_whole(name: str
     for batched in found:
         for schedule in (batched, without_frozen(batched, 1)):
             assert verify(replace(schedule)) == verify(schedule) == []
-            assert schedule.shorter is not None
-            assert in_flight(schedule.shorter) == in_flight(schedule)
+            short = shorter(schedule)
+            assert short is not None
+            assert in_flight(short) == in_flight(schedule)
             kept = [1 + 7 * stage % 5 for stage in range(schedule.placement.num_stages)]
-            for few, all_ in zip(schedule.shorter.actions, schedule.actions, strict=True):
+            for few, all_ in zip(short.actions, schedule.actions, strict=True):
                 assert peaks(few, kept, kept) == peaks(all_, kept, kept)
 
 
@@ -69,7 +70,7 @@ def test_another_list_has_no_shorter_one_and_is_judged_as_it_is() -> None:
     batched = shortened("dualpipev")[0]
     row = batched.actions[0]
     wrong = replace(batched, actions=(row[::-1], *batched.actions[1:]))
-    assert wrong.shorter is None and verify(wrong)
+    assert shorter(wrong) is None and verify(wrong)
     assert not verify(batched)
 
 
