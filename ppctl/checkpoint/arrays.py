@@ -1,7 +1,6 @@
-"""Tensors of a checkpoint as numpy arrays, without torch, and the differences between two checkpoints.
+"""Tensors of a checkpoint as numpy arrays, box by box and without torch, and the differences between two checkpoints.
 
-Knows the values of one box at a time. Must not know torch, models or files. numpy lacks bfloat16 and 8-bit floats:
-ml_dtypes adds them.
+numpy lacks bfloat16 and 8-bit floats: ml_dtypes adds them.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ def compare(
 
 
 def _alike(one: TensorRecord, other: TensorRecord) -> bool:
-    """Whether the manifests prove that both are equal."""
     digests = [{shard.box: shard.digests for shard in record.shards} for record in (one, other)]
     return (one.shape, one.dtype) == (other.shape, other.dtype) and digests[0] == digests[1]
 

@@ -1,7 +1,4 @@
-"""Boxes: parts of a tensor with a range on each dim, which ranks hold, files store and loads ask for.
-
-Knows shapes and offsets. Must not know values, names or files. Standard library only.
-"""
+"""Boxes: parts of a tensor with a range on each dim, which ranks hold, files store and loads ask for."""
 
 from __future__ import annotations
 
@@ -56,10 +53,8 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def boxes_of_run(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The elements `start` to `stop` of a tensor read flat (row-major), as boxes in that order.
-
-    Each is contiguous. Of a matrix there are at most three: the end of a row, whole rows, the beginning of one.
-    """
+    """The elements `start` to `stop` of a tensor read flat (row-major), as contiguous boxes in that order; of a matrix
+    at most three: the end of a row, whole rows, the beginning of one."""
     if start >= stop:
         return
     if not shape or (start, stop) == (0, prod(shape)):

@@ -1,8 +1,4 @@
-"""Values out of a checkpoint's files: chunk by chunk, each compared with its digest before anything is taken from it.
-
-Knows where the bytes of a box are. Must not know torch, nor what is done with the values: `reading` makes tensors of
-them, `arrays` numpy's arrays.
-"""
+"""Values out of a checkpoint's files, chunk by chunk, each compared with its digest before anything is taken."""
 
 from __future__ import annotations
 
@@ -40,10 +36,8 @@ class ChunkReader:
         self._chunk = bytearray(0)
 
     def pieces(self, name: str, wanted: Box) -> Iterator[ChunkPiece]:
-        """Yield all pieces of the box `wanted` of a tensor.
-
-        Raises CheckpointError (PP-E503) if the bytes are not those that were saved, and OSError.
-        """
+        """Yield all pieces of the box `wanted` of a tensor. Raises CheckpointError (PP-E503) if the bytes are not those
+        that were saved, and OSError."""
         record = self.manifest.tensors[name]
         for shard in record.shards:
             if common(shard.box, wanted) is not None:
@@ -70,9 +64,7 @@ class ChunkReader:
 
     def faults(self, name: str, shard: ShardRecord) -> Iterator[tuple[int, str]]:
         """Read every chunk of a shard of the tensor `name`; yield its size and what is wrong with it, or nothing.
-
-        Raises OSError.
-        """
+        Raises OSError."""
         with open_regular(self.path / shard.file, follow=False) as stream:
             for begin, end, digest in shard.chunks():
                 same = self._checked(stream.fileno(), begin, end, digest) is not None

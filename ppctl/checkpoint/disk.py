@@ -1,7 +1,7 @@
 """The work of a save on the disk: a rank's file, and for rank 0 who writes what, the manifest and the commit.
 
 Functions of plain values, without torch: the writer of a node (`writer`) runs them for its ranks, or a rank does
-itself. Their annotations say what travels to the writer. Must not know where the values lie, nor how ranks agree.
+itself. Their annotations say what travels to the writer.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ def _writers(all_parts: tuple[bytes, ...]) -> Writers:
 
 
 def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequence[bytes], state: bytes) -> Path:
-    """Compare the copies, seal what all ranks have written and give it its name; returns the checkpoint's path.
-
-    If an earlier call was killed, this one goes on where that one stopped.
-    """
+    """Compare the copies, seal what all ranks have written and give it its name; returns the checkpoint's path. If an
+    earlier call was killed, this one goes on where that one stopped."""
     temporary = checkpoint_folder.temporary_path(directory, step)
     path = checkpoint_folder.step_path(directory, step)
     writers = _writers(tuple(all_parts))
@@ -140,10 +138,8 @@ def _write_synced(path: Path, text: bytes) -> None:
 
 
 def write(rank: int, directory: Path, parts: Sequence[TensorPart], own: bytes, values: Values) -> bytes:
-    """Write the parts of which `own` is 1 and bring them to the disk, and read the others for their digests.
-
-    Returns the packed WrittenParts.
-    """
+    """Write the parts of which `own` is 1 and bring them to the disk, and read the others for their digests. Returns
+    the packed WrittenParts."""
     mine = [number for number, one in enumerate(own) if one]
     # The widest elements first: all of them then lie at multiples of their size.
     mine.sort(key=lambda number: -DTYPES[parts[number].dtype][1])
@@ -193,10 +189,8 @@ def write_file(
 
 
 def header_of(parts: Sequence[TensorPart], *, aligned: int = 8, **metadata: str) -> tuple[bytes, list[int]]:
-    """Return the bytes of a safetensors file in front of its values, and where in the file each part begins.
-
-    The values begin at a multiple of `aligned`.
-    """
+    """Return the bytes of a safetensors file in front of its values, which begin at a multiple of `aligned`, and where
+    in the file each part begins."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     ends = [0]
     for part in parts:

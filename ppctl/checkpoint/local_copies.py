@@ -1,7 +1,6 @@
 """Copies in memory of all ranks of a job: how a start finds them and sends them to the ranks that need them.
 
-Knows how a copy travels between ranks, over the process group of the saves beside training. Must not know checkpoints
-on the disk, sessions, nor what is reported.
+They travel over the process group of the saves beside training.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class LocalCopies:
         (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
 
     def _survey(self, seen: list[Seen]) -> CopiesAtStart:
-        """What all ranks need to know at a start, from what each has `seen` in its host's memory."""
         hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
         return CopiesAtStart(
             secrets.token_hex(8),
@@ -164,10 +162,8 @@ class LocalCopies:
 
     def settle(self, used: HostMemory | None) -> None:
         """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
-        memory back, there is room for a neighbour's copy, and one where the copies are used.
-
-        A collective. Raises CheckpointError (PP-E511) if there is no room.
-        """
+        memory back, there is room for a neighbour's copy, and one where the copies are used. A collective. Raises
+        CheckpointError (PP-E511) if there is no room."""
         records = {copy.record.name for copy in self._rooms()} if used is not None else set()
         self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
         if not self.replicas:
@@ -191,9 +187,7 @@ class LocalCopies:
 
     def copy(self, step: int, parts: Sequence[TensorPart], state: bytes, memory: memoryview) -> None:
         """This rank's own copy is of `step` and whole; with replicas, a collective that exchanges it with neighbours.
-
-        Without room for a record there is no copy: ranks compare what they have at a start.
-        """
+        Without room for a record there is no copy: ranks compare what they have at a start."""
         text = b""
         with suppress(OSError):
             text = local_copy.record_text(step, self.ranks.size, self.survey.start, parts, state, memory)

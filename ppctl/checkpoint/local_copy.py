@@ -2,8 +2,7 @@
 use.
 
 A rank has one copy on its own host, and perhaps another on a neighbouring host. A copy is overwritten in place: its
-record is deleted before its values change, and written again when the values are whole and have digests. Must not know
-tensors, nor how a copy travels.
+record is deleted before its values change, and written again when the values are whole and have digests.
 """
 
 from __future__ import annotations
@@ -98,10 +97,8 @@ def is_of(record: LocalRecord, memory: memoryview) -> bool:
 
 
 def directory_of(local: Path, run: Path) -> Path:
-    """Where the copies of the run in a directory lie, in `checkpoint.local`.
-
-    An id alone is not one run's: torchrun's users choose it, and runs of several names and log.dirs may have the same.
-    """
+    """Where the copies of the run in a directory lie, in `checkpoint.local`: an id alone, which torchrun's users
+    choose, may be that of runs of several names and log.dirs."""
     return local / f"{run.name}-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:8]}"
 
 
@@ -176,10 +173,8 @@ class Chosen(NamedTuple):
 
 
 def see(directory: Path, rank: int, world: int, parts: Sequence[TensorPart], size: int) -> Seen:
-    """Look at the copies on this host; of its own the rank reads the values.
-
-    Raises CheckpointError (PP-E650) if the directory, or `checkpoint.local` above it, is not this user's alone.
-    """
+    """Look at the copies on this host; of its own the rank reads the values. Raises CheckpointError (PP-E650) if the
+    directory, or `checkpoint.local` above it, is not this user's alone."""
     try:
         private_files.make_directory(directory)
     except OSError as error:

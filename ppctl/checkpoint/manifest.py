@@ -1,7 +1,6 @@
 """The manifest: which bytes of which file are which part of which tensor, and the digests that prove it.
 
-Knows the files of one checkpoint directory, in the format of `docs/checkpoint.md`. Must not know ranks, models or
-torch: a checkpoint can be verified where torch is not installed.
+`docs/checkpoint.md` has the format. A checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations
@@ -179,8 +178,6 @@ def _sealed(text: bytes) -> Manifest:
 
 
 class _Head(TypedDict):
-    """The entries of a manifest for all its files and tensors."""
-
     step: Count
     digest: Line
     chunk: Count

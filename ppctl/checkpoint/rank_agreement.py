@@ -1,7 +1,7 @@
 """Agreement between the ranks that save or load a checkpoint: one result for all, or one error for all.
 
-Knows a process group and how failures travel. Must not know files, tensors or checkpoints. A rank that fails alone
-would leave its peers waiting in the next collective, therefore every local step ends in an exchange of outcomes.
+A rank that fails alone would leave its peers waiting in the next collective, therefore every local step ends in an
+exchange of outcomes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ R = TypeVar("R")
 
 
 class AgreeingRanks:
-    """The ranks of a process group (None: the default one), or this process alone if none is initialised.
-
-    The group is of gloo, or of NCCL with the current device set.
-    """
+    """The ranks of a process group of gloo, or of NCCL with the current device set (None: the default group), or this
+    process alone if none is initialised."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group

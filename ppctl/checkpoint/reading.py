@@ -1,7 +1,7 @@
 """Loading: strict in both directions, by byte ranges, in whatever cut the ranks are now.
 
-Must not know models, optimizers or the cut that the checkpoint was saved in. A rank reads the chunks that hold what it
-wants, one after the other, and checks the digest of each before it takes anything from it.
+A rank reads the chunks that hold what it wants, one after the other, and checks the digest of each before it takes
+anything from it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ class CheckpointReader(ChunkReader):
 
     @torch.no_grad()
     def fill(self, name: str, offset: tuple[int, ...], out: Tensor) -> None:
-        """Fill `out` with the box of a tensor that begins at `offset`, cast to the dtype of `out`.
-
-        Raises CheckpointError (PP-E503) if the values are not those that were saved, and OSError.
-        """
+        """Fill `out` with the box of a tensor that begins at `offset`, cast to the dtype of `out`. Raises
+        CheckpointError (PP-E503) if the values are not those that were saved, and OSError."""
         dtype = getattr(torch, self.manifest.tensors[name].dtype)
         for piece in self.pieces(name, Box(offset, tuple(out.shape))):
             values = torch.frombuffer(piece.data, dtype=dtype).view(piece.shape)

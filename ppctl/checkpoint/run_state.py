@@ -1,7 +1,4 @@
-"""state.json: what a checkpoint has beside tensors.
-
-Knows which entries a run writes, and their types. Must not know torch, nor what a run does with them.
-"""
+"""state.json: what a checkpoint has beside tensors."""
 
 from __future__ import annotations
 
@@ -101,10 +98,8 @@ def _checked(path: Path, manifest: Manifest, kind: Any) -> Any:
 
 
 def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
-    """Where the weights of a checkpoint's `state` began, and where those did: checkpoints, and at the end a directory.
-
-    It ends where a checkpoint of the way is not there any more, or cannot be read.
-    """
+    """Where the weights of a checkpoint's `state` began, and where those did: checkpoints, and at the end a directory;
+    as far as the checkpoints are there and can be read."""
     seen: set[str] = set()
     while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
         seen.add(named)

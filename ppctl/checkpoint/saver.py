@@ -1,7 +1,6 @@
 """Saving: every rank writes what it holds, rank 0 seals the checkpoint, names it, moves `latest`, and deletes old ones.
 
-Knows the order of the steps, what all ranks agree on, and what a step of training waits for: at once, beside training
-(decision 50), or from one process tensor by tensor. Must not know models, optimizers or the run.
+At once, beside training (decision 50), or from one process tensor by tensor.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ R = TypeVar("R")
 
 
 class Saver:
-    """Saves the shards of the ranks of a process group (None: the default one) into one directory of checkpoints.
-
-    Which rank writes which part is agreed on once, and again when a rank's parts have changed. Without a `writer` this
-    process works on the disk itself.
-    """
+    """Saves the shards of the ranks of a process group (None: the default one) into one directory of checkpoints. Which
+    rank writes which part is agreed on anew when parts change. Without a `writer` this process works on the disk."""
 
     def __init__(
         self,
@@ -119,18 +115,15 @@ class Saver:
         self._own, self._parts = own[self.ranks.rank], parts
 
     def _do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
-        """Call a function of `disk`, in the writer if there is one."""
         return work(*arguments) if self._writer is None else self._writer.do(what, work, *arguments)
 
 
 def save_streamed(
     directory: Path, step: int, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], state: Mapping[str, Any]
 ) -> Path:
-    """Write `directory`/step-`step` from one process that never holds more than one tensor; returns its path.
-
-    `tensors` are on the meta device, for shapes and dtypes by canonical global name; `read` is called for each once.
-    Raises what `read` raises, and OSError; then, as after a crash, nothing is left that would be read.
-    """
+    """Write `directory`/step-`step` from one process, tensor by tensor; returns its path. `tensors` are on the meta
+    device, by canonical global name; `read` is called for each once. Raises what `read` raises, and OSError: then, as
+    after a crash, nothing is left that would be read."""
     parts = [shard.part for shard in whole_shards(tensors)]
     parts.sort(key=lambda part: -tensors[part.name].element_size())
     temporary = checkpoint_folder.prepare(directory, step)
@@ -201,11 +194,9 @@ class BackgroundSaver:
         return self._error is not None
 
     def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
-        """Copy what is saved as step-`step`, and write it in the background; called by all ranks together.
-
-        Waits first for the save before this one, as `finish` does. `shards` and `state` are as of `Saver.save`. Not
-        `to_disk`: only the local copy.
-        """
+        """Copy what is saved as step-`step`, and write it in the background, or without `to_disk` keep only the local
+        copy. All ranks call together. Waits first for the save before, as `finish` does. `shards` and `state` are as of
+        `Saver.save`."""
         self.finish()
         began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
@@ -219,8 +210,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def finish(self, limit: float | None = None) -> bool:
-        """Wait for the save under way, at most `limit` seconds: whether it is over. Raises CheckpointError as
-        `Saver.save` does."""
+        """Wait at most `limit` seconds for the save under way: whether it is over. Raises as `Saver.save` does."""
         if self._thread is not None:
             self._thread.join(limit)
             if self._thread.is_alive():

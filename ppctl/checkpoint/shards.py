@@ -1,7 +1,6 @@
 """Boxes of tensors as a rank holds them, by canonical global name, and a copy of them in host memory.
 
-The copy is what a save beside training writes, and the node's writer reads. Knows streams, events and pinned memory.
-Must not know which other ranks hold a box (`tensor_parts`), nor when a copy is made.
+The copy is what a save beside training writes, and the node's writer reads.
 """
 
 from __future__ import annotations
@@ -108,10 +107,8 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, shards: Sequence[Shard]) -> list[torch.cuda.Event]:
-        """Copy the values of shards of the same parts: on the CPU at once, from a GPU until `wait` returns.
-
-        The host does not wait for a GPU. What it is asked to compute from now on waits for the copy.
-        """
+        """Copy the values of shards of the same parts: on the CPU at once, from a GPU until `wait` returns. The host
+        does not wait for a GPU; what it is asked to compute from now on waits for the copy."""
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         for out, shard in zip(self._copies, shards, strict=True):
@@ -125,10 +122,8 @@ class HostMemory:
         return events
 
     def wait(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Wait until the copy that these events mark is complete; any thread may call this.
-
-        A new thread's current device is GPU 0: a CUDA call without `device` would create a context of 0.5 GiB there.
-        """
+        """Wait until the copy that these events mark is complete; any thread may call this. A new thread's current
+        device is GPU 0: a CUDA call without `device` would create a context of 0.5 GiB there."""
         for device, event in zip(self._streams, events, strict=True):
             with torch.cuda.device(device):
                 event.synchronize()

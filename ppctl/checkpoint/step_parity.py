@@ -1,9 +1,8 @@
 """Gradients that runs keep of a step (`log.gradients`, decision 58), and where those of two runs differ first.
 
-Knows their files: gradients/step-N/rank-NNNNN.safetensors, parts of gradients by the names of parameters, and beside
-them messages.json with fingerprints of what stages hand on; how ranks share these; and how far two numbers may lie
-apart. Every rank writes what it has, copies included: which of several copies is wrong is what a comparison is for.
-Must not know torch, how a step is computed, nor why two runs should be equal (`plan/parity.py`).
+The files: gradients/step-N/rank-NNNNN.safetensors, parts of gradients by the names of parameters, and beside them
+messages.json with fingerprints of what stages hand on. Every rank writes what it has, copies included: which of several
+copies is wrong is what a comparison is for.
 """
 
 from __future__ import annotations
@@ -166,10 +165,8 @@ class Side(NamedTuple):
         return self.sizes.tp if whole else 1
 
     def handed(self) -> dict[tuple[bool, int, int], list[Handed]]:
-        """Return the fingerprints by (forward, stage, microbatch), as several ranks had them.
-
-        Without losses of ranks that have a part of every sequence: their squares are not those of the sum.
-        """
+        """Return the fingerprints by (forward, stage, microbatch), as several ranks had them; without losses of ranks
+        that have a part of every sequence, whose squares are not those of the sum."""
         by_place: dict[tuple[bool, int, int], list[Handed]] = {}
         for each in self.step.messages:
             if self.sizes.cp == 1 or not each.forward or each.stage != self.last_stage:

@@ -1,8 +1,4 @@
-"""Parts of tensors without their values: their names, which ranks hold each, which of them writes it, where it lies.
-
-Must not know why several ranks hold a part (data-parallel replicas, tied uses on two pipeline ranks, what tensor
-parallelism cannot split), nor files, nor torch.
-"""
+"""Parts of tensors without their values: their names, which ranks hold each, which of them writes it, where it lies."""
 
 from __future__ import annotations
 
@@ -56,8 +52,7 @@ class TensorPart(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The part's name in a file: the tensor's name and, unless the part is the whole tensor, its offset:
-        `NAME@0,512`."""
+        """The part's name in a file: the tensor's name and, unless the part is all of it, its offset: `NAME@0,512`."""
         if self.box == Box.whole(self.whole):
             return self.name
         return f"{self.name}@{','.join(map(str, self.box.offset))}"
@@ -219,10 +214,8 @@ def check_tensors(parts: Iterable[TensorPart]) -> None:
 
 
 def check_copies(writers: Writers, digests: Sequence[Sequence[str]]) -> None:
-    """Raise CheckpointError (PP-E504), which names all tensors whose copies differ.
-
-    `digests` are those of all parts of all ranks, in their order.
-    """
+    """Raise CheckpointError (PP-E504), which names all tensors whose copies differ, by the `digests` of all parts of
+    all ranks in their order."""
     unequal: dict[tuple[int, ...], set[str]] = {}
     for part, holders in writers.holders.items():
         if len({digests[rank][number] for rank, number in holders}) > 1:

@@ -1,8 +1,4 @@
-"""Whether a checkpoint is complete, is what was written, and holds what somebody needs.
-
-Knows what a manifest says and what the files are. Must not know torch, nor why something is needed: a checkpoint is
-verified on a login node.
-"""
+"""Whether a checkpoint is complete, is what was written, and holds what somebody needs; torch-free, for login nodes."""
 
 from __future__ import annotations
 
@@ -81,10 +77,8 @@ def bytes_of_values(manifest: Manifest) -> int:
 
 
 def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind]]) -> list[Problem]:
-    """Differences between the tensors of a checkpoint and those of a model, in both directions (PP-E502).
-
-    `wanted` are the kinds as which ranks hold each: one, if they agree.
-    """
+    """Differences between the tensors of a checkpoint and those of a model, in both directions (PP-E502). `wanted` are
+    the kinds as which ranks hold each: one, if they agree."""
     problems = []
     if missing := wanted.keys() - manifest.tensors.keys():
         problems.append(_misfit(path, "lacks tensors of this model", ranges(missing)))
@@ -111,10 +105,8 @@ _SOURCE = ("from_", "transformers", *_CODE)
 
 
 def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
-    """The problems; if tensors do not fit, with the keys that give a model `here` the sizes that were `saved`.
-
-    A model whose code is transformers' has them from its directory, and refuses them as keys.
-    """
+    """The problems; if tensors do not fit, with the keys that give a model `here` the sizes that were `saved`. A model
+    whose code is transformers' has them from its directory, and refuses them as keys."""
     if saved.get("transformers") is not None:
         wanted = {"from": saved["from_"]} | {key: saved[key] for key in _CODE if saved[key] != here.get(key)}
     else:
@@ -125,10 +117,8 @@ def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapp
 
 
 def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: str | None) -> list[Problem]:
-    """Why the position in the data in a checkpoint's `state` means nothing to a run with this config.
-
-    `digest` is that of the run's data; None if nobody has looked.
-    """
+    """Why the position in the data in a checkpoint's `state` means nothing to a run with this config. `digest` is that
+    of the run's data; None if nobody has looked."""
     now = {"seq_length": config.data.seq_length, "seed": config.train.seed, "data_digest": digest}
     message = "the checkpoint's position in the data means nothing here: {} was {} and is {}"
     return [*_outgrown(path, state, config)] + [

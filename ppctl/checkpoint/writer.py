@@ -99,10 +99,8 @@ class NodeWriter:
             self._lose(error)
 
     def do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
-        """Call a function of `disk.WORK`. `what` names the work in messages, as an infinitive.
-
-        Raises CheckpointError if it fails in the writer, and what the function raises if this process calls it.
-        """
+        """Call a function of `disk.WORK`; `what` names the work in messages, as an infinitive. Raises CheckpointError
+        if it fails in the writer, and what the function raises if this process calls it."""
         if self._connection is not None:
             number = disk.WORK.index(work.__name__)
             kinds = _CALLS[number]
@@ -160,8 +158,6 @@ _WRITE = disk.WORK.index("write")
 
 
 class _Stranger(PermissionError):
-    """A process of another user is at the other end."""
-
     def __init__(self, user: int) -> None:
         self.user = user
         super().__init__(errno.EPERM, f"a process of user {user} was at its address, and got nothing")
@@ -176,10 +172,8 @@ def _refuse_strangers(connected: socket.socket) -> None:
 
 
 def prove(connected: socket.socket, key: bytes, own: bytes, other: bytes) -> None:
-    """Show that this end knows the key, and raise PermissionError unless the other one does.
-
-    In containers that share a network, all users may have the same number: the kernel's answer is not enough.
-    """
+    """Show that this end knows the key, and raise PermissionError unless the other one does. The kernel's answer is not
+    enough: in containers that share a network, all users may have the same number."""
     drawn = secrets.token_bytes(32)
     connected.settimeout(_PATIENCE)
     connected.sendall(drawn)

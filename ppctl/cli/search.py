@@ -10,9 +10,10 @@ import argparse
 import gc
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import yaml
 from ppctl.cli import search_text
 from ppctl.cli.console import console, note, width
 from ppctl.cli.main import INTERRUPTED
+from ppctl.cli.search_page import page
+from ppctl.cli.timeline import obstacle
 from ppctl.config.argv import PLACE, full_name, normalise
 from ppctl.config.checks import check
 from ppctl.config.keys import keys, text_keys
@@ -37,12 +40,14 @@ from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
-from ppctl.search.answer import BAND, AnswerRow, against, as_json, rows
+from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
+from ppctl.search.refine import refined
 from ppctl.search.space import SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
+_SECONDS, _REFINED = 20.0, 3  # for how long rows are refined, and how many, if nothing is asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="N,N,...", help=words)
     words = "show where this configuration stands, and what one change would give: 'tp=8 pp=4'"
     parser.add_argument("--against", metavar="'KEY=VALUE ...'", help=words)
+    words = (
+        f"plan all rows again, layout=auto and more, for so long ({_REFINED} rows for {_SECONDS:g} s); 0: not at all"
+    )
+    parser.add_argument("--refine", type=float, metavar="SECONDS", help=words)
+    parser.add_argument("--html", metavar="FILE.html", help="draw memory against seconds of a step into a page")
     parser.add_argument("--write", metavar="FILE.yaml", help="write the first configuration as a recipe")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -60,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search. Exit codes: 0 found, 2 problems of the config, 4 nothing fits the memory, 130 interrupted."""
     gc.disable()  # plans are many small tuples without cycles
+    if problems := [*_unwritable(args)]:
+        raise ConfigError(problems)
     values, measured = _values(args)
     if args.nodes:
         return _frontier(args, values, measured)
@@ -68,17 +80,50 @@ def run(args: argparse.Namespace) -> int:
     if not search.found and not interrupted:
         raise _nothing(args, search)
     listed = rows(search)
+    firsts = {} if interrupted else moved(search, listed)
     lines = [search_text.line(args.line.overrides, search.space, row.planned.configuration) for row in listed]
     changes = against(search, values.overridden(_asked(args.against))) if args.against and listed else []
-    if args.json:
-        print(json.dumps(as_json(search, listed, lines) | {"against": [each._asdict() for each in changes]}, indent=1))
-    else:
-        print(search_text.text(search, listed, lines, width()))
+    if not args.json:
+        print(search_text.text(search, listed, firsts, lines, width()), flush=True)
         if changes:
-            print(f"\n{search_text.compared(search, changes)}")
+            print(f"\n{search_text.compared(search, changes)}", flush=True)
     if args.write and listed:
-        _write(Path(args.write), search)
+        write_atomically(Path(args.write), recipe(search))
+        note(f"note: wrote {args.write}; `ppctl train +recipe={pasted(args.write)}` trains it")
+    if args.html:
+        title = f"{values.config.recipe or 'a model'} on {search.space.world:,} GPUs"
+        write_atomically(Path(args.html), page(search, title))
+        note(f"note: wrote {args.html}")
+    again = _refined(args, search, [] if interrupted else listed)
+    if args.json:
+        also: dict[str, Any] = {"against": [each._asdict() for each in changes], "refined": again}
+        also["moved"] = [{"slower": slower, "first": first + 1} for slower, first in firsts.items()]
+        print(json.dumps(as_json(search, listed, lines) | also, indent=1))
+    elif again:
+        print(f"\n{search_text.refinement(again)}")
     return INTERRUPTED if interrupted else 0
+
+
+def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) -> dict[str, Any] | None:
+    """The best of rows that were planned again until the time was over, or Ctrl-C came; None if none were."""
+    seconds, most = (_SECONDS, _REFINED) if args.refine is None else (args.refine, len(listed))
+    if not seconds or not listed:
+        return None
+    answer: dict[str, Any] = {"rows": len(listed[:most]), "plans": 0, "complete": False, "best": None}
+    best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        for best in refined(search.space, listed[:most]):  # noqa: B007
+            answer["plans"] += 1
+        answer["complete"] = True
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    if best is not None:
+        line = search_text.line(args.line.overrides, search.space, best.planned.configuration, best.words)
+        answer["best"] = {"row": best.row + 1, "words": best.words, "line": line}
+        answer["best"]["step_time_s"] = seconds = best.planned.plan.step_time_s
+        answer["best"]["faster"] = search.found[0].plan.step_time_s / seconds - 1
+    return answer
 
 
 def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile | None) -> int:
@@ -92,11 +137,8 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
         found.append((search, next(iter(rows(search)), None)))
         if interrupted:
             break
-    lines = [
-        search_text.line(_on(args, search.space.values["nodes"]), search.space, row.planned.configuration)
-        for search, row in found
-        if row is not None
-    ]
+    spaces = [(search.space, row.planned.configuration) for search, row in found if row is not None]
+    lines = [search_text.line(_on(args, space.values["nodes"]), space, of) for space, of in spaces]
     if args.json:
         print(json.dumps([as_json(search, [row] if row else [], lines[:1]) for search, row in found], indent=1))
     else:
@@ -239,14 +281,16 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
 # What is written
 
 
-def _write(path: Path, search: Search) -> None:
-    """Write the first configuration as a recipe, each value with its source. Raises ConfigError (PP-E127)."""
-    try:
-        write_atomically(path, recipe(search))
-    except OSError as error:
-        message = f"the recipe cannot be written to {path}: {error.strerror}"
-        raise ConfigError(Problem("PP-E127", message, "--write found.yaml", PLACE)) from None
-    note(f"note: wrote {path}; `ppctl train +recipe={pasted(str(path))}` trains it")
+def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
+    """Why files cannot be written, before a search of a minute; and a time that is none."""
+    for option, name, code in (("--write", "found.yaml", "PP-E127"), ("--html", "found.html", "PP-E129")):
+        path = getattr(args, option[2:])
+        if path and (reason := obstacle(Path(path))):
+            yield Problem(code, f"{path} cannot be written: {reason}", f"{option} {name}", PLACE)
+    if args.nodes and (args.html or args.write or args.refine):
+        yield Problem("PP-E105", "--write, --html and --refine are for one number of nodes", "nodes=4", PLACE)
+    if not 0 <= (args.refine or 0) <= 86_400:
+        yield Problem("PP-E105", f"--refine {args.refine:g}: seconds from 0 to a day", "--refine 60", PLACE)
 
 
 def recipe(search: Search) -> str:

@@ -5,24 +5,31 @@ Knows columns and units. Must not know streams, nor how a search works.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ppctl.cli.console import aligned, folded, prose
 from ppctl.config.argv import ALIASES, retyped
 from ppctl.plan.memory_limit import GIB, amount
-from ppctl.plan.violations import overrides_text
-from ppctl.search.answer import BAND, AnswerRow, Change, Other, first_if, others
+from ppctl.plan.violations import Overrides, overrides_text
+from ppctl.search.answer import BAND, BAND_SOURCE, AnswerRow, Change, Other, others
 from ppctl.search.branch import CLOSE, Planned, Search
 from ppctl.search.space import Configuration, SearchSpace
 
 _SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
 
 
-def text(search: Search, listed: Sequence[AnswerRow], lines: Sequence[str], columns: int) -> str:
+def text(
+    search: Search,
+    listed: Sequence[AnswerRow],
+    firsts: Mapping[tuple[str, ...], int],
+    lines: Sequence[str],
+    columns: int,
+) -> str:
     """The answer in paragraphs."""
     blocks = [prose([counts(search)], columns)]
     if listed:
-        blocks += [table(listed, columns), prose([order(listed, compared=search.compared)], columns)]
+        blocks += [table(listed, columns), prose([order(listed, firsts, compared=search.compared)], columns)]
         blocks.append("\n".join(f"{n:>2}  {line}" for n, line in enumerate(lines, 1)))
         first = search.found[0].plan.step_time_s
         blocks.append(prose(["why not", *(f"  {reason(first, other)}" for other in others(search))], columns))
@@ -74,17 +81,18 @@ def sizes(of: Configuration) -> str:
     return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
 
 
-def order(listed: Sequence[AnswerRow], *, compared: bool) -> str:
+def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *, compared: bool) -> str:
     """How sure the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
-    said = f"the first {close} are within {BAND:.0%} of each other, closer than plans are to measured steps"
+    said = f"the first {close} are within {BAND:.1%} of each other, the median error of plans ({BAND_SOURCE})"
     if close == 1:
-        said = f"no other division of the ranks {f'is within {BAND:.0%}' if compared else 'was planned yet'}"
-    moved = [first_if(listed, factor) + 1 for factor in (0.9, 1.1)]
-    for by, number in zip(("faster", "slower"), moved, strict=True):
-        said += f"; with links and memory a tenth {by} number {number} is first" * (number != 1)
-    return said + "; it stays first with links and memory a tenth faster or slower" * (moved == [1, 1])
+        said = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
+    for number in sorted({*firsts.values()} - {0}):
+        named = [" and ".join(slower) for slower, first in firsts.items() if first == number]
+        said += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
+    stays = "; priced again with links, memory or products or two of them a tenth slower, the first stays"
+    return said + stays * (bool(firsts) and not any(firsts.values()))
 
 
 def reason(first: float, other: Other) -> str:
@@ -108,9 +116,19 @@ def so_far(search: Search) -> str:
     return f"{best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
 
 
-def line(typed: Sequence[str], space: SearchSpace, of: Configuration, command: str = "ppctl train") -> str:
-    """The command that trains a configuration."""
-    words = " ".join(filter(None, [command, retyped(typed), overrides_text(space.words(of))]))
+def refinement(of: Mapping[str, Any]) -> str:
+    """Text of what planning rows again has found, from the JSON's `refined`."""
+    best, rows = of["best"], "the first row" if of["rows"] == 1 else f"the first {of['rows']} rows"
+    said = f"refined ({of['plans']} plans of {rows}{'' if of['complete'] else ', until the time was over'}): "
+    if best is None:
+        return f"{said}nothing is faster than the first"
+    said += f"number {best['row']} is " * (best["row"] != 1) + f"{best['faster']:.1%} faster than the first"
+    return f"{said} with {overrides_text(best['words'])}:\n{best['line']}"
+
+
+def line(typed: Sequence[str], space: SearchSpace, of: Configuration, more: Overrides | None = None) -> str:
+    """The command that trains a configuration, with `more` words."""
+    words = " ".join(filter(None, ["ppctl train", retyped(typed), overrides_text({**space.words(of), **(more or {})})]))
     for key, alias in _SHORT.items():
         words = words.replace(f"{key}=", f"{alias}=")
     return words

@@ -52,11 +52,17 @@ def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list
         message = f"--timeline {path}: {what} is one of {', '.join(forms)}"
         name = pasted(f"{path.parent / path.stem}{first}") if path.stem else f"step{first}"
         return [Problem("PP-E129", message, f"--timeline {name}", "command line")]
+    reason = obstacle(path)
+    return [_unwritable(path, reason)] if reason else []
+
+
+def obstacle(path: Path) -> str:
+    """Why this file cannot be written, as far as it is known before there is something to write; else nothing."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        return [_unwritable(path, "it is no regular file, and would be replaced by one")]
+        return "it is no regular file, and would be replaced by one"
     if not path.parent.is_dir():
-        return [_unwritable(path, "there is no such directory")]
-    return [] if os.access(path.parent, os.W_OK) else [_unwritable(path, "no permission to write in this directory")]
+        return "there is no such directory"
+    return "" if os.access(path.parent, os.W_OK) else "no permission to write in this directory"
 
 
 def _unwritable(path: Path, reason: str) -> Problem:

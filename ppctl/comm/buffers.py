@@ -1,7 +1,5 @@
 """The form of a message, and the pool of buffers that messages are received into.
 
-Knows shapes, dtypes and storages. Must not know stages, microbatches or how bytes travel.
-
 New receive buffers slow pipelines down on a CPU (page faults) and fragment memory on a GPU. So a returned buffer is
 used again, unless something else still refers to its memory (a view that became a gradient, for example).
 """

@@ -1,7 +1,6 @@
 """One rank's end of a channel: posts receives, starts sends, and waits for them.
 
-If only the sender knows the shapes of messages, sizes travel before the tensors, in a header of fixed length. Must not
-know schedules, stages or autograd.
+If only the sender knows the shapes of messages, sizes travel before the tensors, in a header of fixed length.
 """
 
 from __future__ import annotations
@@ -341,7 +340,6 @@ class _Announced(Arrival):
         self.opened = False
 
     def open(self, device: torch.device) -> None:
-        """Wait for the header, make tensors, post their receive."""
         self.opened = True
         self.message = self._spec.make(device, self._end.read_header(self._sizes, self._announced))
         self._works = self._end.receive_into(self.message)

@@ -1,7 +1,6 @@
 """The messages of one pipeline as the engine uses them: channels, receive buffers and batches, from one rank's view.
 
-Messages of a batch start together and are waited for together; the caller says when it is complete. Must not know
-schedules, stages or Megatron's methods (`ppctl.megatron.p2p_communication` adds those).
+Messages of a batch start together and are waited for together; the caller says when it is complete.
 """
 
 from __future__ import annotations

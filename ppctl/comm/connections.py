@@ -1,8 +1,5 @@
 """The connections of one pipeline's messages, and this rank's ends of the channels over them.
 
-Knows how torch makes a backend, that both ends must derive one name, and which channels there are. Must not know what
-is sent.
-
 A process group does not work here. `torch.distributed.new_group` either has every rank of the world take part, or
 (use_local_synchronization) names the group after its ranks and the number of groups that this process has made so far.
 The two ends of a channel have made different numbers of groups by then: they would look for each other under different

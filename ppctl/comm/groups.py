@@ -1,7 +1,4 @@
-"""Process groups made from lists of ranks, and what ranks exchange over them: numbers, values, and clock offsets.
-
-Knows how torch makes a group. Must not know what an axis or a number means.
-"""
+"""Process groups made from lists of ranks, and what ranks exchange over them: numbers, values, and clock offsets."""
 
 from __future__ import annotations
 
@@ -88,10 +85,7 @@ def connecting_on_first_use() -> Iterator[None]:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of the NCCL that this process has loaded, as (2, 30, 7); None without CUDA.
-
-    `torch.cuda.nccl.version` names the one that torch was built with, also where a newer one is installed.
-    """
+    """The version of the NCCL that is loaded, not that torch was built with, as (2, 30, 7); None without CUDA."""
     if not torch.cuda.is_available():
         return None
     number = ctypes.c_int()
@@ -212,11 +206,9 @@ def _refuse_long(length: int) -> None:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def clock_offset() -> float:

@@ -1,7 +1,4 @@
-"""How messages travel, as a config asks for it, and which of these modes this machine does not have.
-
-Knows ModelParallelConfig's fields about messages by name. Must not know channels, schedules or config files.
-"""
+"""How messages travel, as a config asks for it, and which of these modes this machine does not have."""
 
 from __future__ import annotations
 
@@ -89,10 +86,7 @@ def _backend_problems(name: str | None) -> list[Problem]:
 
 
 def torch_dtype(value: Any, field: str) -> torch.dtype | None:
-    """The dtype that `field` of a config holds, itself or by a name (`bf16`, `torch.bfloat16`); None for None.
-
-    Raises ConfigError for anything else.
-    """
+    """The dtype that `field` holds, itself or by name (`bf16`, `torch.bfloat16`), or None. Else raises ConfigError."""
     if value is None:
         return None
     name = str(value).removeprefix("torch.").lower()

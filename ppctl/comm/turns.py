@@ -2,8 +2,7 @@
 
 A piece runs until it calls `hand_over`, between the start of an exchange and the wait for it; then the other piece
 runs, until it hands over in turn or ends. One of the two runs at any moment, and where they change is a matter of the
-two alone: ranks that run the same pair start their exchanges in the same order. Must not know what the pieces compute.
-Standard library only.
+two alone: ranks that run the same pair start their exchanges in the same order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
 pass.
 
-Knows how layers follow each other in a stage, what is recomputed together, what is left to the host and when that is on
-the device (`ppctl/model/offload.py`, decision 43). Must not know
-schedules, ranks or devices. Layer by layer: `layer_parts` (kept) and `working_memory`.
+Layer by layer: `layer_parts` (kept) and `working_memory`.
 """
 
 from __future__ import annotations

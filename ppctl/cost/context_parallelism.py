@@ -1,7 +1,4 @@
-"""Bytes that context-parallel ranks send for attention, and bytes that they keep beyond a rank with whole sequences.
-
-Knows heads, sizes and the ways of `cp_comm_type` as `parallel/context.py` has them. Must not know seconds or links.
-"""
+"""Bytes that context-parallel ranks send for attention, and bytes that they keep beyond a rank with whole sequences."""
 
 from __future__ import annotations
 
@@ -103,10 +100,7 @@ def _repeats(groups: int, ranks: int) -> int:
 
 
 def _heads(model: ModelConfig, over: ParallelSizes) -> tuple[int, int, int]:
-    """On one device: heads, groups of keys and values, and a head's widths of keys and values together.
-
-    Queries are as wide as keys, results as values.
-    """
+    """On one device: heads, groups of keys and values, and a head's widths of keys (or queries) and values together."""
     sizes = Sizes.of(model)
     groups = sizes.heads if sizes.latent else sizes.groups
     return sizes.heads // over.tp, max(1, groups // over.tp), sizes.query_head + sizes.value_head

@@ -1,8 +1,8 @@
 """Model FLOPs of one microbatch's forward, per layer and per stage.
 
-Knows which matrix products a layer makes. Must not know devices, ranks or schedules. Counted as Megatron does: two
-operations per multiply-add, causal attention halved, active experts only, MTP and its output included, nothing for
-norms, rotations and softmax. A step is three forwards, unless weights are frozen. Recompute never counts.
+Counted as Megatron does: two operations per multiply-add, causal attention halved, active experts only, MTP and its
+output included, nothing for norms, rotations and softmax. A step is three forwards, unless weights are frozen.
+Recompute never counts.
 """
 
 from __future__ import annotations
@@ -45,16 +45,11 @@ def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: 
     """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
     sizes = Sizes.of(model)
     if kind == "loss":
-        return 2 * batch * seq * output_elements(sizes) * (1 + (model.mtp_num_layers or 0))
+        return 2 * batch * seq * sizes.vocabulary * sizes.hidden * (1 + (model.mtp_num_layers or 0))
     if kind not in ("decoder", "mtp"):
         return 0
     layer = attention_flops(model, batch, seq) + feed_forward_flops(model, moe, batch, seq)
     return layer + (2 * batch * seq * _matrices(sizes, Kind("mtp", moe), "eh_proj", 0) if kind == "mtp" else 0)
-
-
-def output_elements(sizes: Sizes) -> int:
-    """Elements of the output's matrix, whether it is a parameter of its own or a use of the embedding."""
-    return sizes.vocabulary * sizes.hidden
 
 
 def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
@@ -66,10 +61,7 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 def stage_backward_flops(
     model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
 ) -> int | None:
-    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards.
-
-    Scores that a fused attention makes again do not count, as in a forward that is recomputed.
-    """
+    """FLOPs of a stage's backward if weights are frozen; None if it is two forwards. Recomputed scores do not count."""
     costs = [foreign_cost(model, kind, 4, seq_length) for kind in layer_kinds(model, layers)]
     total = 0.0
     for cost in costs:

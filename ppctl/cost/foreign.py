@@ -1,7 +1,4 @@
-"""Bytes that layers of a model of transformers keep, and need while they run, from their measured costs.
-
-Knows measured costs, and what the loss adds to the model's own code. Must not know stages as wholes (`activations`).
-"""
+"""Bytes that layers of a model of transformers keep, and need while they run, from their measured costs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Bytes that one layer keeps of a microbatch on one device from its forward to its backward, part by part.
 
-Knows the parts of each kind of layer, and which recomputation drops them. Must not know stages. Sources: Korthikanti et
-al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
+Source: Korthikanti et al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
 """
 
 from __future__ import annotations
@@ -84,11 +83,9 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
 
 def norm_sizes(setting: Setting) -> tuple[int, int]:
     """Bytes per element of a norm's input and of its output."""
-    return (
-        (setting.wide, setting.element + setting.wide)
-        if setting.allocator.fp32_norms
-        else (setting.element, setting.element)
-    )
+    if setting.allocator.fp32_norms:
+        return setting.wide, setting.element + setting.wide
+    return setting.element, setting.element
 
 
 def _masked(model: ModelConfig, setting: Setting) -> int:

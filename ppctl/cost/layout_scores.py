@@ -1,8 +1,7 @@
 """The candidates of a search for a layout, and their scores without simulation.
 
 A candidate is the number of decoder layers by stage, and the stage of the MTP layers; E is in the first stage and L in
-the last. Knows which candidates are legal, prices of stages (from calls of `price`) and the order of a schedule's F, B
-and W. Must not know where prices come from. A search needs a price many thousand times, so prices are cached.
+the last. A search needs a price many thousand times, so prices are cached.
 """
 
 from __future__ import annotations

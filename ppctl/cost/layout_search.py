@@ -1,13 +1,10 @@
 """The layout that a schedule runs fastest: a search over how many layers every stage holds.
 
-Knows the schedule's order and how a search goes: `layout_scores` has the candidates, and their scores without
-simulation. Must not know where prices come from. Deterministic: work is counted, never timed.
-
-Two descents. The first moves single layers between stages while the slowest rank gets faster (then the slowest stage):
-that ignores the order of work and needs no simulation. The second tries neighbours of what it finds, most promising
-first, by simulating the step, and stops when the best few have no better one or the allowance is used up. What it ends
-with is the best of what it simulated: small cases are compared with all layouts in the tests, of others no bound is
-known.
+Deterministic: work is counted, never timed. Two descents. The first moves single layers between stages while the
+slowest rank gets faster (then the slowest stage): that ignores the order of work and needs no simulation. The second
+tries neighbours of what it finds, most promising first, by simulating the step, and stops when the best few have no
+better one or the allowance is used up. What it ends with is the best of what it simulated: small cases are compared
+with all layouts in the tests, of others no bound is known.
 """
 
 from __future__ import annotations
@@ -63,17 +60,9 @@ class SearchResult:
 
 
 def search_layout(
-    num_layers: int,
-    has_mtp: bool,
-    schedule: Schedule,
-    price: Price,
-    *,
-    limit: int | None = None,
+    num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, *, limit: int | None = None
 ) -> SearchResult:
-    """Search. `schedule` may be lowered; `limit` is bytes of a device.
-
-    If nothing fits into `limit`, the best is what exceeds it least.
-    """
+    """Search. `schedule` may be lowered; if nothing fits into `limit` bytes of a device, the best exceeds it least."""
     return _LayoutSearch(num_layers, has_mtp, schedule, price, limit).run()
 
 
@@ -156,7 +145,6 @@ class _LayoutSearch:
         return self.results[candidate]
 
     def in_full(self, simulated: Simulated) -> Simulated:
-        """The candidate with every microbatch simulated."""
         if not self.left_out:
             return simulated
         prices = self.scores.stage_prices(simulated.candidate)

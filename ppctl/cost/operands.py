@@ -1,8 +1,7 @@
 """Bytes that a split backward keeps of a microbatch from its I to its W: the operands of the weight gradients.
 
 The operands of a product are its input and the gradient of its result; an input that several products read counts once.
-Recomputation changes nothing: what I computes again is kept until W. Knows which weights' gradients are deferred
-(decision 37) and their sizes. Must not know schedules, or how gradients are deferred (`ppctl/weight_gradients`).
+Recomputation changes nothing: what I computes again is kept until W.
 """
 
 from __future__ import annotations

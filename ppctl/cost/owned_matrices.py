@@ -1,7 +1,4 @@
-"""Elements of the matrices that Muon moves, on one rank and, under sharding, on the rank that owns most (decision 67).
-
-Knows rows of matrices and `geometry/matrix_owners.py`. Must not know bytes, seconds or configs.
-"""
+"""Elements of the matrices that Muon moves on one rank and, under sharding, on the one that owns most (decision 67)."""
 
 from __future__ import annotations
 

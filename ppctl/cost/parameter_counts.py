@@ -1,7 +1,7 @@
 """Parameter counts, per layer, per stage and for the whole model: sums over the table of parameters.
 
-Knows the table's rows. Must not know what a layer holds (`geometry/parameters.py`), bytes or schedules. Counts are kept
-apart by the parallel axes that split the parameters, so that what one device holds follows from the sizes.
+Counts are kept apart by the parallel axes that split the parameters, so that what one device holds follows from the
+sizes.
 """
 
 from __future__ import annotations
@@ -119,10 +119,7 @@ def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int,
 def largest_matrices(
     model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes = _ONE_DEVICE
 ) -> tuple[int, int]:
-    """Elements of a stage's largest (dense tensor, tensor of experts) on one device, 0 if it has none.
-
-    A layer's experts are one tensor for each matrix.
-    """
+    """Elements of a stage's largest (dense tensor, stack of an experts' matrix) on one device, 0 if it has none."""
     dense = experts = 0
     for row, _ in stage_rows(model, layers):
         own = held(row.elements, row.axes, sizes)

@@ -1,7 +1,4 @@
-"""What decides how large layers' activations are: sizes, bytes of an element, and whose blocks compute.
-
-Knows what each system's blocks keep (`ALLOCATORS`). Must not know layers, schedules, ranks or devices.
-"""
+"""What decides how large layers' activations are: sizes, bytes of an element, and whose blocks compute."""
 
 from __future__ import annotations
 

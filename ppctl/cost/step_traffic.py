@@ -1,8 +1,4 @@
-"""Bytes that one rank sends once a step: for sums of gradients, updated weights, and the numbers that ranks report.
-
-Knows what `ppctl/train` exchanges after a step's last microbatch, and how large. Must not know what layers exchange
-(`traffic`), seconds or links.
-"""
+"""Bytes that one rank sends once a step: for sums of gradients, updated weights, and the numbers that ranks report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Collectives and messages of one rank for a microbatch: their number and bytes, by axis and kind.
 
-Knows where blocks of `ppctl/model` exchange something, and what recomputation exchanges again. Must not know seconds or
-links, nor what is exchanged once a step (`step_traffic`).
-
 Bytes are what one rank of n sends in a ring, for a tensor of S bytes: all_gather and reduce_scatter S (n - 1) / n;
 all_reduce twice that; broadcast S (n - 1) / n; all_to_all all but the rank's own part; send S. Rows to experts are
 spread evenly; a dispatch by node reaches the expected number of nodes.
@@ -81,7 +78,6 @@ class _TensorAxis(NamedTuple):
     setting: Setting
 
     def gather(self, width: float) -> Traffic:
-        """Gathering the tokens of all ranks from each rank's own."""
         if self.setting.sp == 1:
             return Traffic()
         return Traffic().note("tp", "all_gather", self._whole(width))
@@ -95,7 +91,6 @@ class _TensorAxis(NamedTuple):
         return Traffic().note("tp", "all_reduce", 2 * self._whole(width))
 
     def numbers(self, size: float) -> Traffic:
-        """The sum of `size` bytes of numbers."""
         ranks = self.setting.sizes.tp
         return Traffic().note("tp", "all_reduce", 2 * size * (ranks - 1) / ranks) if ranks > 1 else Traffic()
 
@@ -143,7 +138,6 @@ def _row_parallel_output(found: Passes, tensor: _TensorAxis, width: float) -> No
 
 
 def _block(tensor: _TensorAxis, width: float) -> Passes:
-    """A feed-forward."""
     found = _nothing()
     _column_parallel_input(found, tensor, width)
     _row_parallel_output(found, tensor, width)

@@ -1,6 +1,6 @@
 """Bytes that are on one device only while a layer's forward or backward runs, beside what the layer keeps.
 
-Knows in which order ppctl's own blocks make and free their tensors. Must not know stages. `ppctl rehearse` measures it.
+`ppctl rehearse` measures it.
 """
 
 from __future__ import annotations

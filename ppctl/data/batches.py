@@ -112,7 +112,6 @@ class Batches:
         )
 
     def _total_tokens(self, ids: Ids) -> int:
-        """Labels that count in the whole global batch; if not all do, every rank looks at all of its samples."""
         details = self.corpus.details(ids, self.seq_length)
         if details is not None:
             return max(1, int(np.count_nonzero(details.counts)))

@@ -117,7 +117,6 @@ class Blend:
         return [(corpus, here, own) for corpus, here, own in samples if len(own)]
 
     def _firsts(self, seq_length: int) -> Ids:
-        """The first id of each corpus, and the number of all samples."""
         return np.cumsum([0, *(corpus.num_samples(seq_length) for corpus in self.corpora)], dtype=np.int64)
 
     @cached_property

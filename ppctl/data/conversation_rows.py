@@ -115,10 +115,8 @@ def make_rows(
     pack: bool,
     filling: int,
 ) -> ConversationRows:
-    """Rows of `encoded`, of several each if they are packed.
-
-    Raises DataError: PP-E421 naming conversations that are longer than a row, PP-E422 if nothing is learned.
-    """
+    """Rows of `encoded`, of several each if they are packed. Raises DataError: PP-E421 naming conversations that are
+    longer than a row, PP-E422 if nothing is learned."""
     longest = seq_length + 1
     if too_long == REFUSE:
         _refuse_long(encoded, longest, seq_length)

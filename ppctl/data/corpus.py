@@ -47,11 +47,9 @@ class Corpus:
     place_of: Callable[[int], str] = str
 
     def num_samples(self, seq_length: int) -> int:
-        """How many samples of seq_length tokens and their labels there are; DataError if there is none.
-
-        Sample i is tokens[i * seq_length : (i + 1) * seq_length + 1]: neighbours share one token, the label of one
-        and the first input of the other. A tail shorter than a sample is never read.
-        """
+        """How many samples of seq_length tokens and their labels there are; DataError if there is none. Sample i is
+        tokens[i * seq_length : (i + 1) * seq_length + 1], whose last token is the next one's first; a shorter tail is
+        never read."""
         number = (len(self.tokens) - 1) // seq_length
         if number < 1:
             raise DataError(_too_short(self, seq_length))

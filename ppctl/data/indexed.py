@@ -187,11 +187,9 @@ _LONGEST = 2**31 - 1
 
 
 class IndexedWriter:
-    """Takes documents in order; both files get their names when the `with` block ends without an exception.
-
-    Until then they are `PREFIX.<random>.tmp` beside them, which an exception removes. The .idx comes last: a .bin
-    without one is not read. Raises DataError (PP-E413) if a file of that name is there, unless `overwrite`.
-    """
+    """Takes documents in order; both files get their names when the `with` block ends, the .idx last, since a .bin
+    without one is not read. Until then they are `PREFIX.<random>.tmp` beside them, which an exception removes. Raises
+    DataError (PP-E413) if a file of that name is there, unless `overwrite`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], *, overwrite: bool = False) -> None:
         self.prefix = prefix

@@ -33,12 +33,9 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def order(seed: int, first: int, count: int, num_samples: int, sample_order: int = SAMPLE_ORDER) -> Ids:
-    """Sample ids at positions first .. first + count - 1 of the run, shape [count], each in [0, num_samples).
-
-    Epochs follow each other without a gap, each in an order of its own. `sample_order` is the version of the rule.
-    Raises ValueError if there is no sample to draw from or a number is
-    negative.
-    """
+    """Sample ids at positions first .. first + count - 1 of the run, shape [count], each in [0, num_samples); epochs
+    follow each other, each in an order of its own. `sample_order` is the version of the rule. Raises ValueError if
+    there is no sample to draw from or a number is negative."""
     if first < 0 or count < 0:
         raise ValueError(f"positions {first} .. {first + count} are not positions of a run")
     return draw(seed, np.arange(first, first + count, dtype=np.int64), num_samples, sample_order)
@@ -83,7 +80,6 @@ def _mix(words: _Words) -> _Words:
 
 
 def _epoch_keys(seed: int, epochs: _Words) -> _Words:
-    """One 64-bit key per epoch number, shape of `epochs`."""
     start = _mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     return _mix(start + (epochs + np.uint64(1)) * np.uint64(_GOLDEN))
 

@@ -1,8 +1,5 @@
 """Kernels and memory of a GPU, before the first message: a pass on made-up inputs, and all that a step allocates.
 
-Knows stages and torch's caching allocator. Must not know what stages compute, what the memory is for, nor what has to
-be restored afterwards (gradients, ledgers).
-
 CUDA loads a kernel when it is first launched, and before that waits until the device is idle. If its cache does not
 hold an allocation, the allocator asks the driver. If that has nothing left, it frees cached blocks, and cudaFree waits
 until the whole device is idle. A posted receive is a kernel that runs until its message comes. So the first step, whose

@@ -1,7 +1,4 @@
-"""The error of an action that failed, with its place in the rank's row of the schedule.
-
-Knows actions. Must not know what carried them out.
-"""
+"""The error of an action that failed, with its place in the rank's row of the schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class EngineError(TrainingError):
 
 
 def _row(pp_rank: int, actions: Sequence[Action], index: int) -> str:
-    """The rank's row of the schedule around an action, one action a line, with a mark."""
     first, last = max(0, index - _SHOWN_BEFORE), min(len(actions), index + 1 + _SHOWN_AFTER)
     lines = [f"pp_rank {pp_rank}, action {index + 1} of {len(actions)}:"]
     lines += ["  ..."] * (first > 0)

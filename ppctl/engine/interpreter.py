@@ -1,7 +1,6 @@
 """The engine: every rank executes its own list of actions, one handler per operation.
 
-Knows a lowered schedule, stages and channels. Must not know any policy, config or model: all decisions were made
-before. The steady state builds no strings and no dictionaries; what can be looked up once is looked up at construction.
+The steady state builds no strings and no dictionaries; what can be looked up once is looked up at construction.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from ppctl.schedule.action import BACKWARDS, INPUT_GRADIENTS, MESSAGES, SENDS, A
 
 Timed = Callable[[str], AbstractContextManager[object]]
 
-_TIMERS = {
-    Op.SEND_F: "forward-send",
-    Op.SEND_B: "backward-send",
-    Op.RECV_F: "forward-recv",
-    Op.RECV_B: "backward-recv",
-}
+_TIMERS = {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send", Op.RECV_F: "forward-recv", Op.RECV_B: "backward-recv"}
 _ALL_COMBINED = "forward-backward-send-forward-backward-recv"
 """Megatron's names for the timers of messages, and of all in one exchange; of a send and a receive both are joined."""
 

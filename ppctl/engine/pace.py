@@ -1,7 +1,5 @@
 """How far a rank's host may run ahead of its device, and which action the heartbeat names.
 
-Knows a heartbeat and, on a GPU, events in the device's queue. Must not know what actions do.
-
 On a CPU the host computes, and the heartbeat names the host's action. On a GPU the host only enqueues, and without a
 bound it would reach the end of its list while the device is in the first action. Then the heartbeats of all ranks would
 be the same when one device hangs, every message of the step would stay allocated until the host looks at its event, and

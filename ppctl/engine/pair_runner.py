@@ -1,7 +1,6 @@
 """A forward and a backward of one rank that advance in turns (`turns`), action by action of a schedule's pairs.
 
-While the exchange of one half is under way, the other half computes. Knows stamps and the order in which halves end.
-Must not know stages' work or schedules' policies.
+While the exchange of one half is under way, the other half computes.
 """
 
 from __future__ import annotations

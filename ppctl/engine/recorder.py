@@ -1,6 +1,6 @@
 """When each action ran: stamps without allocation in the steady state, read as spans.
 
-Must not know what the actions do. Messages have no spans: waiting for one is outside every span.
+Messages have no spans: waiting for one is outside every span.
 """
 
 from __future__ import annotations
@@ -161,7 +161,6 @@ class CudaRecorder(Recorder):
         self._origin, events.origin = events.origin, self._origin
 
     def _time_of(self, events: _EventSet) -> float:
-        """The host's time of a step's origin."""
         since: float = self._origin.elapsed_time(events.origin)  # milliseconds
         return self._origin_time + since / 1e3
 

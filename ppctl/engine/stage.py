@@ -1,7 +1,5 @@
 """The execution of one stage: forward and backward of its microbatches, and what is kept between forward and backward.
 
-Knows autograd, arrivals and where outputs go. Must not know schedules, channels or what a stage computes.
-
 From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only
 the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered. If
 the backward is split, all that ends with the I; from there to the W the operands of weight gradients are kept.
@@ -145,7 +143,6 @@ class Stage:
         self._hand_on(mb, outputs)
 
     def _forward_only(self, mb: int, arrival: Arrival | None) -> None:
-        """Run a forward that no backward follows, under no_grad, and release its input."""
         with torch.no_grad():
             outputs = self.program.forward(mb, () if arrival is None else arrival.message)
         if not self.is_last:

@@ -1,7 +1,6 @@
 """Where a causal language model of unknown code can be cut: found by its structure and by watching one forward.
 
-Knows modules, their names and the order in which they are called. Must not know stages or families: nothing here goes
-by the name of a class.
+Nothing here goes by the name of a class.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class CannotCut(Exception):
 
 
 def survey(model: nn.Module) -> Anatomy:
-    """The anatomy of a whole model with weights, on the CPU. Raises CannotCut naming what stands against a cut.
-
-    A forward of 2 x 4 tokens is watched, so the model should be small; the anatomy is that of all sizes.
-    """
+    """The anatomy of a whole model with weights, on the CPU. Raises CannotCut naming what stands against a cut. A
+    forward of 2 x 4 tokens is watched, so the model should be small; the anatomy is that of all sizes."""
     name, layers = structure(model)
     embedding, head, tied = _ends(model)
     outside = _outside(model, name)
@@ -43,7 +40,6 @@ def survey(model: nn.Module) -> Anatomy:
 
 
 def _ends(model: Any) -> tuple[str, str, bool]:
-    """The names of the embedding and the head, and whether they share their weight."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): path for path, module in model.named_modules()}
     if id(embedding) not in names or id(head) not in names:
@@ -52,10 +48,8 @@ def _ends(model: Any) -> tuple[str, str, bool]:
 
 
 def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name of the list of decoder layers, and the list; the model may be on meta.
-
-    Raises CannotCut if modules and the owners of weights, of which nothing has to run, stand against a cut.
-    """
+    """The name of the list of decoder layers, and the list; the model may be on meta. Raises CannotCut if modules and
+    the owners of weights, of which nothing has to run, stand against a cut."""
     embedding, head, tied = _ends(model)
     name, layers = _layers_of(model)
     for path, module in _outside(model, name).items():
@@ -159,7 +153,6 @@ def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
 def _sides(
     outside: dict[str, nn.Module], calls: list[str | int], count: int, name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules outside the layers that run before and after them."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
         wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])

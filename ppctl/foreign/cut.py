@@ -1,7 +1,7 @@
 """Where a module is cut: which of its modules are on which stage.
 
 A user's module is cut by names (`PipelineConfig.module_fqns_per_model_part`), a model of transformers by the layers of
-its anatomy. Knows modules and their names. Must not know what a stage does with them.
+its anatomy.
 """
 
 from __future__ import annotations
@@ -179,7 +179,6 @@ def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
 
 
 def _inner(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> str:
-    """Return the name of the inner model (`ModuleCut.inner`)."""
     names = [name for part in parts for name in part]
     paths = []
     for path, module in modules.items():

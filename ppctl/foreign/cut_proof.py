@@ -2,7 +2,7 @@
 
 Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
 read: anything else of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
-would be lost without a word. Must not know stages' programs or ranks.
+would be lost without a word.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""One stage of a module that ppctl has not made: the module's whole forward, in which what lies beyond the cut stands
-in for itself.
-
-Knows modules and what stands beyond the two cuts of a stage. Must not know schedules, ranks or losses, nor whose module
-it is: a stage of transformers' code (`foreign_stage`) says how its modules stand in and where they leave.
-"""
+"""A stage of a module that ppctl has not made: its whole forward, where what is beyond the cut stands in for itself."""
 
 from __future__ import annotations
 
@@ -130,11 +125,9 @@ class CutStage(nn.Module):
         target.forward = self._behind if part > self.number else self._before(name, target)
 
     def _own(self, name: str, forward: Forward) -> Forward:
-        """Return the forward that an own module has on this stage."""
         return partial(self._run_own, forward)
 
     def _before(self, name: str, module: nn.Module) -> Forward:
-        """Return the forward that a module of an earlier stage has on this one."""
         return partial(self._stand_in, name)
 
     def _run_own(self, forward: Forward, *positional: Any, **named: Any) -> Any:
@@ -210,11 +203,9 @@ def _remove(model: nn.Module, name: str) -> None:
 def copied(
     model: nn.Module, device: torch.device, uses: Collection[str] = (), cut: ModuleCut = UNCUT, number: int = 0
 ) -> nn.Module:
-    """Copy a model's tree of modules with its tensors on a device; hooks are copied as well.
-
-    Of a part of a `cut` its own tensors alone are copied: all others become one NaN each, spread over their shape.
-    Tensors that lie on the device stay the same objects, except the parameters named in `uses`.
-    """
+    """Copy a model's tree of modules, hooks included, with its tensors on a device. Of a part of a `cut` its own
+    tensors alone are copied: all others become one NaN each, spread over their shape. Tensors on the device stay the
+    same objects, except the parameters named in `uses`."""
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     twin = copy.deepcopy(model, {id(tensor): _UNCOPIED for tensor in tensors})

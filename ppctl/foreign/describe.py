@@ -86,10 +86,8 @@ def _zero(config: Any, name: str) -> str:
 
 
 def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> ForeignModel:
-    """Read, prove and measure, with adapters if these are trained.
-
-    Raises ConfigError: as `read_own_config`, PP-E528, PP-E529 for dropout, and as `add_adapters`.
-    """
+    """Read, prove and measure, with adapters if these are trained. Raises ConfigError: as `read_own_config`, PP-E528,
+    PP-E529 for dropout, and as `add_adapters`."""
     config = read_own_config(directory, overrides)
     refuse_dropout(config, directory)
     proof = proved(config, directory, overrides)
@@ -138,10 +136,8 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
 
 
 def _rows(blank: nn.Module, proof: CutProof, directory: Path) -> dict[str, Parameter]:
-    """The row of every parameter and saved buffer, by name, a shared parameter once.
-
-    Raises ConfigError (PP-E528) if the model has other parts than its miniature.
-    """
+    """The row of every parameter and saved buffer, by name, a shared parameter once. Raises ConfigError (PP-E528) if
+    the model has other parts than its miniature."""
     anatomy = proof.anatomy
     further = further_names(blank).keys() - {*anatomy.uses}
     buffers = [f"{path}.{key}" for path, module in blank.named_modules() for key, _ in saved_buffers(module)]
@@ -199,10 +195,8 @@ def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
 def _router_logits(
     config: Any, directory: Path, anatomy: Anatomy, size: int, layers: Iterable[int]
 ) -> RouterLogits | None:
-    """The form of what routers record for the model's own loss, looked up in one layer of each kind.
-
-    Raises ConfigError (PP-E528) if a hop cannot carry it.
-    """
+    """The form of what routers record for the model's own loss, looked up in one layer of each kind. Raises ConfigError
+    (PP-E528) if a hop cannot carry it."""
     routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
     try:
         logits = {router_logits(config, anatomy, index, size) for index in routed}
@@ -286,11 +280,9 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
 
 
 def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
-    """Return for each layer of a model with frozen weights how its backward differs from a whole one.
-
-    Layers before the first trained one have none, the first one has no gradient of its input, and later layers without
-    anything to train have the gradient of their input alone.
-    """
+    """Return for each layer of a model with frozen weights how its backward differs from a whole one: none before the
+    first trained layer, no gradient of its input in that one, and of the input alone in later ones without anything to
+    train."""
     trained = [any(row.gradient != "none" for row in rows) for rows in layers]
     first = trained.index(True)
     traits: list[Traits] = []

@@ -1,8 +1,4 @@
-"""A stage of a model of transformers, with the interface that training needs (`model/stage_model.py`).
-
-Knows how transformers' modules stand in for themselves, what crosses a cut beside the hidden state, and how a
-description becomes a stage with initial weights. Must not know families, files or ranks.
-"""
+"""A stage of a model of transformers, with the interface that training needs (`model/stage_model.py`)."""
 
 from __future__ import annotations
 
@@ -159,7 +155,6 @@ class ForeignStage(CutStage, StageModel):
     # --- what is replaced --------------------------------------------------------------------------------------------
 
     def _index(self, name: str) -> int | None:
-        """The index of the layer with this name; None for modules outside the layers."""
         inside = name.removeprefix(f"{self.anatomy.layers}.")
         return None if inside == name else int(inside)
 
@@ -214,10 +209,8 @@ def build_foreign_stage(
     parts: Parts = WHOLE,
     initialize: Initialize = initialize,
 ) -> ForeignStage:
-    """Build a stage on meta, give what it owns memory on `device` in `dtype`, and let `initialize` fill it.
-
-    Raises LookupError if the installed transformers builds other parameters than the description says.
-    """
+    """Build a stage on meta, give what it owns memory on `device` in `dtype`, and let `initialize` fill it. Raises
+    LookupError if the installed transformers builds other parameters than the description says."""
     whole = make_model(config_from(foreign.config), "meta", dtype).train()
     if foreign.adapters is not None:
         whole = add_adapters(whole, foreign.adapters, foreign.anatomy, dtype)
@@ -286,10 +279,8 @@ def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False)
 
 
 def _role(module: nn.Module, own: str, dims: int, *, inside: bool) -> Role:
-    """The role of a parameter: matrices decay, embeddings, norms and biases do not.
-
-    Muon's, by structure: what a module `inside` the layers calls its weight, and stacks of experts' matrices.
-    """
+    """The role of a parameter: matrices decay, embeddings, norms and biases do not. Muon's, by structure: what a module
+    `inside` the layers calls its weight, and stacks of experts' matrices."""
     if isinstance(module, nn.Embedding):
         return "embedding"
     if own.endswith("bias"):  # experts have one for each: gate_up_proj_bias [experts, width]
@@ -309,7 +300,6 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _stacked(router_logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of all routers as one; nothing if there are none."""
     if len({(each.shape, each.dtype) for each in router_logits}) > 1:
         raise CannotCut("its routers record tensors of several shapes or dtypes, but a message carries one kind")
     return (torch.stack(tuple(router_logits)),) if router_logits else ()
@@ -337,11 +327,9 @@ def _beside_embedding(module: nn.Module) -> Forward:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module, names: Sequence[str]) -> None:
-    """Let the model's own code make the buffers in these modules that no state dict has, such as rotary frequencies.
-
-    transformers builds every model on meta before it reads weights, so each class can (`_init_weights`): that of the
-    buffer's module, or of some buffers that of a module around it, the nearest first.
-    """
+    """Let the model's own code make the buffers in these modules that no state dict has, such as rotary frequencies: by
+    `_init_weights` of the buffer's module, or else of one around it, the nearest first. Each class can, since
+    transformers builds on meta."""
     for module in model.modules():
         stand_ins = (each for each in vars(module).values() if isinstance(each, Tensor))
         for tensor in (*(each for _, each in saved(module)), *stand_ins):

@@ -1,7 +1,4 @@
-"""A stage that torch's fully_shard has divided: in which dtypes it computes and returns, and when it sums gradients.
-
-Knows fully_shard's mixed precision, its switches and modules. Must not know schedules, ranks or losses.
-"""
+"""A stage that torch's fully_shard has divided: in which dtypes it computes and returns, and when it sums gradients."""
 
 from __future__ import annotations
 
@@ -124,8 +121,7 @@ class GradientSync:
         self.shards = bool(self._modules)
 
     def around(self, last: int, mb: int, run: Callable[[], None]) -> None:
-        """Run the backward of a microbatch; gradients are summed over the shards' ranks only after the backward of
-        `last`."""
+        """Run the backward of a microbatch; gradients are summed over the shards' ranks only after that of `last`."""
         for module in self._modules:
             module.set_requires_gradient_sync(mb == last, recurse=False)
             module.set_is_last_backward(mb == last)

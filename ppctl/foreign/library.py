@@ -1,8 +1,4 @@
-"""The only importer of transformers: it reads configs with their overrides, builds models, and runs whole forwards.
-
-Knows which of the library's names are used, which models are refused before anything is built, and what each field of
-`model.hf_overrides` may be. Must not know stages.
-"""
+"""The only importer of transformers: it reads configs with their overrides, builds models, and runs whole forwards."""
 
 from __future__ import annotations
 
@@ -109,7 +105,6 @@ def _refuse_modalities(config: Any, directory: Path) -> None:
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:
-    """Raise ConfigError (PP-E550) for quantised weights, which only ppctl's own blocks read."""
     given = getattr(config, "quantization_config", None)
     if given:
         method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
@@ -146,11 +141,8 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
 
 @contextmanager
 def known_rows(*, packed: bool | None = False, hides: bool | None = None) -> Iterator[None]:
-    """Tell transformers whether positions restart within rows (`packed`) and whether a mask hides tokens (`hides`).
-
-    For None, transformers reads it from the tensors in every forward: the host then waits until the GPU has finished
-    all enqueued work, and on meta tensors the read fails.
-    """
+    """Tell transformers whether positions restart within rows (`packed`) and whether a mask hides tokens (`hides`). For
+    None it reads the tensors in every forward: the host waits until the GPU is through, and on meta that fails."""
     masks: Any = importlib.import_module("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
 
@@ -182,10 +174,8 @@ def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterat
 
 
 def recorded() -> list[Tensor]:
-    """Return the list of router logits that transformers collects in the present forward, in the order of the calls.
-
-    It is transformers' own (`OutputRecorder`): what is added to the list counts as recorded. Empty outside a forward.
-    """
+    """Return the list of router logits that transformers collects in the present forward, in the order of the calls:
+    its own (`OutputRecorder`), so that what is added to the list counts. Empty outside a forward."""
     collector = importlib.import_module("transformers.utils.output_capturing")._active_collector.get()
     logits: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
     return logits

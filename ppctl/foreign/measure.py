@@ -1,8 +1,7 @@
 """Measured costs of the parts of a model of transformers, on tensors that have shapes and no values.
 
-Knows which parts, which batches, what is counted where, and the polynomials through it. Must not know plans. Five
-batches give what grows with sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so that
-each moment grows by itself, and no peak is taken for that of other sizes.
+Five batches give what grows with sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so
+that each moment grows by itself, and no peak is taken for that of other sizes.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ def measure(
 def _model_of(
     config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, dtype: torch.dtype, adapters: Adapters | None
 ) -> _MeasuredModel:
-    """The model up to the last layer that is measured: a stage of all layers takes seconds to make.
-
-    Beside adapters all layers are there: the first that has one decides what runs backwards.
-    """
+    """The model up to the last layer that is measured (a stage of all layers takes seconds to make); beside adapters
+    with all layers: the first that has one decides what runs backwards."""
     blank = make_model(config, "meta", dtype).train()
     if adapters is not None:
         return _MeasuredModel(add_adapters(blank, adapters, anatomy, dtype), anatomy, kinds, hidden, dtype, True)
@@ -208,10 +205,8 @@ class _MeasuredModel:
 
 
 def _causal(flops: Growth, longest: int) -> Growth:
-    """The operations of causal attention, of those counted with whole rows: half of all pairs are masked.
-
-    Operations for all sequences alike (of matrices alone) count by token.
-    """
+    """The operations of causal attention, of those counted with whole rows: half of all pairs are masked. Operations
+    for all sequences alike (of matrices alone) count by token."""
     return Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
 
 
@@ -258,10 +253,8 @@ class _LayerTables:
 def rough(
     kinds: Sequence[Sequence[Parameter]], hidden: int, active: Callable[[Sequence[Parameter]], int]
 ) -> tuple[PartCosts, ...]:
-    """A model whose code reads values: by its matrices, of which a token meets `active` elements.
-
-    Every product keeps its input; scores are those of heads as wide as the residual stream together.
-    """
+    """A model whose code reads values: by its matrices, of which a token meets `active` elements. Every product keeps
+    its input; scores are those of heads as wide as the residual stream together."""
 
     def layer(rows: Sequence[Parameter], element: int) -> LayerCost:
         widths = sum(sum(row.shape[-2:]) for row in rows if row.is_matrix and len(row.shape) == 2)
@@ -289,10 +282,8 @@ def fitted(batches: Sequence[tuple[int, int]], values: Sequence[float]) -> Growt
 
 
 def peak(batches: Sequence[tuple[int, int]], traces: Sequence[Sequence[float]]) -> Peak:
-    """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured.
-
-    If other operators ran for other lengths, the moments cannot be told: the largest of each batch are one.
-    """
+    """The moments that have the most, for some batch; `traces` are the moments of each batch that was measured. If
+    other operators ran for other lengths, the moments cannot be told: the largest of each batch are one."""
     if len({len(trace) for trace in traces}) > 1 or not traces[0]:
         return (fitted(batches, [max(trace, default=0.0) for trace in traces]),)
     values = torch.tensor(traces, dtype=torch.float64).T
@@ -328,11 +319,8 @@ _ROUTED = (3, 5)
 
 
 def router_logits(config: Any, anatomy: Anatomy, index: int, hidden: int) -> RouterLogits:
-    """The form of what each router of the layer with this index records.
-
-    Raises what torch does for code that reads values, and CannotCut if it is not one number for each token and
-    expert.
-    """
+    """The form of what each router of the layer with this index records. Raises what torch does for code that reads
+    values, and CannotCut if it is not one number for each token and expert."""
     recorded = [_recorded(config, anatomy, index, hidden, cast) for cast in (False, True)]
     for each in recorded:
         if each.dim() != 3 or each.shape[1] != _ROUTED[0] * _ROUTED[1]:

@@ -1,9 +1,9 @@
 """One forward and backward of a stage on tensors that have shapes and no values: what it computes, keeps and holds.
 
-Knows torch's operators and storages. Must not know batches of several sizes, nor what grows with what. Floating-point
-tensors have no values, whole numbers have: code that asks how many rows an expert gets, or which of them, is answered,
-and every choice of the largest scores is a balanced one. Operations are counted by torch's FlopCounterMode, kept bytes
-by what autograd saves, and what lives only for a moment by the storages that exist, operator by operator.
+Floating-point tensors have no values, whole numbers have: code that asks how many rows an expert gets, or which of
+them, is answered, and every choice of the largest scores is a balanced one. Operations are counted by torch's
+FlopCounterMode, kept bytes by what autograd saves, and what lives only for a moment by the storages that exist,
+operator by operator.
 """
 
 from __future__ import annotations
@@ -111,10 +111,8 @@ def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **_
 
 
 def _chosen(func: Any) -> Callable[..., Any]:
-    """An indexing function `func` that takes, for each mask of booleans, the positions that it selects.
-
-    Masks have values here, and the tensors that they index have none.
-    """
+    """An indexing function `func` that takes the positions that masks of booleans select: masks have values here, and
+    the tensors that they index have none."""
 
     def call(tensor: Tensor, indices: Sequence[Tensor | None], *others: Any, **named: Any) -> Any:
         places: list[Tensor | None] = []
@@ -316,7 +314,6 @@ class _Live(OperatorMode):
         self.trace.append(float(self.size))
 
     def forget(self, storage: int) -> None:
-        """No longer count this storage."""
         _, size = self.storages.pop(storage, (None, 0))
         self.size -= size
 

@@ -1,7 +1,6 @@
 """Miniatures of a model of transformers: the same class with the same layers, narrow enough to be run on a CPU at once.
 
-Knows the names that configs of transformers have for their sizes. Must not know stages. If no miniature can be made,
-CannotCut gives the reason; the checks that need the least work come first.
+If no miniature can be made, CannotCut gives the reason; the checks that need the least work come first.
 """
 
 from __future__ import annotations
@@ -137,18 +136,14 @@ def _is_size(value: Any) -> bool:
 
 
 def _own(config: Any, name: str) -> Any:
-    """Return the value that a config stores for a field, by transformers' usual name for it or by the class's own.
-
-    None without one. The object's dictionary is read, since classes compute attributes in their own ways.
-    """
+    """Return the value that a config stores for a field (None without one), by transformers' usual name for it or by
+    the class's own, from the object's dictionary, since classes compute attributes in their own ways."""
     return vars(config).get(type(config).attribute_map.get(name, name))
 
 
 def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
-    """Keep at most `most` groups, each of one key head and one or two query heads, and narrow the residual stream.
-
-    With `narrow` the residual stream has at most `_WIDTH` elements if the config names the width of a head.
-    """
+    """Keep at most `most` groups, each of one key head and one or two query heads, and narrow the residual stream: if
+    `narrow`, to `_WIDTH` elements at most if the config names the width of a head."""
     heads, hidden = _own(config, "num_attention_heads"), _own(config, "hidden_size")
     if not _is_size(hidden):
         return
@@ -222,10 +217,8 @@ CODE_FAILS = (
 
 def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
     """Make the smallest miniature that runs: returns it on meta, with weights, its anatomy, and each weight's start.
-
-    Raises CannotCut if transformers makes no model of the config, if the model's structure forbids a cut, or if its own
-    code runs with none of the small sizes.
-    """
+    Raises CannotCut if transformers makes no such model, its structure forbids a cut, or its code runs with no small
+    size."""
     _check_code(config)
     failed: Exception | None = None
     for small in miniatures(config):
@@ -247,7 +240,6 @@ def small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, S
 
 
 def _check_code(config: Any) -> None:
-    """Raise CannotCut for a config from which transformers makes no model."""
     try:
         make_model(config, "meta")
     except CODE_FAILS as error:
@@ -262,7 +254,6 @@ def _place(error: BaseException) -> str:
 
 
 def _largest(model: nn.Module) -> str:
-    """Return the name and the class of the module that itself has most of a model's parameters."""
     sizes = {
         path: sum(each.numel() for each in module.parameters(recurse=False)) for path, module in model.named_modules()
     }

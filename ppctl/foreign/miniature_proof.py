@@ -1,7 +1,4 @@
-"""The proof that a model can be cut: its miniature, whole and in stages, has the same bits.
-
-Knows how the two are run and compared. Must not know directories or what is printed.
-"""
+"""The proof that a model can be cut: its miniature, whole and in stages, has the same bits."""
 
 from __future__ import annotations
 
@@ -76,10 +73,8 @@ def prove(config: Any) -> CutProof:
 
 @_one_thread()
 def drops_of(config: Any) -> dict[str, float]:
-    """The fields by which a model drops something in training, with their values: draws would depend on the cut.
-
-    Some fields with such names are for models with other heads: what a miniature draws decides.
-    """
+    """The fields by which a model drops something in training, with their values: draws would depend on the cut. What a
+    miniature draws decides, because some fields with such names are for models with other heads."""
     return {name: value for name, value in dropout_fields(config).items() if _draws(config, name)}
 
 
@@ -160,7 +155,6 @@ def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Seq
 
 
 def _divide(count: int) -> Iterator[tuple[Layer, ...]]:
-    """The layers of each stage: embedding, runs of layers, head."""
     runs = min(count, _RUNS)
     bounds = [number * count // runs for number in range(runs + 1)]
     yield (Layer("embedding"),)

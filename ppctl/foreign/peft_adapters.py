@@ -1,7 +1,4 @@
-"""Adapters in a model of transformers: the only importer of peft.
-
-Knows how peft names what it adds, and which modules of a model have adapters. Must not know stages, ranks or files.
-"""
+"""Adapters in a model of transformers: the only importer of peft."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ _NAME = "default"
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, anatomy: Anatomy, dtype: torch.dtype) -> nn.Module:
-    """Put peft's modules around the targets and freeze all else; adapters are as wide as the weights.
-
-    Raises ConfigError: PP-E540 for targets that no decoder layer has, PP-E541 if peft is not here, PP-E542 in its
-    own words for modules that it does not adapt.
-    """
+    """Put peft's modules around the targets and freeze all else; adapters are as wide as the weights. Raises
+    ConfigError: PP-E540 for targets that no decoder layer has, PP-E541 without peft, PP-E542 in its own words for what
+    it does not adapt."""
     try:
         import peft
     except ImportError as missing:

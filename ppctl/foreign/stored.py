@@ -1,7 +1,6 @@
-"""The weights of a directory of transformers, by the names that the model's own code gives them.
+"""The weights of a directory of transformers, by the names that the model's own code gives them, one at a time.
 
-Knows how the library itself names and puts together what files hold: older names, prefixes, experts one by one. Must
-not know stages or ranks: tensors are read one at a time, from the byte ranges where they are.
+The library itself names and puts together what files hold: older names, prefixes, experts one by one.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class StoredWeights:
         return torch.empty(self.shapes[name], dtype=dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor of a canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another
-        shape."""
+        """Return the tensor of a canonical name, on the CPU. Raises CheckpointError (PP-E524) for another shape."""
         parts = self._parts[name]
         if parts[0][0] is None:
             whole = self._stored(parts[0][1])

@@ -1,7 +1,4 @@
-"""How long a job may stand still in each of its states, and whether it has stood still for longer.
-
-Knows the limits of a config and the states of ranks. Must not know clocks or processes: the caller passes the time.
-"""
+"""How long a job may stand still in each of its states, and whether it has stood still for longer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The failure of a job in which nothing moves: which rank waits for which, which one all wait for in the end, and why.
-
-Knows what every action of a list needs, which states are collective, and how a person reads the result. Must not know
-processes, clocks or files.
-"""
+"""The failure of a job in which nothing moves: which rank waits for which, which one all wait for, and why."""
 
 from __future__ import annotations
 
@@ -23,10 +19,7 @@ _ORDER = (
 
 
 def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[RankState]:
-    """The states of all ranks in what `hosts` published; stopped if a host has not published for `silence` seconds.
-
-    `now` is in seconds since the epoch, as the hosts' own times are.
-    """
+    """The states of all ranks; stopped if a host has not published for `silence` seconds before `now` (epoch)."""
     states = []
     for host, record in hosts.items():
         silent = now - float(record.get("time", now)) > silence
@@ -231,10 +224,7 @@ _ROWS = 32
 
 
 def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -> RankFailure:
-    """The failure of the rank that all wait for, nothing having moved for `still` seconds before `now`.
-
-    `now` is on the clock of the states; there is at least one.
-    """
+    """The failure of the rank that all wait for; nothing has moved for `still` s before `now`, on the states' clock."""
     rank_waits = waits(plan, states)
     culprit = root(rank_waits)
     assert culprit is not None  # the caller passes at least one state
@@ -261,7 +251,6 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
 
 
 def _message(rank_waits: Sequence[Wait], culprit: Wait, still: float) -> str:
-    """The sentence of a report: for how long nothing has moved, and how many ranks wait for `culprit`."""
     own, waiting = culprit.state, [wait for wait in rank_waits if wait.on is not None]
     nothing = f"nothing has moved for {still:.0f} s"
     if own.stopped:
@@ -289,7 +278,6 @@ def _at_once(rank_waits: Sequence[Wait]) -> str:
 
 
 def _along(waiting: Sequence[Wait], rank: int) -> str:
-    """Which ranks wait for this one in an exchange, by axis."""
     by_axis: dict[str, list[str]] = {}
     for wait in waiting:
         if wait.axis is not None and wait.on == rank:
@@ -318,7 +306,6 @@ def _on(state: RankState) -> str:
 
 
 def _row(wait: Wait, now: float) -> str:
-    """One row of the table: what a rank does, for how long, and which rank it waits for."""
     own = wait.state
     where = f"in {wait.current}" if wait.current is not None else own.state
     where += f" beside {wait.beside}" if wait.beside is not None else ""

@@ -122,7 +122,7 @@ def device_called(text: str) -> Device | None:
 def efficiency_of(device: Device, stack: str = PPCTL) -> Efficiency:
     """The stated efficiencies of a stack's kernels: one set for all GPUs, and all of the peak for the CPU, whose rates
     are measured."""
-    if device is _CPU:
+    if device.name == _CPU.name:
         return _CPU_EFFICIENCY
     return EFFICIENCY[stack]
 

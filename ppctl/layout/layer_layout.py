@@ -1,9 +1,8 @@
 """`PipelineParallelLayerLayout`: which layers live on which stage, read from a string or from lists.
 
-Stages are in model order; stage s is chunk s // pp of pp_rank s % pp, as in Megatron (a schedule may place them as
-a V: `action.Placement`). An object never changes and reads no global
-state: `pp_rank=None` means the rank that the object was bound to when it was made. `reader` reads both forms (by
-the grammar of `parser`), `rules` judges, `letters` writes. Standard library only; knows no config.
+Stages are in model order; stage s is chunk s // pp of pp_rank s % pp, as in Megatron (a schedule may place them as a V:
+`action.Placement`). An object never changes and reads no global state: `pp_rank=None` means the rank that the object
+was bound to when it was made. `reader` reads both forms (by the grammar of `parser`), `rules` judges, `letters` writes.
 """
 
 from __future__ import annotations

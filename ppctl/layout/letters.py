@@ -1,7 +1,6 @@
 """The written side of a layout: its letters, carets under what was typed, remedies to paste, the canonical string.
 
-Inside the layout modules a stage is a string of letters (`Ettt`), a layout a tuple of them. Knows nothing of the
-grammar, of ranks or of models. Standard library only.
+Inside the layout modules a stage is a string of letters (`Ettt`), a layout a tuple of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Reading a layout: a string through the grammar, a list by its names; every problem at once, with a remedy.
-
-Knows the two forms that users write, and asks `rules` for the nearest sound layout to suggest. Must not know what a
-layout is used for afterwards. Standard library only.
-"""
+"""Reading a layout: a string through the grammar, a list by its names; every problem at once, with a remedy."""
 
 from __future__ import annotations
 

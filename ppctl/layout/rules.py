@@ -2,7 +2,7 @@
 
 Works on stages as strings of letters (`e` stands for an encoder layer, which has no letter in the grammar). The rules
 are those of Megatron-core's `validate_layer_layout`, all reported at once, with two more: E is in the first stage and L
-in the last. Stage s is on pp_rank s % pp, chunk s // pp, as in Megatron. Standard library only.
+in the last. Stage s is on pp_rank s % pp, chunk s // pp, as in Megatron.
 """
 
 from __future__ import annotations

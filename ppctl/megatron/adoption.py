@@ -1,6 +1,6 @@
 """ppctl's functions and communicator in the places where a loaded Megatron-core has its own, and back.
 
-Knows Megatron's modules by name and whatever else a program has imported. Imports nothing of Megatron.
+Nothing of Megatron is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One call of a forward-backward function: its arguments in one form, and how it runs through the engine.
-
-Knows stages' programs, sync and the config's hooks. Must not know which schedule it runs.
-"""
+"""One call of a forward-backward function: its arguments in one form, and how it runs through the engine."""
 
 from __future__ import annotations
 
@@ -78,10 +75,8 @@ class CallOnRank:
         self._tokens: Tensor | None = None
 
     def run(self, communicator: P2PCommunicator | None) -> list[Any]:
-        """Run the call. Returns what the last stage stored; an empty list on ranks without it.
-
-        Raises EngineError, which names the action, if an action fails.
-        """
+        """Run the call. Returns what the last stage stored; an empty list on ranks without it. Raises EngineError,
+        which names the action, if an action fails."""
         call, config = self._call, self._call.config
         with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
             self._sync = Synchroniser(self._plan, config, call.chunks, self._stages)
@@ -146,10 +141,8 @@ class CallOnRank:
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
 
     def _forward(self, chunk: int, mb: int, inputs: list[Tensor | None]) -> Message:
-        """Run the forward of one microbatch in one chunk; returns what the stage sends, or the loss, already scaled.
-
-        On the way it tells the deferral the microbatch, and adds the step's tokens to those counted so far.
-        """
+        """Run the forward of one microbatch in one chunk; returns what the stage sends, or the scaled loss. Tells the
+        deferral the microbatch, and counts the step's tokens."""
         call, stage = self._call, self._stages[chunk]
         if self._deferral is not None:
             self._deferral.microbatch = mb

@@ -1,8 +1,4 @@
-"""Exchanges of single tensors between a pipeline rank and its two neighbours: what Megatron's methods are built from.
-
-Knows four moves (to and from either side), ends, fused exchanges, and what would leave the other rank waiting. Must not
-know schedules.
-"""
+"""Exchanges of single tensors between a pipeline rank and its two neighbours: Megatron's methods are built of them."""
 
 from __future__ import annotations
 
@@ -105,7 +101,6 @@ class NeighbourExchange:
         return got, handles
 
     def _shapes(self, sends: Sends, receives: Receives) -> dict[str, list[int]]:
-        """Exchange shapes alone; returns the shapes of the tensors to receive, by move."""
         moves = {name: header((t,), self._header_device) for name, t in sends.items() if t is not None}
         received = {name: empty_header(1, self._header_device) for name, comes in receives.items() if comes}
         self._finish(self._start(moves | received, headers=True))

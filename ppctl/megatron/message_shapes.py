@@ -1,7 +1,4 @@
-"""The tensors that travel between stages: their shapes from a call's sizes, their dtype from the config.
-
-Knows how sequence and context parallelism cut a sequence. Must not know messages or the engine.
-"""
+"""The tensors that travel between stages: their shapes from a call's sizes, their dtype from the config."""
 
 from __future__ import annotations
 
@@ -69,10 +66,8 @@ def get_tensor_shapes(
 def edges_of(
     shapes: list[TensorShape], config: Any, *, first: bool, last: bool, adjust: AdjustShapes | None = None
 ) -> Edges:
-    """A stage's edges from the shapes of the model's messages, adjusted by the user's function if there is one.
-
-    What comes over the edge before the first stage or after the last one is nothing.
-    """
+    """A stage's edges from the shapes of the model's messages, adjusted by the user's function if there is one. What
+    comes over the edge before the first stage or after the last one is nothing."""
     before, after = list(shapes), list(shapes)
     if adjust is not None:
         adjusted = adjust(before, after)

@@ -1,7 +1,6 @@
 """The pipeline of a call: its process group, its communicator, and what its ranks must pass alike.
 
-Knows groups, communicators, the chunks of a rank, and the groups and sizes of a Megatron-core that is loaded, of which
-nothing is imported. Must not know schedules' policies or how a call runs.
+The groups and sizes of a Megatron-core that is loaded are read; nothing of it is imported.
 """
 
 from __future__ import annotations

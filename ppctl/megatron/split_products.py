@@ -27,10 +27,8 @@ _seen: WeakSet[nn.Module] = WeakSet()
 
 
 def split_products(chunks: Iterable[nn.Module]) -> None:
-    """Register the functions that are loaded, and the modules of the chunks that defer weight gradients themselves.
-
-    A function with other arguments than the rule was written for is not split, one that has a rule keeps it.
-    """
+    """Register the functions that are loaded, and the modules of the chunks that defer weight gradients themselves. A
+    function with other arguments than the rule was written for is not split, one that has a rule keeps it."""
     for home, name, arguments, rule in _RULES:
         function = getattr(sys.modules.get(home), name, None)
         if function is None or hasattr(function.apply, "whole"):
@@ -69,10 +67,8 @@ def _of_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None]:
-    """The weight's gradient; if it is added to `main_grad` by itself, the dummy for which DDP's hook waits.
-
-    A divided sequence is gathered again, as Megatron does it: the whole one is not kept between F and W.
-    """
+    """The weight's gradient; if it is added to `main_grad` by itself, the dummy for which DDP's hook waits. A divided
+    sequence is gathered again, as Megatron does it: the whole one is not kept between F and W."""
     x, weight = ctx.saved_tensors
     if ctx.sequence_parallel:
         whole = x.new_empty((x.shape[0] * ctx.tp_group.size(), *x.shape[1:]))
@@ -91,7 +87,6 @@ def _of_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None]:
 
 
 def _add_product(weight: Any, x: Tensor, gradient: Tensor) -> None:
-    """Add a product to `main_grad`, by the kernel that Megatron calls."""
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
         torch.matmul(gradient.t(), x, out=weight.main_grad)

@@ -1,8 +1,7 @@
 """One forward with its loss, one backward, and freeing what was sent: for users who write their own loops.
 
-Knows autograd, a user's forward step, the forms in which a loss function may return, and the config's hooks. Must not
-know the schedule or messages. The forward-backward functions run `forward_step` as a stage's program; their backwards
-are the engine's. Nothing is scaled in place: the tensors that a loss function returns stay as they are.
+The forward-backward functions run `forward_step` as a stage's program; their backwards are the engine's. Nothing is
+scaled in place: the tensors that a loss function returns stay as they are.
 """
 
 from __future__ import annotations
@@ -199,10 +198,8 @@ def forward_step(
 
 
 def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
-    """Raise TrainingError if a first stage's parameters want gradients and nothing of its output leads to them.
-
-    Only the first stage can be so cut off unnoticed: the input of any other would have no gradient (PP-E713).
-    """
+    """Raise TrainingError (PP-E713) if a first stage's parameters want gradients and nothing of its output leads to
+    them. Only a first stage can be so cut off unnoticed: the input of any other would have no gradient."""
     if any(not isinstance(output, Tensor) or output.requires_grad for output in outputs):
         return  # the engine refuses what is no tensor
     if any(parameter.requires_grad for parameter in model.parameters()):

@@ -1,7 +1,6 @@
 """Weight gradients that go elsewhere or come later: float32 accumulators, and deferred ones of the output layer.
 
-Knows parameters, `main_grad`, and Megatron's buffers on the module that holds the output layer. Must not know the
-schedule. All in plain torch: what a fused kernel would add in place is a product and an addition here.
+All in plain torch: what a fused kernel would add in place is a product and an addition here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Grouped-query self-attention [b, s, h] -> [b, s, h], b microbatch, s sequence, h hidden.
 
-Knows ModelConfig's heads. Must not know layers, stages or weights' values. Attribute names are canonical parameter
-names: renaming one renames a checkpoint key.
+Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(model, dim) if model.qk_layernorm else nn.Identity()
 
     def forward(
-        self,
-        x: Tensor,
-        turns: Tensor | None,
-        documents: Documents | None = None,
-        draws: Draws | None = None,
+        self, x: Tensor, turns: Tensor | None, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
         """Attend within each sequence of `x`, or document; `turns` as `Rotary.turns` gives them, or none."""
         q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))

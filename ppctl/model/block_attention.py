@@ -1,9 +1,7 @@
 """Attention of some queries to one block of keys: the partial result with its log-sum-exp, and the backward.
 
 Results over several blocks of keys are merged by their log-sum-exps (`parallel/context.py`); a block's backward then
-takes the *merged* result and log-sum-exp, from which the block's own probabilities follow (decision 42). Knows how
-torch's kernels are called. Must not know where blocks lie in a sequence, nor which kernel suits a device
-(`kernels.py`).
+takes the *merged* result and log-sum-exp, from which the block's own probabilities follow (decision 42).
 
 For all functions here:
     q [b, heads, s, width], k [b, groups, t, width], v [b, groups, t, values' width]: any strides, but each vector is

@@ -1,7 +1,6 @@
 """torch.compile over a stage's layers, each on its own: names of parameters and places of messages stay as they are.
 
-Knows what a compiler needs on this machine. Must not know schedules. Compiled kernels add up in another order than
-torch's own: losses agree within a millionth, not to the bit.
+Compiled kernels add up in another order than torch's own: losses agree within a millionth, not to the bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The middle of attention, between the projections: from queries, keys and values of heads to weighted values.
-
-Knows how a kernel of torch's is called. Must not know which one suits a device (`kernels.py`), nor weights.
-"""
+"""The middle of attention, between the projections: from queries, keys and values of heads to weighted values."""
 
 from __future__ import annotations
 

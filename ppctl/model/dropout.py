@@ -1,8 +1,7 @@
 """Dropout whose draws are a pure function of (seed, step, sample, module's name, global position): decision 40.
 
-Knows how these become one number for each element, and what dropout does with it. Must not know stages, ranks or the
-schedule: no generator has a state, so that no cut, resume, recomputation or split over ranks changes a draw. The mask
-is not saved for the backward, which draws it again.
+No generator has a state: no cut, resume, recomputation or split over ranks changes a draw. The mask is not saved for
+the backward, which draws it again.
 
 A draw has three levels: a key of a sample (host, once a step), a key of a row of elements (64 bits, on the device: a
 position of the hidden state, or a query of a head), and 32 bits for each element of the row. Sources: splitmix64 for

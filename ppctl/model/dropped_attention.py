@@ -1,8 +1,7 @@
 """Attention with dropout, in blocks of queries: no fused kernel of torch's draws by position (decision 40).
 
-Knows heads' queries, keys and values, and draws. Must not know weights or modules. Only queries, keys and values are
-saved for the backward, which computes a block's probabilities and draws again. In memory at once are the scores of
-`score_rows` queries of each head.
+Only queries, keys and values are saved for the backward, which computes a block's probabilities and draws again. In
+memory at once are the scores of `score_rows` queries of each head.
 
 If ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
 their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.

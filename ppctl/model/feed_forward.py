@@ -1,7 +1,7 @@
 """Feed-forward blocks [b, s, h] -> [b, s, h]: a dense one, and a mixture of experts, which drops no token.
 
-Must not know ranks: if several hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are
-canonical parameter names: renaming one renames a checkpoint key.
+If several ranks hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are canonical parameter
+names: renaming one renames a checkpoint key.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def activation(x: Tensor, *up: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The routed experts, each a feed-forward without biases; weights stacked, [experts, out, in].
-
-    A stage may keep a part of them only.
-    """
+    """Routed experts, or a stage's part of them: feed-forwards without biases; weights stacked, [experts, out, in]."""
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
@@ -127,10 +124,7 @@ class _Weighted(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, K of E routed experts for each token, and shared experts for all.
-
-    Auxiliary losses are attached to the output, so that its backward starts theirs.
-    """
+    """Router, K of E routed experts a token, and shared ones; the output's backward starts the auxiliary losses'."""
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Copies of storages between a device and host memory, and the buffers there.
-
-Knows streams, events and pinned memory. Must not know autograd, or which tensors are copied (`offload`).
-"""
+"""Copies of storages between a device and host memory, and the buffers there."""
 
 from __future__ import annotations
 

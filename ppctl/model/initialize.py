@@ -1,7 +1,6 @@
 """Initial weights: every parameter's values are a pure function of (seed, canonical name, model).
 
-Knows how a name becomes numbers. Must not know stages, ranks, devices or the order of construction: the same parameter
-starts equal in every cut, on every device and in every dtype (rounded from the same float32 draw).
+The same parameter starts equal in every cut, on every device and in every dtype (rounded from one float32 draw).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which kernel each kind of product takes: chosen once, before the first step, by the config and the device.
-
-Knows the limits of torch's kernels. Must not know how a kernel is called (`core_attention.py`, `linear.py`), nor ranks.
-"""
+"""Which kernel each kind of product takes: chosen once, before the first step, by the config and the device."""
 
 from __future__ import annotations
 

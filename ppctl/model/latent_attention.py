@@ -1,7 +1,6 @@
 """Multi-head latent attention [b, s, h] -> [b, s, h]: keys and values from one compressed vector a token.
 
-Knows ModelConfig's latent widths. Must not know layers, stages or weights' values. Attribute names are canonical
-parameter names: renaming one renames a checkpoint key.
+Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Source: the DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage and scales of its published weights.
 """

@@ -1,7 +1,6 @@
 """One decoder layer, [b, s, h] -> [b, s, h] (microbatch, sequence, hidden).
 
-Knows which blocks a layer is made of. Must not know stages, ranks, weights' values or schedules. Attribute names are
-canonical parameter names: renaming one renames a checkpoint key.
+Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 """
 
 from __future__ import annotations
@@ -32,16 +31,9 @@ class DecoderLayer(nn.Module):
         self.after_ffn = Dropout(model.hidden_dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        turns: Tensor | None,
-        documents: Documents | None = None,
-        draws: Draws | None = None,
+        self, x: Tensor, turns: Tensor | None, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
-        """Add attention, then the feed-forward or the experts, to the residual stream `x`.
-
-        `turns` turn heads if positions are not learned; by `draws` elements of what is added are dropped.
-        """
+        """Add attention, then feed-forward or experts, to the residual stream `x`; `draws` drop elements of both."""
         x = x + self.after_attention(self.attention(self.attention_norm(x), turns, documents, draws), draws)
         transform = self.feed_forward if self.moe is None else self.moe
         assert transform is not None

@@ -1,8 +1,7 @@
 """Cross entropy of next-token prediction, summed so that no cut of the batch changes what a token weighs.
 
-Knows logits and labels. Must not know microbatches, ranks or the schedule: the caller says how many tokens count.
-Logits are a last stage's largest tensors: in float32 (or, in a model of float64,
-in that) there are never more than LOSS_ROWS rows of them (decision 33).
+Logits are a last stage's largest tensors: in float32 (or, in a model of float64, in that) there are never more than
+LOSS_ROWS rows of them (decision 33).
 """
 
 from __future__ import annotations
@@ -155,20 +154,13 @@ def _memory_for_gradient(ctx: Any) -> Tensor:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors' rows, as many as are taken at once."""
     return zip(*(tensor.split(LOSS_ROWS) for tensor in tensors), strict=True)
 
 
 def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
     """Memory for `count` blocks, which all blocks of a pass share: the system clears what a process takes anew."""
     tokens, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
-    wide = torch.empty(
-        count,
-        min(LOSS_ROWS, tokens),
-        vocabulary,
-        dtype=wide_dtype(logits.dtype),
-        device=logits.device,
-    )
+    wide = torch.empty(count, min(LOSS_ROWS, tokens), vocabulary, dtype=wide_dtype(logits.dtype), device=logits.device)
     return wide.unbind()
 
 

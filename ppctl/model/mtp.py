@@ -1,8 +1,7 @@
 """Multi-token prediction: modules beside the decoder that each predict one token further (DeepSeek-V3,
 arXiv:2412.19437).
 
-Knows the modules and how sequences are read ahead. Must not know the output projection, which the loss stage has, nor
-ranks. Attribute names are canonical parameter names: renaming one renames a checkpoint key.
+Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
 norm) and the embedding of token i + k + 1; the output projection computes from it the logits for token i + k + 2. If

@@ -1,4 +1,4 @@
-"""Which norm a model has. Must not know where norms stand."""
+"""Which norm a model has."""
 
 from __future__ import annotations
 

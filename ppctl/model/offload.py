@@ -1,7 +1,6 @@
 """Activations that wait in host memory from the forward of their layer to its backward (decision 43).
 
-Knows saved tensors. Must not know which layers are chosen (`geometry/layers.py`), the schedule, or how bytes are
-copied (`host_copies`). No bit changes: autograd gets the numbers back that it saved.
+No bit changes: autograd gets the numbers back that it saved.
 
 The unit is the storage. Of several tensors that look into one it is copied once, and a storage that lives anyway (of a
 parameter, of the stage's input, of what all layers read) stays where it is. At most one layer's storages at a time are
@@ -51,8 +50,6 @@ class Offload:
 
 
 class _Stage:
-    """The forward of one stage, layer by layer."""
-
     def __init__(self, offload: Offload) -> None:
         self.offload = offload
         self._last: LayerStorages | None = None
@@ -160,8 +157,6 @@ class LayerStorages:
 
 
 class _Packed(NamedTuple):
-    """A tensor as a view of its storage."""
-
     layer: LayerStorages
     storage: Moved
     dtype: torch.dtype

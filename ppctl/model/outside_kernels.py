@@ -1,7 +1,6 @@
 """Kernels that are not ppctl's: values in a person's own module, which `model.kernels` names and ranks import.
 
-Knows what each role asks of a function, and which of several serves. Must not know how the others are chosen
-(`kernels.py`), nor ranks. docs/kernels.md has an example; decision 81 says why there is no list of registered ones.
+docs/kernels.md has an example; decision 81 says why there is no list of registered ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Several documents in one sequence, each as if it stood alone; and what draws of dropout depend on.
 
-Knows rows and the lengths of their documents. Must not know tokens, nor kernels. Attention runs document by document,
-or takes all documents at once by their bounds: nothing of the size of a mask [s, s] is ever kept, and no score is
-computed to be masked.
+Attention runs document by document, or takes all documents at once by their bounds: nothing of the size of a mask
+[s, s] is ever kept, and no score is computed to be masked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Activation recompute: layers and modules that keep their inputs only, and outputs that are computed a second time.
 
-Must not know which stages or layers are chosen (`geometry/`) or the schedule. Recompute changes no bit: every operation
-is the same, on the same numbers, in the same order.
+Recompute changes no bit: every operation is the same, on the same numbers, in the same order.
 """
 
 from __future__ import annotations
@@ -182,11 +181,7 @@ def _as_it_is(value: Any) -> Any:
 def _recompute_modules(
     layer: nn.Module, modules: Sequence[str], called: Callable[[Function], Function] = _as_it_is
 ) -> None:
-    """Recompute the named modules of a layer.
-
-    Modules in CHECKPOINTED keep only their inputs and run again in the backward; modules in MADE_AGAIN free their
-    outputs, which are computed again when the layer's backward needs them.
-    """
+    """Make named modules keep only their inputs (CHECKPOINTED), or free outputs until the backward (MADE_AGAIN)."""
     for name in modules:
         for path, method in CHECKPOINTED.get(name, ()):
             if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):
@@ -201,7 +196,6 @@ def _recompute_modules(
 
 
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    """The submodule of a layer with this name; None in a layer of another kind."""
     return dict(layer.named_modules()).get(path)
 
 
@@ -254,8 +248,6 @@ class _Outputs:
 
 
 class _KeptTensor(NamedTuple):
-    """A tensor as the hooks around a layer keep it."""
-
     unpack: Callable[[Any], Tensor]
     packed: Any
 
@@ -271,8 +263,6 @@ class _Hooks(NamedTuple):
 
 
 class _Input(NamedTuple):
-    """A tensor that a function is called with a second time."""
-
     kept: _KeptTensor
     requires_grad: bool
 
@@ -323,7 +313,6 @@ class _SecondCall:
             return self.function(*inputs)
 
     def made(self) -> _SecondResults:
-        """The results of the second call."""
         if self._made is None:
             inputs = [each.anew() for each in self.inputs]
             saved: list[Tensor] = []

@@ -1,7 +1,5 @@
 """Rotary positions: the tables of a stage and how a head is turned.
 
-Knows positions, frequencies and their extension to longer contexts. Must not know projections, layers or weights.
-
 Sources: rotary embeddings, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071), with
 DeepSeek-V2's two factors on the logarithm of the extension (`mscale`, `mscale_all_dim`); Llama 3.1's extension as its
 published code and config.json have it.

@@ -1,7 +1,5 @@
 """The router of a mixture of experts: which experts a token goes to, with which weights, and how experts stay balanced.
 
-Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `RouterLedger`.
-
 Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor E / (K
 T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3 report
 (arXiv:2412.19437, 2.1.2); z-loss as in ST-MoE (arXiv:2202.08906).
@@ -118,7 +116,6 @@ class Router(nn.Module):
         return chosen * (self.model.moe_router_topk_scaling_factor or 1.0)
 
     def _auxiliary(self, logits: Tensor, scores: Tensor) -> Tensor | None:
-        """The balance loss and the z-loss, with their coefficients."""
         parts = []
         kind, coefficient = self.model.moe_router_load_balancing_type, self.model.moe_aux_loss_coeff
         if kind != "none" and coefficient:
@@ -151,10 +148,7 @@ def count_by_number(numbers: Tensor, size: int) -> Tensor:
 
 
 def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
-    """`scores` [..., E] with -inf outside the `kept` best of `groups` equal groups.
-
-    A group is as good as the sum of its two best experts (DeepSeek-V3).
-    """
+    """`scores` [..., E] with -inf outside the `kept` best of equal groups, by their two best experts (DeepSeek-V3)."""
     grouped = scores.unflatten(-1, (groups, -1))
     strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     outside = torch.ones_like(strength, dtype=torch.bool).scatter(-1, strength.topk(kept, dim=-1).indices, False)

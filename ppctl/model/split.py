@@ -1,8 +1,8 @@
 """Products whose weights are divided over ranks, and the exchanges beside them: how tokens and columns change places.
 
-Between blocks a rank has hidden states of whole width: of all tokens, or under sequence parallelism of its own.
-Inside a block it has its own columns (heads, inner widths, words of the vocabulary) of all tokens. `columns` and
-`enter` lead in, `leave` leads out. Must not know process groups (`parallel/tensor.py`), layers or names.
+Between blocks a rank has hidden states of whole width: of all tokens, or under sequence parallelism of its own. Inside
+a block it has its own columns (heads, inner widths, words of the vocabulary) of all tokens. `columns` and `enter` lead
+in, `leave` leads out.
 
 Source: Shoeybi et al., arXiv:1909.08053 (f and g); Korthikanti et al., arXiv:2205.05198 (their forms under sequence
 parallelism; the input of `columns` is gathered again in its backward, so that only a rank's own tokens are kept).

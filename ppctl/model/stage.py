@@ -1,8 +1,4 @@
-"""One stage of a decoder, built from its StageSpec: embedding, decoder layers, MTP, loss head, or nothing.
-
-Knows which modules a stage's layers stand for and their canonical order. Must not know pp, vpp, ranks' neighbours,
-the schedule or the optimizer: a stage's weights and outputs depend on its layers and the model alone.
-"""
+"""One stage of a decoder, built from its StageSpec: embedding, decoder layers, MTP, loss head, or nothing."""
 
 from __future__ import annotations
 
@@ -250,7 +246,6 @@ SPLIT = (Attention, LatentAttention, FeedForward, Embedding)
 
 
 def _ids(kind: KindName, layers: Sequence[Layer]) -> list[str]:
-    """The indexes of the layers of a kind, as names of modules."""
     return [str(layer.index) for layer in layers if layer.kind == kind]
 
 
@@ -265,11 +260,7 @@ def build_stage(
     initialize: Initialize = initialize,
     kernels: Kernels = ON_CPU,
 ) -> StageModule:
-    """Build a stage without weights, give it memory on `device` in `dtype`, and let `initialize` fill it.
-
-    Of every parameter it holds the part that `parts` say, by default all. `kernels` suit the device; the default suits
-    a CPU.
-    """
+    """Build a stage of those `parts`, give it memory on `device` in `dtype`, and let `initialize` fill it."""
     module = _given_memory(meta_stage(spec.layers, model, parts, kernels), dtype, device)
     initialize(module.canonical_parameters(), model, seed, parts)
     for router in module.routers():

@@ -1,8 +1,4 @@
-"""A batch divided into microbatches, and each microbatch's share of a step's loss, by cross entropy or a user's
-function.
-
-Knows which tensors of a batch have a row for every sequence. Must not know schedules or stages.
-"""
+"""A batch in microbatches, and each one's share of a step's loss, by cross entropy or a user's function."""
 
 from __future__ import annotations
 
@@ -121,10 +117,7 @@ def divide(given: Any, config: PipelineConfig, device: torch.device, *, reads_ma
 
 def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
     """Raise ConfigError for an attention mask, or a tensor [k, tokens] beside token ids [rows, tokens], of other rows.
-
-    A tensor of one row counts for all sequences, and [tokens, tokens] is a mask without rows. Tensors of other dims are
-    not judged.
-    """
+    One row counts for all sequences, [tokens, tokens] is a mask without rows, and other dims are not judged."""
     rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else None
     of_tokens = first.dim() == 2 and not first.is_floating_point()
     for name, value in arguments.items():
@@ -137,10 +130,8 @@ def _refuse_other_rows(arguments: Mapping[str, Any], first: Tensor) -> None:
 
 
 def _known(named: Mapping[str, Any], rows: int, size: int) -> tuple[list[bool | None], list[bool | None]]:
-    """Return for each microbatch of `size` rows whether attention_mask hides tokens, and whether position_ids restart.
-
-    Both must have the shape [rows or 1, tokens]; None stands for tensors of other shapes, and for those on meta.
-    """
+    """Return for each microbatch of `size` rows whether attention_mask hides tokens, and whether position_ids restart:
+    both of the shape [rows or 1, tokens], None for other shapes and on meta."""
 
     def known(value: Any, usual: Callable[[Tensor], Tensor]) -> list[bool | None]:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.device.type == "meta":
@@ -192,10 +183,8 @@ class StepLoss:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
     def try_out(self, output: Any, labels: Any, device: torch.device) -> None:
-        """Raise ConfigError (PP-E130) for a model's result, on meta, from which the loss cannot be computed.
-
-        A `loss_fn` is called once with zeros of the same shapes: its exceptions are raised before any message is sent.
-        """
+        """Raise ConfigError (PP-E130) for a model's result, on meta, from which the loss cannot be computed. A
+        `loss_fn` is called once with zeros of the same shapes: its exceptions are raised before any message is sent."""
         if self.function is None:
             self._check(output, labels)
             return
@@ -238,7 +227,6 @@ def _logits_of(output: Any) -> Any:
 
 
 def _are_tokens(labels: Any) -> bool:
-    """Whether labels are token ids [rows, tokens]."""
     return isinstance(labels, Tensor) and labels.dim() == 2 and labels.dtype == torch.int64
 
 

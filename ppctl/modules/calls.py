@@ -1,7 +1,4 @@
-"""The calls of a schedule as the engine takes them: the programs of this rank's stages on a batch.
-
-Knows stages, batches and losses. Must not know how ranks agree on a batch.
-"""
+"""The calls of a schedule as the engine takes them: the programs of this rank's stages on a batch."""
 
 from __future__ import annotations
 
@@ -171,10 +168,8 @@ def _check_dtype(number: int, output: Any, edge: Tensor) -> None:
 
 
 def run_dry(run: BatchRun, device: torch.device) -> None:
-    """Run all kernels of a step and of an evaluation once, before the first message (see `engine.dry_pass`).
-
-    Nothing that a step reads is different afterwards: gradients, buffers, draws of random numbers.
-    """
+    """Run all kernels of a step and of an evaluation once, before the first message (see `engine.dry_pass`). Nothing
+    that a step reads is different afterwards: gradients, buffers, draws of random numbers."""
     schedule, stages, kept = run.prepared.schedule, run.stages, dict[int, int]()
     on_gpu = device.type == "cuda"
     if on_gpu:  # what is in the cache after the dry pass is what a microbatch needs

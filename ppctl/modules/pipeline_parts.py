@@ -1,7 +1,4 @@
-"""The parts of a pipeline: the model in stages, their places, the schedule of a step; agreed on by all ranks.
-
-Knows process groups and how a config's fields become values. Must not know how a step runs.
-"""
+"""The parts of a pipeline: the model in stages, their places, the schedule of a step; agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -189,11 +186,9 @@ def start_process_group(device: torch.device) -> None:
 
 
 def refuse_uneven_groups(ranks: AgreeingRanks, members: Collection[int]) -> None:
-    """Raise ConfigError (PP-E130) on all ranks if these have made different numbers of process groups before.
-
-    torch names a group that its members alone make (`ppctl.comm.groups`) after how many each has made: they would look
-    for each other under different names until the limit of the group.
-    """
+    """Raise ConfigError (PP-E130) on all ranks if these have made different numbers of process groups before. torch
+    names a group that its members alone make (`ppctl.comm.groups`) after that number: they would look for each other
+    under different names."""
 
     def conclude(counts_of: list[int]) -> None:
         if len({counts_of[rank] for rank in members}) > 1:

@@ -1,7 +1,6 @@
 """`ppctl.pipeline`: a model and a PipelineConfig in, this rank's stages out, with a step and an evaluation of them.
 
-Knows the order in which a pipeline is made and run. Must not know what a stage computes, nor optimizers: these are the
-caller's, over `parameters()`.
+Optimizers are the caller's, over `parameters()`.
 """
 
 from __future__ import annotations
@@ -268,8 +267,7 @@ class Pipeline:
             raise misuse(message, "pipeline.eval(batch), or pipeline.step(batch) outside of it")
 
     def _look_at(self, given: Any, training: bool) -> tuple[GivenBatch, Crossing]:
-        """Check a batch on this rank, before any message: what crosses the cuts, and whether the loss can be
-        computed."""
+        """Check a batch on this rank before messages: what crosses the cuts, and whether the loss can be computed."""
         self._check(training=training)
         batch = self._divide(given)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
@@ -286,5 +284,4 @@ class Pipeline:
 
 
 def _given(batch: Any, named: Mapping[str, Any]) -> Any:
-    """Return the batch of `step` or `eval`: its entries by name if it was given by keyword."""
     return named if batch is None and named else {"batch": batch, **named} if named else batch

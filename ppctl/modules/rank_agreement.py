@@ -1,7 +1,6 @@
 """Agreement of the ranks of a pipeline before messages: on results, errors, and that all of them make the same call.
 
-Knows a process group. Must not know models, batches or schedules. A rank that went on alone would wait for messages
-that nobody sends.
+A rank that went on alone would wait for messages that nobody sends.
 """
 
 from __future__ import annotations
@@ -97,9 +96,7 @@ def on_host(ranks: AgreeingRanks) -> bool:
 
 class SameCall:
     """Whether all ranks make the same call and have ended it: three numbers on the host before and after its messages.
-
-    A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
-    """
+    A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for."""
 
     def __init__(self, ranks: AgreeingRanks) -> None:
         self.alone = ranks.size == 1
@@ -112,11 +109,9 @@ class SameCall:
         weakref.finalize(self, _wait_until_released, self._ends)  # even if the program ends without close()
 
     def __call__(self, text: str | None, broken: str = "") -> bool:
-        """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing.
-
-        `broken` says what ended an earlier call of this rank amid its messages: no rank then makes another one. Raises
-        ConfigError (PP-E554) for that on all ranks; a process alone goes on.
-        """
+        """Whether every rank gives this text; None, of a rank that has something to say, equals nothing. `broken` says
+        what ended an earlier call amid its messages: then ConfigError (PP-E554) on all ranks; a process alone goes
+        on."""
         if self.alone:
             return text is not None
         number = 0

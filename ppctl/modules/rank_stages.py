@@ -1,7 +1,4 @@
-"""The stages of a pipeline on this rank: their modules, how these are sharded, and their parameters by name.
-
-Knows modules and the ranks that hold the others. Must not know batches, losses or messages.
-"""
+"""The stages of a pipeline on this rank: their modules, how these are sharded, and their parameters by name."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ from ppctl.schedule.policies import POLICIES
 
 class RankStages:
     """This rank's stages. Making them is a collective of the pipeline's ranks, and raises what `ppctl.pipeline` raises.
-
-    Three mappings have a stage as key: `made` has the module that ppctl made, `modules` what `parallelize` returned for
-    it, `sync` the switches of its sharded modules.
-    """
+    By stage: `made` has ppctl's module, `modules` what `parallelize` returned for it, `sync` the switches of its
+    sharded modules."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""The two kinds of models that are cut: a user's module by its modules' names, a model of transformers by its layers.
-
-Knows which kind of stage a model gets, its weights, and which of its parameters are tied. Must not know groups, ranks
-or schedules.
-"""
+"""The two kinds of models that are cut: users' modules by modules' names, models of transformers by their layers."""
 
 from __future__ import annotations
 
@@ -84,10 +80,8 @@ class OwnModel:
 
 
 class TransformersModel:
-    """A model whose code is transformers', given as an instance or a directory, and proved to run in stages.
-
-    Raises ConfigError as the library does, PP-E131 for names that do not fit, PP-E130 for a number of stages.
-    """
+    """A model whose code is transformers', given as an instance or a directory, and proved to run in stages. Raises
+    ConfigError as the library does, PP-E131 for names that do not fit, PP-E130 for a number of stages."""
 
     reads_masks = True
 
@@ -171,9 +165,7 @@ _BESIDE = ("attention_mask", "position_ids")
 
 def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
     """Raise ConfigError (PP-E130) for labels that transformers' own loss would shift: token n is compared with itself.
-
-    A row of one token alone looks like that when it is shifted.
-    """
+    A row of one token alone looks like that when it is shifted."""
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or not bool((tokens != tokens[:, :1]).any()):
         return
     counts = labels != NO_TOKEN

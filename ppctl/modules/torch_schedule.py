@@ -1,7 +1,6 @@
 """`ppctl.TorchSchedule`: stages of torch.distributed.pipelining in, a schedule with torch's interface out.
 
-Knows torch's stages, their metadata and its multi-stage schedules, and which schedule ranks ask for. Must not know how
-an action is carried out. Only `ppctl/__init__.py` imports it: torch.distributed.pipelining takes a second.
+Only `ppctl/__init__.py` imports it: torch.distributed.pipelining takes a second.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ class Asked(NamedTuple):
 
 
 def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> Schedule:
-    """The schedule of a training step; of a search, the schedule under which stages are measured.
-
-    Raises ScheduleError for a request that does not fit, ConfigError (PP-E130) if the ranks do not fit each other.
-    """
+    """The schedule of a training step; of a search, the schedule under which stages are measured. Raises ScheduleError
+    for a request that does not fit, ConfigError (PP-E130) if the ranks do not fit each other."""
     first, pp = asked[0], len(asked)
     for rank, other in enumerate(asked):
         if other[:3] != first[:3]:
@@ -80,8 +77,7 @@ def schedule_of(request: ScheduleRequest, batched: bool, asked: list[Asked]) -> 
 
 
 def _last_first(schedule: Schedule) -> Schedule:
-    """The schedule with the microbatches of backwards in reverse: the last microbatch's in place of the first's, and so
-    on."""
+    """The schedule with the microbatches of backwards in reverse: the last one's in place of the first's, and so on."""
     last = schedule.num_microbatches - 1
     turned = (tuple(a._replace(mb=last - a.mb) if a.op in BACKWARDS else a for a in row) for row in schedule.actions)
     return replace(schedule, actions=tuple(turned))
@@ -243,8 +239,7 @@ class TorchSchedule(PipelineScheduleMulti):
         return StageProgram(index, forward, *prepared.edges[index], around_backward=around, on_deferred=tell)
 
     def _around_backward(self, stage: Any, schedule: Schedule) -> AroundBackward | None:
-        """Tell the wrapper that shards or replicates a stage which of its backwards is the last: as torch's runtime
-        does."""
+        """Tell the wrapper that shards or replicates a stage which backward is its last, as torch's runtime does."""
         module = stage.submod
         if isinstance(module, FSDPModule):
             return partial(_without_sum, module)  # the sum follows in `_reduce`

@@ -30,10 +30,8 @@ def all_to_all(rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, recei
 def all_to_all_together(
     group: dist.ProcessGroup, sends: Rows, receives: Rows, *tensors: Tensor, small: bool = False
 ) -> tuple[Tensor, ...]:
-    """`all_to_all` of several tensors with as many rows, all under way at once.
-
-    While what is `small` is under way the other half of a pair does not compute.
-    """
+    """`all_to_all` of several tensors with as many rows, all under way at once. While what is `small` is under way the
+    other half of a pair does not compute."""
     arrived: tuple[Tensor, ...] = _AllToAll.apply(group, sends, receives, small, *tensors)  # type: ignore[no-untyped-call]  # torch's own
     return arrived
 
@@ -55,8 +53,7 @@ def start_exchange(
 def _exchanged(
     group: dist.ProcessGroup, sends: Rows, receives: Rows, tensors: Sequence[Tensor], *, small: bool = False
 ) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors that are divided alike. Unless `small`, a paired action may run until they
-    arrive."""
+    """Exchange rows of several tensors divided alike. Unless `small`, a paired action may run until they arrive."""
     sent = [each.contiguous() for each in tensors]
     count = len(sent[0]) if receives is None else sum(receives)
     arrived = tuple(each.new_empty(count, *each.shape[1:]) for each in sent)

@@ -1,7 +1,4 @@
-"""One rank's process groups, by the axes of the grid along which they go.
-
-Knows which axes divide a step's tokens, a layer's weights and the world. Must not know stages, schedules or configs.
-"""
+"""One rank's process groups, by the axes of the grid along which they go."""
 
 from __future__ import annotations
 
@@ -20,10 +17,8 @@ _LEVELS = ("inner", "outer")
 
 
 class AxisGroups(dict[str, ProcessGroup]):
-    """Axis, or several axes joined by `-`, to this rank's group along it; an axis of one rank may have none.
-
-    With `sequence_parallel`, ranks along tp have tokens of their own between the products that they divide.
-    """
+    """Axis, or several axes joined by `-`, to this rank's group along it; an axis of one rank may have none. With
+    `sequence_parallel`, ranks along tp have tokens of their own between the products that they divide."""
 
     sequence_parallel: bool = False
 
@@ -31,11 +26,8 @@ class AxisGroups(dict[str, ProcessGroup]):
     def make(
         cls, sizes: ParallelSizes, rank: int, *, experts: bool, sequence_parallel: bool, inner: Mapping[str, int]
     ) -> AxisGroups:
-        """Make the groups. A collective: all ranks of the world make them in one order.
-
-        `inner` says of axes with two levels, in an order that is everywhere the same, how many ranks the inner level
-        has; a level of one rank has no group.
-        """
+        """Make the groups. A collective: all ranks of the world make them in one order. `inner` says of axes with two
+        levels, in the same order everywhere, how many ranks the inner level has; a level of one rank has no group."""
         grid = RankGrid(sizes)
         named = axes_with_groups(sizes, experts=experts)
         groups = cls({axes: make_group(grid.groups(*axes.split("-"))) for axes in named})

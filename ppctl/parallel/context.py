@@ -128,7 +128,6 @@ class _Blockwise:
         raise NotImplementedError
 
     def sums(self, k: Tensor, v: Tensor) -> GradientSums:
-        """For the backward over the same parts."""
         raise NotImplementedError
 
     def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None, *, apart: bool) -> BlockGroup:
@@ -157,10 +156,8 @@ class _Blockwise:
 
 
 class RingAttention(_Blockwise):
-    """Keys and values travel round the ring in forward and backward; their gradients follow, to their owner.
-
-    A hop of keys and values runs beside the blocks of the part before, one of gradients beside those of the part after.
-    """
+    """Keys and values travel round the ring in forward and backward, each hop beside the blocks of the part before;
+    their gradients follow, to their owner, beside the blocks of the part after."""
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[BlockGroup]:
         """Yield this rank's keys and values, then those of each other rank, going backwards through the ring."""
@@ -202,10 +199,8 @@ class GatherAttention(_Blockwise):
 
 
 class HeadExchange:
-    """Each rank gets whole sequences of some heads, `attend`s to them, and gives each rank its halves back.
-
-    If the groups are not a multiple of the ranks, they are repeated until they are.
-    """
+    """Each rank gets whole sequences of some heads, `attend`s to them, and gives each rank its halves back. If the
+    groups are not a multiple of the ranks, they are repeated until they are."""
 
     def __init__(self, group: dist.ProcessGroup, attend: Attend) -> None:
         self.group, self.attend = group, attend

@@ -1,7 +1,4 @@
-"""Gradients of keys and values on their way to the ranks that own these keys and values (`context`).
-
-Knows a process group and blocks. Must not know kernels, or how keys and values came.
-"""
+"""Gradients of keys and values on their way to the ranks that own these keys and values (`context`)."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ class GradientSums:
         self._is_own = True
 
     def add(self, gradients: list[Gradients]) -> None:
-        """Take the gradients of a part's blocks out of the list and add them; parts come in order, the rank's own part
-        first."""
+        """Take a part's gradients out of the list and add them; parts come in order, the rank's own first."""
         if self._is_own:
             self._is_own = False
             _add(self._own, gradients)
@@ -66,7 +62,6 @@ class GradientSums:
         raise NotImplementedError
 
     def _add_others(self, gradients: list[Gradients]) -> None:
-        """Adds the gradients of other ranks' keys and values."""
         raise NotImplementedError
 
 

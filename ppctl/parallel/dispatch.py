@@ -49,10 +49,8 @@ class ExpertExchange:
         self.model, self.runs = model, expert_runs(model)
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
-        """The sums [t, h] over each row's experts, `chosen` [t, K] in ascending order with `weights` [t, K].
-
-        `counts` [E] (int64) says how many rows each has; `experts` takes rows by expert, their weights, and the counts.
-        """
+        """The sums [t, h] over each row's experts, `chosen` [t, K] in ascending order with `weights` [t, K]. `counts`
+        [E] (int64) says how many rows each has; `experts` takes rows by expert, their weights, and the counts."""
         way = self._straight if self.outer is None else self._by_node
         return way(rows, chosen, weights, counts, experts)
 
@@ -69,8 +67,7 @@ class ExpertExchange:
         return summed(self._at_experts(going, experts, self.group, arriving, sends, receives, shared), copies)
 
     def _by_node(self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor, experts: _Experts) -> Tensor:
-        """Send each row once to every node that has some of its experts, distribute it there, and sum what comes
-        back."""
+        """Send each row once to every node with some of its experts, distribute it there, and sum what comes back."""
         assert self.group is not None and self.outer is not None  # one is divided by the other
         nodes, place = self.outer.size(), 0 if self.inner is None else self.inner.rank()
         own = len(counts) // nodes
@@ -129,10 +126,8 @@ class ExpertExchange:
         return done if group is None else all_to_all(done, group, receives, sends)
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
-        """Numbers of rows, on the host.
-
-        The one place of a layer where the host waits for the device: buffers and messages need sizes.
-        """
+        """Numbers of rows, on the host: the one place of a layer where the host waits for the device, since buffers and
+        messages need sizes."""
         every = iter(torch.cat(numbers).tolist())
         return [list(islice(every, len(each))) for each in numbers]
 
@@ -185,7 +180,6 @@ def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> 
 
 
 def _gathered(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The counts of all ranks, [rank, *counts]."""
     everyone = counts.new_empty(group.size(), *counts.shape)
     starting(group)
     all_gather(everyone.view(-1), counts.contiguous().view(-1), group=group)

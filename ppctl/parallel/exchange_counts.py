@@ -1,7 +1,7 @@
 """How many exchanges this rank has started along each axis; ranks' counts are compared when a job stands still.
 
-Knows process groups and a counter for each. Must not know what is exchanged, nor who reads the counters. All ranks of a
-group start the same exchanges in the same order, so that whoever has started fewer than another one is waited for.
+All ranks of a group start the same exchanges in the same order, so that whoever has started fewer than another one is
+waited for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plain data parallelism: every dp rank holds the same stages, and their gradients are summed once a step.
 
-Knows gradients by stage and a process group. Must not know microbatches, losses or the schedule: the loss is already a
-share of the global batch's mean, therefore gradients are summed, not averaged. dp changes the order of a sum.
+The loss is already a share of the global batch's mean, therefore gradients are summed, not averaged. dp changes the
+order of a sum.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
-        """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
-
-        Call it once a step, after the stage's last backward. Until `finish`, the gradients' values are undefined.
-        """
+        """Start summing the stage's gradients / `divisor` beside the rest of the pipeline: once a step, after the
+        stage's last backward. Until `finish`, the gradients' values are undefined."""
         own = self.stages[stage]
         for parameter in own if divisor != 1.0 else ():
             if parameter.grad is not None:

@@ -68,9 +68,7 @@ def scatter_sums(
     dtype: torch.dtype = torch.float32,
 ) -> ScatteredSums:
     """Start summing tensors of one dtype over the group; of each, a rank's part has as many elements as `widths` says.
-
-    The iterable is advanced one tensor at a time, and a tensor may be freed or overwritten once the next is asked for.
-    """
+    Tensors are asked for one by one, and may be freed or overwritten once the next one is."""
     flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         _cut(tensor, rows)
@@ -144,10 +142,8 @@ def reduce_sums(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ReducedSums:
-    """Start summing tensors of one dtype over the group, each run on the rank that owns it.
-
-    They are asked for one by one, and may be freed or overwritten as soon as the next one is.
-    """
+    """Start summing tensors of one dtype over the group, each run on the rank that owns it. They are asked for one by
+    one, and may be freed or overwritten as soon as the next one is."""
     flats = _flats(runs, dtype, device)
     taken = dict.fromkeys(flats, 0)
     for tensor, owned in zip(tensors, runs, strict=True):

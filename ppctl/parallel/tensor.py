@@ -1,7 +1,7 @@
 """The exchanges of ranks that divide weights: tokens gathered and summed, and small sums (`model/split.py`).
 
-Knows a process group and the dim of tokens. Must not know weights or blocks. Each exchange is started and waited for
-later: on a GPU it runs on the group's own stream beside what is computed meanwhile, and the host never waits.
+Each is started and waited for later: on a GPU it runs on the group's own stream beside what is computed meanwhile, and
+the host never waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Parameters that several stages share: every use accumulates its own gradient; their sum is made once a step.
 
-Knows which rank holds each use, and a small process group. All uses start equal, get the same sum and take the same
-optimizer step, so they stay bit-equal without ever being copied.
+All uses start equal, get the same sum and take the same optimizer step: they stay bit-equal without ever being copied.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class TiedUse(NamedTuple):
 
 
 def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequence[int]) -> tuple[TiedUse, ...]:
-    """The uses of the token embedding in canonical order (embedding, output, MTP); () if there is only one.
-
-    `pipeline` are the global ranks of the stages' pipeline, by pp_rank.
-    """
+    """The uses of the token embedding in canonical order (embedding, output, MTP); () if there is only one. `pipeline`
+    are the global ranks of the stages' pipeline, by pp_rank."""
     stage_of = {name: spec for spec in stages for name in embedding_uses(model, spec.layers)}
     held = [name for name in uses_of_embedding(model) if name in stage_of]
     uses = tuple(TiedUse(pipeline[stage_of[name].pp_rank], name) for name in held)

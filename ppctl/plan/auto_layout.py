@@ -1,7 +1,4 @@
-"""`layout=auto`: the layout that makes the simulated step shortest within the device's memory.
-
-Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/layout_search`).
-"""
+"""`layout=auto`: the layout that makes the simulated step shortest within the device's memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From a RunConfig to a Plan: derives its values, makes and proves its schedule, and prices all of it.
 
-Knows what stands in a Plan, which problems a reader gets, and the lines on what its stages do: whose code runs, which
-have forwards alone, how messages travel, what waits in host memory. Must not know the rules behind them.
+Here are also the lines of a plan on what its stages do: whose code runs, which have forwards alone, how messages
+travel, what waits in host memory.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ def plan_checked(
     title: str | None = None,
     before: Plan | None = None,
 ) -> Plan:
-    """`build_plan` for a config that `config.checks` has checked: the `problems` that it reported come first.
-
-    If a schedule is searched for, that of `before` is taken if it is for the same pipeline.
-    """
+    """`build_plan` for a config that `config.checks` has checked: the `problems` that it reported come first. If a
+    schedule is searched for, that of `before` is taken if it is for the same pipeline."""
     beyond = beyond_limits(config)
     if any(is_size(key) for key in beyond):
         raise ConfigError(problems)  # these problems name values from which nothing can be derived
@@ -201,8 +199,6 @@ def fits(config: RunConfig, provenance: Mapping[str, str], overrides: Overrides)
 
 
 def _judge(values: ConfigValues) -> Judge:
-    """Returns a judge of other configs, which leaves out what the rules on values report of this one already."""
-
     @cache
     def known() -> set[Rule]:
         return {violation.rule for violation in _checked(values)}
@@ -225,7 +221,6 @@ def _judged(values: ConfigValues) -> Violations:
 
 
 def _checked(values: ConfigValues) -> Violations:
-    """Violations of the rules on values: a remedy must break none of them either."""
     return [
         Violation(each.code, each.message, each.message, each.place, *filter(None, [parse_overrides(each.remedy)]))
         for each in check(values.config, values.provenance)

@@ -1,8 +1,4 @@
-"""Derives the parts of a plan from a config: sizes, layout, batch and choice of schedule.
-
-Knows in which order the parts are derived, and what a search for layout or schedule changes in them. Must not know how
-a Plan holds them.
-"""
+"""Derives the parts of a plan from a config, in their order: sizes, layout, batch and choice of schedule."""
 
 from __future__ import annotations
 
@@ -136,11 +132,9 @@ class Derivation:
 def derive(
     values: ConfigValues, violations: Violations, *, search: bool = True, before: Plan | None = None
 ) -> Derivation | None:
-    """Sizes, layout, batch and the choice of schedule; None if one cannot be derived.
-
-    Adds all that is wrong to `violations`. Without `search`, `layout=auto` stays the even split, and `auto` as a
-    schedule 1F1B. `before` as in `plan_checked`.
-    """
+    """Sizes, layout, batch and the choice of schedule; None if one cannot be derived. Adds what is wrong to
+    `violations`. Without `search`, `layout=auto` stays the even split, and `auto` as a schedule 1F1B. `before` as in
+    `plan_checked`."""
     violations += beyond(values)
     if not violations:
         check_stages(values, violations)
@@ -217,7 +211,6 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
 
 
 def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:
-    """Every named schedule, with the layout on which it is fastest."""
     for way in start.ways:
         no_limit = [float("inf")] * way.placement.pp
         prices, kept = simulation_costs(way.costs, way.stages), [cost.activation_bytes for cost in way.costs]
@@ -226,7 +219,6 @@ def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:
 
 
 def _with_layout(start: Derivation) -> Derivation:
-    """With the best layout in place of the even split."""
     from ppctl.plan.auto_layout import balanced_cut  # few plans search
 
     values, batch = start.values, start.batch

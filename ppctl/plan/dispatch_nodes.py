@@ -1,7 +1,4 @@
-"""The number of nodes over which a token's copies are sent to its experts, from a config and its sizes.
-
-Knows `parallel.expert_dispatch` and how ranks lie on machines. Must not know groups, prices or how rows travel.
-"""
+"""The number of nodes over which a token's copies are sent to its experts, from a config and its sizes."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ def dispatch_obstacle(config: RunConfig, sizes: ParallelSizes) -> str | None:
 
 
 def dispatch_nodes(config: RunConfig, sizes: ParallelSizes) -> int:
-    """The number of nodes that a dispatch to experts goes by; 1 if every copy of a token goes straight to its rank.
-
-    `auto` goes by nodes wherever that is possible.
-    """
+    """The number of nodes that a dispatch to experts goes by (`auto` wherever that is possible); 1 if every copy of a
+    token goes straight to its rank."""
     if config.parallel.expert_dispatch == FLAT or dispatch_obstacle(config, sizes) is not None:
         return 1
     return sizes.nodes_along("ep", ranks_per_node(config, sizes.world)) or 1

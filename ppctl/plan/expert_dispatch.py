@@ -1,7 +1,4 @@
-"""Lines of a plan on how tokens reach experts on other ranks, straight or by node, and how often.
-
-Knows sizes, and what recomputation exchanges again. Must not know groups, prices or how rows travel.
-"""
+"""Lines of a plan on how tokens reach experts on other ranks, straight or by node, and how often."""
 
 from __future__ import annotations
 

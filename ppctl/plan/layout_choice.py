@@ -1,7 +1,4 @@
-"""The layout that is used: the one in the config, compared with pp, vpp and the model, or the even split.
-
-Knows how stages, pp and vpp depend on each other. Must not know the layout language, the world or costs.
-"""
+"""The layout that is used: the one in the config, compared with pp, vpp and the model, or the even split."""
 
 from __future__ import annotations
 
@@ -44,10 +41,8 @@ class LayoutCut:
 
 
 def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> LayoutCut | None:
-    """The layout. None if no layout fits; then `violations` has the reasons.
-
-    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp if none is set.
-    """
+    """The layout. None if no layout fits; then `violations` has the reasons. `chunks` is how many chunks per rank the
+    schedule asks for, and why: the even split's vpp if none is set."""
     split = compile_split(values, violations)
     if split is not None:
         return _split_cut(values, split, violations)
@@ -184,7 +179,6 @@ def _agreements(values: ConfigValues, count: int) -> Iterator[Overrides]:
 
 
 def _text(values: ConfigValues) -> str:
-    """The config's layout as a string, even if it is a list."""
     return PipelineParallelLayerLayout(values["layout"], 1).canonical()
 
 

@@ -1,8 +1,4 @@
-"""Bytes on every pp_rank's device: state, activations of the schedule as it runs, buffers, messages.
-
-Knows RankCost and which keys of the config price it. Must not know closed forms (`ppctl.cost`), or how sizes, layouts
-or schedules are chosen.
-"""
+"""Bytes on every pp_rank's device: state, activations of the schedule as it runs, buffers, messages."""
 
 from __future__ import annotations
 
@@ -46,9 +42,10 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def device_of(config: RunConfig) -> Device:
-    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU if the run is on it."""
-    name = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
-    return preset(name)
+    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU if the run is on it; a
+    device itself where a search has moved its prices."""
+    named: str | Device = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
+    return named if isinstance(named, Device) else preset(named)
 
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
@@ -79,8 +76,6 @@ RankPricer = Callable[..., tuple[RankCost, ...]]
 
 
 class _LastingBytes(NamedTuple):
-    """Bytes that a pp_rank holds under every schedule."""
-
     params: int
     state: State
     passing: dict[int, Passing] | None
@@ -216,8 +211,7 @@ def _rank(
 def halves_of(
     config: RunConfig, stages: Sequence[StageSpec], setting: Setting, alive: Sequence[StageActivations]
 ) -> Ends | None:
-    """Bytes that the halves of split backwards free and need on every stage; None if the allocator preset has no
-    figures."""
+    """Bytes that the halves of split backwards free and need on every stage; None for an allocator without figures."""
     if not setting.allocator.backward:
         return None
     model, of_inputs = config.model, setting._replace(deferred=True)
@@ -243,10 +237,8 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
 
 
 def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
-    """Host memory for copies of what ranks save, in words; nothing if training waits for the disk.
-
-    A rank saves the masters and the moments of its parameters, or of its part of them, each as wide as a gradient.
-    """
+    """Host memory for copies of what ranks save, in words; nothing if training waits for the disk. A rank saves masters
+    and moments, or its part of them, each as wide as a gradient."""
     if not config.checkpoint.in_background:
         return ()
     by_rank = [[stage.layers for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]

@@ -1,8 +1,6 @@
 """Whether the plan fits the device's memory, and what would make it fit.
 
-Knows peaks, the device's size, how many ranks share it, and what CUDA's context and the communicators' buffers take of
-it. Must not know how a peak comes about. Amounts as
-text are made here, too; data (`--json`, plan.json) keeps bytes.
+Amounts as text are made here; data (`--json`, plan.json) keeps bytes.
 """
 
 from __future__ import annotations
@@ -91,10 +89,8 @@ def size_text(size: int) -> str:
 
 
 def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
-    """The memory of its device that one rank may use; None if `launch.device_memory` is none, or cannot be read.
-
-    Ranks that share GPUs are counted as if all ranks of a machine shared a single one: how many it has is not known.
-    """
+    """The memory of its device that one rank may use; None if `launch.device_memory` is none, or cannot be read. Ranks
+    that share GPUs are counted as if all of a machine shared one: how many it has is not known."""
     launch = config.launch
     if launch.device_memory is None:
         return None
@@ -108,12 +104,9 @@ def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
 def memory_violations(
     values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]], least: bool = False
 ) -> list[Violation]:
-    """The pp_rank with the highest peak, if that is more than the device has. `ranks` is called only if there is a
-    limit.
-
-    `least` says that they run in the order that holds least.
-    Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
-    """
+    """The pp_rank with the highest peak, if that is more than the device has, with candidates, the least change first,
+    at last a larger device. `ranks` is called only if there is a limit; `least`: they run in the order that holds
+    least."""
     limit = device_limit(values.config, sizes)
     if limit is None:
         return []
@@ -155,11 +148,8 @@ def _usual(values: ConfigValues) -> Iterator[Overrides]:
 
 
 def peak_terms(cost: RankCost) -> str:
-    """The terms of a pp_rank's peak, in the unit of the peak.
-
-    Listed and not added up if they are not there at the same time: with `full` sharding weights and gradients are
-    the most that is whole at once.
-    """
+    """The terms of a pp_rank's peak, in the unit of the peak; listed and not added up if they are not there at the same
+    time: with `full` sharding weights and gradients are the most that is whole at once."""
     unit = unit_for(cost.peak_bytes)
     sizes = {
         "weights": cost.weight_bytes,
@@ -173,7 +163,6 @@ def peak_terms(cost: RankCost) -> str:
 
 
 def _smaller(values: ConfigValues) -> Iterator[Overrides]:
-    """Overrides that may lower the peak, in the order in which they are tried."""
     pp, mbs, ep = values["pp"], values["mbs"], values["ep"]
     if values["pipeline.extra_warmup"] not in (0, "auto"):
         yield {"pipeline.extra_warmup": "auto"}

@@ -1,8 +1,4 @@
-"""Parity: a job's stages, samples and microbatches on one rank; and how far two jobs may differ.
-
-Knows which keys say where a model is cut and which say what is computed. Must not know how runs are started, nor how
-gradients are kept.
-"""
+"""Parity: a job's stages, samples and microbatches on one rank; and how far two jobs may differ."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The Plan, one rank's part of it, and plan.json: what launcher and ranks read.
-
-Knows what a plan holds, and the keys of plan.json, a superset of what `ppctl plan --json` prints. Must not know how a
-plan is derived (`build`), torch, Hydra, files or processes.
-"""
+"""The Plan, one rank's part of it, and plan.json, a superset of what `ppctl plan --json` prints."""
 
 from __future__ import annotations
 
@@ -190,7 +186,6 @@ class Plan:
 
 
 def _smaller_batch_json(smaller: SmallerBatch) -> dict[str, Any]:
-    """The entry of one smaller batch in plan.json: its numbers, and its schedule without the actions."""
     return {
         **{name: getattr(smaller, name) for name in _SMALLER_BATCH_FIELDS},
         "schedule": _without_rows(smaller.schedule, {}, {}),
@@ -222,8 +217,6 @@ def _rows(schedule: Schedule) -> dict[str, Any]:
 
 
 class _Rows(TypedDict):
-    """A schedule."""
-
     name: str
     placement: str
     microbatches: Count

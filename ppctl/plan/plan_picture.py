@@ -1,7 +1,4 @@
-"""Plan -> Picture: the predicted step, what every stage is, and what every device holds during the step.
-
-Knows what is worth showing of a stage. Must not know how pictures are drawn (`ppctl.schedule`).
-"""
+"""Plan -> Picture: the predicted step, what every stage is, and what every device holds during the step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """profile.json: what a run measured (`cost.profile=@runs/.../profile.json`), and the cost of single layers from it.
 
-One of the two files that planning reads (`schedule_file` reads the other). Must not know presets, or how stages are
-priced.
+One of the two files that planning reads (`schedule_file` reads the other).
 """
 
 from __future__ import annotations
@@ -97,10 +96,8 @@ def origin(measured: Profile | None, layout: str) -> tuple[Derived, ...]:
 
 
 def subject(config: RunConfig) -> dict[str, Any]:
-    """The subject of a measurement: layers and a rank's share of a microbatch. pp, vpp, dp, the layout are free.
-
-    Written into profile.json and compared when it is read.
-    """
+    """The subject of a measurement, written into profile.json and compared when it is read: layers and a rank's share
+    of a microbatch. pp, vpp, dp, the layout are free."""
     model = {f"model.{key}": value for key, value in asdict(config.model).items() if key != "from"}
     parallel = config.parallel
     names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "bf16", "fp16")
@@ -114,10 +111,8 @@ def subject(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """In words, what a profile was measured with and this config says otherwise.
-
-    A key that `written` does not have is younger than the profile: its run had the default.
-    """
+    """In words, what a profile was measured with and this config says otherwise. A key that `written` does not have is
+    younger than the profile: its run had the default."""
     own, before = subject(config), {**subject(RunConfig()), **written}
     return [f"{key} {before[key]}, here {own[key]}" for key in own if before[key] != own[key]]
 

@@ -1,7 +1,4 @@
-"""A batch that grows: the steps of each size, and whether every ramp-up size can be run.
-
-Knows what a size must divide and which schedules take any number of microbatches. Must not know how schedules are made.
-"""
+"""A batch that grows: the steps of each size, and whether every ramp-up size can be run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Prepares a rehearsal (one rank of each kind, fewer microbatches) and applies its result to all ranks of the kind.
 
-The result stands beside the plan as a value, as JSON and as a picture. Knows plans, what was measured of a rank, and
-the names of the JSON's fields. Must not know how it was measured, processes or texts.
+The result stands beside the plan as a value, as JSON and as a picture.
 """
 
 from __future__ import annotations
@@ -141,11 +140,9 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
 
 
 def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[tuple[int, int]]:
-    """The index of every forward, backward and sum in a list, and the most bytes of activations while it runs.
-
-    Each stage holds what was measured of it; the list starts from 0 bytes. The memory of received messages is used
-    again, and never given back: it counts with the most bytes that it ever held at once.
-    """
+    """The index of every forward, backward and sum in a list, and the most bytes of activations while it runs, from 0.
+    Each stage holds what was measured of it. Memory of received messages is used again and never given back: it counts
+    with the most that it ever held."""
     held = waiting = pool = 0
     trained = stages_with_backwards(actions)
     for index, action in enumerate(actions):
@@ -188,11 +185,9 @@ class RankPeak:
 
 
 def peaks_of(plan: Plan, short: Plan, kind: RankKind, measured: Rehearsed) -> list[RankPeak]:
-    """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one.
-
-    Each list is replayed with the stages as they were measured. What the rehearsed rank held beside activations, while
-    gradients add up and while they are summed, is what every rank of its kind holds.
-    """
+    """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one: each
+    list is replayed with the stages as measured, and every rank holds what the rehearsed one held beside
+    activations."""
     chosen = short.for_rank(measured.rank).pp_rank
     by_stage = {memory.stage: memory for memory in measured.stages}
     most = {moment.index: moment.most for moment in measured.moments}  # the later of an action's two: while it ran

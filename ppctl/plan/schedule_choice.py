@@ -1,8 +1,4 @@
-"""Which schedule runs, how far its forwards run ahead of its backwards, and the proof that it ends in no deadlock.
-
-Knows how a schedule is chosen, proved and priced, and the memory that a longer warm-up takes. Must not know how a
-schedule is made or executed (`ppctl.schedule`), nor layouts.
-"""
+"""Which schedule runs, how far its forwards run ahead of its backwards, and the proof that it ends in no deadlock."""
 
 from __future__ import annotations
 
@@ -213,10 +209,8 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the file's. A group size counts only if the user set it: else it is pp.
-
-    A policy's pairs hide the exchange of experts. Without one they would only wait for two messages in place of one.
-    """
+    """The chosen policy's schedule, or the file's. A group size counts only if the user set it: else it is pp. A
+    policy's pairs hide the exchange of experts, without which they would only wait for two messages in place of one."""
     if choice.schedule is not None:
         return choice.schedule
     schedule = make_schedule(

@@ -1,7 +1,6 @@
 """The schedule from a CSV file (`pipeline.pp_schedule_csv`), and how it may disagree with the sizes.
 
-One of the two files that planning reads (`profile` reads the other). Knows that rows are pp_ranks. Must not
-know the text form (`ppctl.schedule.action`) or what makes a schedule sound (`verify`).
+One of the two files that planning reads (`profile` reads the other).
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def choose_file(
 def _disagreements(
     values: ConfigValues, schedule: Schedule, cut: LayoutCut | None, batch: BatchSplit | None
 ) -> Iterator[Violation]:
-    """What the config and a schedule from a file say differently: pp, stages or microbatches. A wrong pp hides the
-    rest."""
+    """What the config and a file's schedule say differently: pp, stages or microbatches. A wrong pp hides the rest."""
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:
         message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"

@@ -1,8 +1,4 @@
-"""`pipeline.pp_schedule=auto`: the schedule that makes the simulated step shortest within the memory.
-
-Knows what the config's stages cost and hold, what a rank may hold of activations, and what is reported. Must not know
-how a search goes (`schedule/search`).
-"""
+"""`pipeline.pp_schedule=auto`: the schedule that makes the simulated step shortest within the memory."""
 
 from __future__ import annotations
 
@@ -96,10 +92,8 @@ def least_held(ways: Sequence[Way], num_microbatches: int) -> Sequence[RankCost]
 def search_schedule(
     values: ConfigValues, sizes: ParallelSizes, ways: Sequence[Way], num_microbatches: int, share: int = 1
 ) -> Searched:
-    """Search all ways, with a part of the allowance each; `share` is how many such calls there are.
-
-    If a device has no room for one microbatch after another, that is the choice.
-    """
+    """Search all ways, with a part of the allowance each; `share` is how many such calls there are. If a device has no
+    room for one microbatch after another, that is the choice."""
     device = device_limit(values.config, sizes)
     best: Searched | None = None
     for way in ways:
@@ -116,10 +110,8 @@ def search_schedule(
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
-    """The schedule of a run's earlier plan, if that is for the same pipeline: a run keeps what was found for it.
-
-    None if stages are frozen, whose backwards that plan is without: the same search finds the same order.
-    """
+    """The schedule of a run's earlier plan, if that is for the same pipeline: a run keeps what was found for it. None
+    if stages are frozen, whose backwards that plan is without: the search finds the same order."""
     if plan is None or plan.layout != layout or plan.num_microbatches != num_microbatches:
         return None
     if plan.schedule.frozen_stages:
@@ -168,11 +160,8 @@ class _Timed(NamedTuple):
 
 
 class _PlacementSearch:
-    """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another.
-
-    In a device's memory what waits for W counts as what it is; under `pipeline.schedule_memory` activations are whole
-    until W.
-    """
+    """The search for one placement, by the plan's own bytes: new orders, named ones, one microbatch after another. What
+    waits for W counts as what it is, or under `pipeline.schedule_memory` as activations that are whole until W."""
 
     def __init__(self, values: ConfigValues, way: Way, num_microbatches: int, device: DeviceLimit | None) -> None:
         self.values, self.way, self.device = values, way, device
@@ -243,10 +232,8 @@ class _PlacementSearch:
     def _fastest(
         self, candidates: Sequence[Schedule], least: Sequence[float], numbers: Iterable[int], enough: float
     ) -> _Timed | None:
-        """The fastest candidate that fits, of those that may take less than `enough`; `least` is what each may take.
-
-        As it runs, with messages that wait for receives, no order is faster than without messages.
-        """
+        """The fastest candidate that fits, of those that may take less than `enough`; `least` is what each may take: as
+        it runs, no order is faster than without messages."""
         best: _Timed | None = None
         for number in sorted(numbers, key=least.__getitem__):
             if least[number] > (enough if best is None else best.seconds) * (1 + ROUNDING):
@@ -267,7 +254,6 @@ class _PlacementSearch:
         return _Timed(float(f"{_seconds(self.way, proof):.9g}"), number, plain)  # equal but for rounding
 
     def _proof(self, plain: Schedule) -> ProvedSchedule:
-        """The proof of a candidate, which lives as long as this search."""
         if id(plain) not in self.proofs:
             self.proofs[id(plain)] = presumed(self.values, plain, self.way.frozen_stages)
         return self.proofs[id(plain)]
@@ -280,7 +266,6 @@ class _PlacementSearch:
 
 
 def _seconds(way: Way, proof: ProvedSchedule) -> float:
-    """Seconds of one call, as the plan predicts it."""
     trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
     return step_time(trace)
 

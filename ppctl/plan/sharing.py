@@ -1,8 +1,4 @@
-"""Sharding over data-parallel ranks: the shares of Muon's owners, and the memory of sums and of an optimizer step.
-
-Knows which keys of the config decide over it. Must not know how closed forms work (`ppctl.cost`), or of schedules more
-than their order of F, B and W.
-"""
+"""Sharding over data-parallel ranks: the shares of Muon's owners, and the memory of sums and of an optimizer step."""
 
 from __future__ import annotations
 
@@ -38,11 +34,8 @@ def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: P
 def updating_bytes(
     config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State
 ) -> int:
-    """The most bytes that a rank holds while the optimizer steps; 0 for an allocator that does not count that moment.
-
-    They are the weights and the optimizer state of `state`, the gradients or this rank's parts of them, and the buffers
-    of Muon's iteration.
-    """
+    """The most bytes that a rank holds while the optimizer steps: weights and optimizer state of `state`, gradients or
+    this rank's parts of them, and Muon's buffers; 0 for an allocator that does not count that moment."""
     if not setting.allocator.backward:
         return 0
     sharding, precision, model = sharding_of(config, sizes), precision_of(config), config.model

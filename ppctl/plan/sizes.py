@@ -1,7 +1,4 @@
-"""The world and the batch: which sizes follow from which, each by one equation.
-
-Knows the equations of world and batch and what sizes must divide. Must not know layouts, schedules or costs.
-"""
+"""The world and the batch: which sizes follow from which, each by one equation."""
 
 from __future__ import annotations
 
@@ -59,11 +56,8 @@ def beyond(values: ConfigValues) -> Violations:
 def derive_world(
     values: ConfigValues, violations: Violations
 ) -> tuple[ParallelSizes, tuple[Derived, ...]] | tuple[None, tuple[()]]:
-    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if it
-    cannot be divided so.
-
-    One replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio.
-    """
+    """How each axis divides the world, with one chunk per rank, and the equations; None, with a violation, if it cannot
+    be divided so. A replica has tp x cp x pp ranks, the job nodes x gpus_per_node, dp is the ratio."""
     replica = prod(values[axis] for axis in AXES)
     needed = replica * (values["dp"] or 1)
     nodes, gpus = values["nodes"], values["gpus_per_node"]
@@ -128,8 +122,7 @@ def check_stages(values: ConfigValues, violations: Violations) -> None:
 
 
 def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Violation:
-    """The violation of a world that the axes do not divide (PP-E204), or do not multiply to with a given dp
-    (PP-E203)."""
+    """The violation of a world that the axes do not divide (PP-E204), or not multiply to with a given dp (PP-E203)."""
     replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     code = "PP-E203" if dp else "PP-E204"
     right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"
@@ -144,7 +137,6 @@ def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nod
 
 
 def _worlds(values: ConfigValues, world: int, nodes: int, gpus: int) -> Iterator[Overrides]:
-    """Ways to make the world fit: dp, the machines, or one axis."""
     replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     if dp and world % replica == 0:
         yield {"dp": world // replica}
@@ -183,8 +175,7 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
-    """Overrides with which ep and etp divide the world: other values of ep, no division of experts, or a larger
-    world."""
+    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world."""
     for size in nearest_divisors(dense, ep):
         yield {"ep": size}
     yield {"ep": 1, "etp": 1}
@@ -307,11 +298,8 @@ def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pair
 
 
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> BatchSplit | None:
-    """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
-
-    If pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
-    gradient_accumulation_steps, are a factor more.
-    """
+    """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size. If pp_batch_size is set, a
+    schedule call takes so many samples on every dp rank, and gradient_accumulation_steps calls make a step."""
     key = "pipeline.pp_microbatch_size"
     if not values.is_set(key) or values.is_set("mbs"):
         key = "mbs"

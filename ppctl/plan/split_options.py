@@ -1,7 +1,7 @@
-"""Megatron's and NeMo's options for splitting the layers, each compiled to a layout.
+"""Megatron's and NeMo's options for splitting the layers, each compiled to a layout, the one source of truth.
 
-Knows what each option means in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), and
-is stricter if they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
+Each means what it does in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), but is
+refused if it would lose layers.
 """
 
 from __future__ import annotations
@@ -186,11 +186,9 @@ def _by_names(values: ConfigValues) -> str:
 
 
 def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: Anatomy | None) -> tuple[str, ...]:
-    """The letters of each stage (`Ett`) from the names of its modules: names in ppctl's decoder, or in the model that
-    `anatomy` describes.
-
-    The final norm goes with the head. Raises Unfit for unknown names, and for layers that are not all there in order.
-    """
+    """The letters of each stage (`Ett`; the final norm goes with the head) from the names of its modules, in ppctl's
+    decoder or in the model of `anatomy`. Raises Unfit for unknown names, and for layers that are not all there in
+    order."""
     stages, order = [], []
     for number, part in enumerate(parts):
         modules = list(_modules(number, part, anatomy))

@@ -1,7 +1,4 @@
-"""The layers of every stage, and the tensors that it receives and sends.
-
-Knows StageSpec. Must not know how sizes, layouts or schedules are chosen, or what a rank pays (`memory`).
-"""
+"""The layers of every stage, and the tensors that it receives and sends."""
 
 from __future__ import annotations
 

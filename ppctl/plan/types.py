@@ -1,7 +1,4 @@
-"""The values that a plan consists of: a stage, its messages, a rank's costs, an equation; each with its JSON.
-
-Knows the keys of each in plan.json. Must not know the plan that holds them (`plan`), or how they are derived.
-"""
+"""The values that a plan consists of: a stage, its messages, a rank's costs, an equation; each with its JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A config with the source of each value, and its broken rules before they become problems, with remedies to try.
 
 `ConfigValues` says what the config would be with more overrides on the command line, and `as_problems` keeps only
-advice that works: everything is derived again with each candidate. Knows dotted keys, aliases and provenance texts.
-Must not know what values mean, nor what the rules are.
+advice that works: everything is derived again with each candidate.
 """
 
 from __future__ import annotations
@@ -52,11 +51,8 @@ class ConfigValues:
         return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
 
     def overridden(self, overrides: Overrides) -> ConfigValues:
-        """The values if `overrides` stood at the end of the command line.
-
-        As when composing, a layout that is not on the command line gives way to sizes that are, and a run of so many
-        samples or tokens has the steps that these fill.
-        """
+        """The values if `overrides` stood at the end of the command line. As when composing, a layout that is not on it
+        gives way to sizes that are, and a run of so many samples or tokens has the steps that these fill."""
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides.items()}
         changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
@@ -180,10 +176,8 @@ def _remedies(values: ConfigValues, violation: Violation, messages: Mapping[Rule
 def _combined(
     values: ConfigValues, candidate: Overrides, broken: Violation, judge: Judge, elsewhere: set[Rule], mended: set[Rule]
 ) -> Iterator[tuple[str, bool]]:
-    """The candidate with one more for the rule that it breaks, and for the rule that these break then.
-
-    Yields only what breaks no rule but those `elsewhere`, and whether it breaks none at all.
-    """
+    """The candidate with one more for the rule that it breaks, and for the rule that these break then. Yields what
+    breaks no rule but those `elsewhere`, and whether it breaks none at all."""
     mended = {*mended, broken.rule}
     breaking: list[tuple[Overrides, Violation]] = []
     both: Overrides

@@ -1,7 +1,7 @@
 """The mean of the weights of several checkpoints of one model, which may be written by different cuts.
 
-Knows names, shapes and dtypes, not what they mean. One tensor of each is in memory at a time. Source: Izmailov et al.
-2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
+One tensor of each is in memory at a time. Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and
+Better Generalization".
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`python -m ppctl.pretrained.command import|export|average FROM... TO`: what `ppctl ckpt` starts.
-
-Knows the command line and what it prints. Must not know how a conversion is done.
-"""
+"""`python -m ppctl.pretrained.command import|export|average FROM... TO`: what `ppctl ckpt` starts."""
 
 from __future__ import annotations
 

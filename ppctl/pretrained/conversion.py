@@ -1,8 +1,4 @@
-"""What imports and exports have in common: a checkpoint of weights alone, a checkpoint's weights, and the report.
-
-Knows which part of a checkpoint is weights, and how a directory is written whole or not at all. Must not know the
-other program's format.
-"""
+"""What imports and exports have in common: a checkpoint of weights alone, a checkpoint's weights, and the report."""
 
 from __future__ import annotations
 
@@ -69,11 +65,9 @@ def write_weights(
     family: str = "",
     **lines: str,
 ) -> Done:
-    """Write weights as the checkpoint `out`/checkpoints/step-0, with which a run begins at step 0.
-
-    `specs` are on the meta device, by canonical name; `read` is called for each once; `lines` are those of `Done`.
-    Raises ConfigError (PP-E525 if `out` is taken) and what `read` raises.
-    """
+    """Write weights as the checkpoint `out`/checkpoints/step-0, with which a run begins. `specs` are on the meta
+    device, by canonical name; `read` is called for each once; `lines` are those of `Done`. Raises ConfigError (PP-E525
+    if `out` is taken) and what `read` raises."""
     counter = count(1)
 
     def next_one(name: str) -> Tensor:
@@ -90,10 +84,8 @@ def write_weights(
 
 
 class SavedWeights:
-    """The weights in a checkpoint, by canonical name; in `dtype` if it is not None, but those that balance experts.
-
-    Without `mtp` the weights of multi-token prediction are left out.
-    """
+    """The weights in a checkpoint, by canonical name (without `mtp` none of multi-token prediction); in `dtype` if it
+    is not None, but those that balance experts."""
 
     def __init__(self, path: Path, *, dtype: torch.dtype | None, mtp: bool) -> None:
         self.path, self.dtype, self.manifest = path, dtype, read_manifest(path)
@@ -130,10 +122,8 @@ class SavedWeights:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` if all goes well, and is removed if not.
-
-    Raises ConfigError (PP-E525) if `out` is taken.
-    """
+    """A directory beside `out` that becomes `out` if all goes well, and is removed if not. Raises ConfigError (PP-E525)
+    if `out` is taken."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         message = f"{out} exists already, and is not overwritten"
         raise ConfigError(Problem("PP-E525", message, f"ls {pasted(out)}", "command line"))

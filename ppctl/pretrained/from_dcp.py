@@ -164,8 +164,6 @@ _TITAN_SKIPPED = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
 class _Stored(NamedTuple):
-    """The place of one of ppctl's tensors in a checkpoint of torch's."""
-
     key: str
     box: Box
     """All of the matrix in which it is."""

@@ -1,8 +1,4 @@
-"""Hugging Face directories, both ways: weights, config.json, settings and the tokenizer's files.
-
-Knows how a directory is read as a checkpoint of weights, and what an export writes beside the weights. Must not know
-modules, stages or ranks.
-"""
+"""Hugging Face directories, both ways: weights, config.json, settings and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -54,10 +50,8 @@ def import_directory(
     source: Path, out: Path, progress: Progress, *, mtp: bool = True, described: ModelConfig | None = None
 ) -> Done:
     """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
-
-    `described` is the model if its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
-    if `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
-    """
+    `described` is the model if its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525 if
+    `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538)."""
     opened = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
     model, model_type, specs, read = opened
     state: dict[str, Any] = {"model": asdict(model), "source": str(source.absolute())}
@@ -166,10 +160,8 @@ def _export_adapters(
 
 
 def _verify(directory: Path, parts: list[TensorPart], model: ModelConfig) -> None:
-    """Read back what was written: config.json, and every name, shape, dtype and number of bytes.
-
-    Raises CheckpointError (PP-E523) if it is not what was to be written.
-    """
+    """Read back what was written: config.json, and every name, shape, dtype and number of bytes. Raises CheckpointError
+    (PP-E523) if it is not what was to be written."""
     stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
     written = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
     wanted = {part.name: (part.whole, DTYPES[part.dtype][0], part.bytes) for part in parts}

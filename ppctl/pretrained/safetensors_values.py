@@ -1,6 +1,6 @@
 """Values of safetensors files: canonical tensors out of a Hugging Face directory, and tensors into shards.
 
-Knows the format and the index; no more than one tensor is ever in memory. Must not know modules, stages or ranks.
+No more than one tensor is ever in memory.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ class DirectoryReader:
         return tensor
 
     def check_copies(self) -> None:
-        """Compare the stored copies of tables with their originals: training keeps one of them.
-
-        Raises CheckpointError (PP-E524) naming the copies that differ.
-        """
+        """Compare the stored copies of tables with their originals: training keeps one of them. Raises CheckpointError
+        (PP-E524) naming the copies that differ."""
         directory = self.directory
         unequal = [name for name, of in directory.copies.items() if not torch.equal(self.stored(name), self.tensor(of))]
         if unequal:
@@ -94,9 +92,7 @@ reads weights where they lie, and products of the same numbers round by their pl
 
 def write_shards(directory: Path, parts: Sequence[TensorPart], tensors: Iterable[Tensor], shard: int = SHARD) -> int:
     """Write whole `tensors`, which come in the order of `parts`, and after them the index; returns the bytes of all.
-
-    Raises ValueError if a tensor is not what its part says.
-    """
+    Raises ValueError if a tensor is not what its part says."""
     files = list(_cut(parts, shard))
     values = iter(tensors)
     places: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """From one of our checkpoints to a distributed checkpoint that torchtitan or Megatron-core loads, matrix by matrix.
 
-Knows what is written under which key. Must not know the command line, ranks or modules. torch's own library writes the
-files and `.metadata`; its planner asks for a value when it is written, so that one matrix is in memory at a time.
+torch's own library writes the files and `.metadata`; its planner asks for a value when it is written, so that one
+matrix is in memory at a time.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ def export_dcp(
     mtp: bool = True,
     megatron: bool,
 ) -> Done:
-    """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps that of the checkpoint.
-
-    Raises ConfigError (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503).
-    """
+    """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps that of the checkpoint. Raises
+    ConfigError (PP-E525 if `out` is taken) and CheckpointError (PP-E502, PP-E503)."""
     weights = SavedWeights(checkpoint, dtype=dtype, mtp=mtp)
     model, dtypes, counter = weights.model, weights.dtypes, count(1)
 
@@ -93,7 +91,6 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _titan_parts(model: ModelConfig, dtypes: Mapping[str, torch.dtype], tensor: Callable[[str], Tensor]) -> list[_Part]:
-    """Tensors under our names, which are torchtitan's."""
     return [
         _Part(name, shape, (0,) * len(shape), shape, dtypes[name], partial(tensor, name))
         for name, shape in model_tensors(model).items()

@@ -1,7 +1,6 @@
 """The live state of a rank: what it does now, how long each phase of its start took, and whether its time is over.
 
-Knows clocks, the process's age, SLURM's end of a job, and who follows a rank's states. Must not know what a phase does,
-nor what a stop does. A run's time ends with its job's limit, or with `train.exit_after`.
+A run's time ends with its job's limit, or with `train.exit_after`.
 """
 
 from __future__ import annotations

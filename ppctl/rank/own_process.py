@@ -1,7 +1,5 @@
 """A rank's own process: what signals do to it, how many files it may open, and where its output goes.
 
-Knows signals, limits and the standard streams. Must not know runs, nor what is printed.
-
 TERM and USR1 ask a rank to save and exit; for other signals an action is run at once. A handler in Python waits for the
 main thread, which may be in C++ for as long as a message takes, so urgent actions run in a thread that reads the
 wake-up pipe, into which the interpreter's own handler writes.
@@ -82,7 +80,6 @@ class _LossyFile(io.FileIO):
     """A file that drops what its disk has no room for."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write all of `data`, or drop all of it."""
         try:
             return super().write(data)
         except OSError as error:
@@ -92,10 +89,8 @@ class _LossyFile(io.FileIO):
 
 
 def raise_file_limit() -> None:
-    """From now on this process may open as many files and sockets as its hard limit allows.
-
-    Rank 0 has three sockets for every rank: in its store, in a gather to it, and in a save beside training.
-    """
+    """Raise this process's limit of open files to its hard limit. Rank 0 has three sockets for every rank: in its
+    store, in a gather to it, and in a save beside training."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS allows fewer than the limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -110,7 +105,6 @@ class _VisibleText(io.TextIOWrapper):
     """Text whose control characters are shown as escapes: under torchrun it goes to a terminal, and may be a file's."""
 
     def write(self, text: str, /) -> int:
-        """Write `text` with its control characters as escapes."""
         return super().write(visible(text))
 
 

@@ -1,8 +1,7 @@
 """How ranks find each other and get the same run.
 
-Knows the rank variables, the rendezvous store and what is in it. Must not know how a config was composed. Ranks of
-ppctl's launcher read the run directory themselves; ranks of another launcher get config and plan from rank 0 through
-the store, so that only logs and checkpoints need a shared file system.
+Ranks of ppctl's launcher read the run directory themselves; ranks of another launcher get config and plan from rank 0
+through the store, so that only logs and checkpoints need a shared file system.
 """
 
 from __future__ import annotations
@@ -100,11 +99,8 @@ def sealed(store: Store, run: RunDir, *, reported: bool = False) -> SealedStore:
 
 
 def store_of_groups(store: SealedStore, own: OwnRank, directory: Path, hosts: Sequence[str]) -> Store:
-    """The store that torch's groups connect through: a file in the node's `directory` if that is every rank's.
-
-    Other users of the machine reach no file of that directory, and any port. A collective over ranks that have all
-    come, on `hosts`.
-    """
+    """The store that torch's groups connect through: a file in the node's `directory` if that is every rank's, since
+    other users of the machine reach any port. A collective over ranks that have all come, on `hosts`."""
     if NODE_DIRECTORY in os.environ or len(hosts) > 1:
         return store.plain
     store.set(f"{_NODE}/{own.rank}", directory.name)
@@ -151,7 +147,6 @@ def _lives(store: Store, number: int, own: OwnRank, until: float) -> bool:
 
 
 def _is_set(store: Store, key: str, until: float) -> bool:
-    """Wait until the key is set; returns whether that happens before `until`."""
     try:
         store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
     except RuntimeError:
@@ -160,10 +155,8 @@ def _is_set(store: Store, key: str, until: float) -> bool:
 
 
 def node_directory(own: OwnRank, store: SealedStore, at_end: ExitStack) -> Path:
-    """The directory of this start on this node: that of ppctl's launcher, else one that the node's first rank makes.
-
-    A rank that cannot use it, in a container of its own, has another one that nobody else reads.
-    """
+    """The directory of this start on this node: that of ppctl's launcher, else one that the node's first rank makes. A
+    rank that cannot use it, in a container of its own, has another one that nobody else reads."""
     if NODE_DIRECTORY in os.environ:
         return Path(os.environ[NODE_DIRECTORY])
     key = f"{_NODE}/of/{own.rank - own.local_rank}"
@@ -196,9 +189,7 @@ def publish_run(store: SealedStore, shared: SharedRun) -> None:
 
 def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
     """The run that rank 0 published and the store with its secret, or the exit code with which rank 0 refused a run.
-
-    Where the secret lies is read before it can prove anything: it counts only if it is this user's own.
-    """
+    The secret's place is read before it can prove anything: it counts only if it is this user's own."""
     try:
         parts = json.loads(halves(store.get(_RUN))[1])
         if "refused" in parts:

@@ -1,7 +1,6 @@
 """The records that a rank writes into the run: metrics, durations of the start, the result, or its failure.
 
-Knows the files' contents, where a failure is written, and what a person reads of a run that ppctl's own launcher does
-not watch. Must not know how a step is computed, why a rank fails, nor who is to blame (`launch` judges that).
+Who is to blame for a failure `launch` judges.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ from ppctl.train.session import Session
 
 
 class MetricsLog(Callback):
-    """Adds records to metrics.jsonl.
-
-    The first one replaces the records of its step and of later ones that an earlier start of the run has left; no
-    sooner, because until then the checkpoint may turn out not to fit.
-    """
+    """Adds records to metrics.jsonl. The first one, and no sooner, replaces the records that an earlier start has left
+    of its step and later ones: until then the checkpoint may turn out not to fit."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._begun = run, False
@@ -163,9 +159,7 @@ def final_state(outcome: TrainingEnd) -> str:
 
 def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, watched: bool) -> int:
     """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code.
-
-    `watched` says that ppctl's own launcher writes and prints all but the traceback.
-    """
+    `watched` says that ppctl's own launcher writes and prints all but the traceback."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     # If a watch has written the rank's failure, then this error is only a consequence. If the run goes on without this
     # rank, its node was lost, and came back when the job had been requeued.

@@ -88,10 +88,8 @@ class NodeWatch:
                 self._leave(str(judge[_VERDICT]), record, wait=0.0)
 
     def _judge_before(self, host: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The record of the judge; None if this node is the judge itself.
-
-        A node that takes another one for silent by mistake reads more files than it must, and nothing else.
-        """
+        """The record of the judge; None if this node is the judge itself. A node that takes another one for silent by
+        mistake reads more files than it must, and nothing else."""
         now = time.time()
         own = published_states({host: record}, now, math.inf)
         self.progress.note(own)
@@ -129,7 +127,6 @@ class NodeWatch:
         self._leave(f"{why}\n{failure.place}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
 
     def _requeue_without(self, silent: Sequence[str], why: str) -> None:
-        """If whole nodes do not publish any more, have SLURM's job requeued without them."""
         start = slurm_start()
         if silent and start is not None and self.run.job().get("job") is not None:
             with suppress(OSError):
@@ -165,20 +162,16 @@ Dump = Callable[[bool, bool], bytes]
 
 
 def dump_on_request(run: RunDir, rank: int, listener: Listener) -> None:
-    """From now on SIGUSR2 writes stacks to this rank's log and flight records into the run.
-
-    Call it before the first process group is made.
-    """
+    """From now on SIGUSR2 writes stacks to this rank's log and flight records into the run. Call it before the first
+    process group is made."""
     turn_on_recorders(run)
     listener.on(signal.SIGUSR2, lambda: write_records(run, rank, recorders()))
     write_stacks_on_request()
 
 
 def write_stacks_on_request() -> None:
-    """From now on SIGUSR2 writes every thread's stack to stderr, also out of a C call that holds the GIL.
-
-    The handler that SIGUSR2 had before is called as well.
-    """
+    """From now on SIGUSR2 writes every thread's stack to stderr, also out of a C call that holds the GIL, and then
+    calls the handler that SIGUSR2 had before."""
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=True)
 
 
@@ -206,10 +199,8 @@ def recorders() -> dict[str, Dump]:
 
 
 def write_records(run: RunDir, rank: int, dumps: Mapping[str, Dump]) -> None:
-    """Write the record of each recorder, without stacks, which take seconds to format.
-
-    gloo's comes first: NCCL's may have to wait for a thread that does not move.
-    """
+    """Write the record of each recorder, without stacks, which take seconds to format; gloo's comes first: NCCL's may
+    have to wait for a thread that does not move."""
     for backend, dump in dumps.items():
         with suppress(OSError, RuntimeError):
             run.write_flight_record(backend, rank, dump(True, False))

@@ -180,7 +180,6 @@ class _RankProcess:
 
     @property
     def leads(self) -> bool:
-        """Whether it is rank 0."""
         return self.own.rank == 0
 
     def run(self) -> TrainingEnd:
@@ -234,7 +233,6 @@ class _RankProcess:
         return lambda: WriterAddress(str(store.get(name)), key)
 
     def _watch(self, limits: Limits) -> NodeWatch:
-        """The watch over the job on a node, if no launcher of ppctl's watches it."""
         run, plan = self.shared.run, self.shared.plan
         tried = checkpoint_folder.candidates(self.shared.config.checkpoint.resume, run.checkpoints)
         return NodeWatch(run, plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))
@@ -266,7 +264,6 @@ class _RankProcess:
         join_world(groups, own.rank, own.world_size, backends, limits.of_groups)
 
     def _warm_up(self, session: Session) -> None:
-        """Send the first message over every connection and group of the session. A collective over the world."""
         launch, messages, ties = session.config.launch, session.pipeline.communicator, session.replica.ties.group
         exchanges = session.groups.exchanges(session.config.model.cp_comm_type)
         edges = warm_up(self.store, launch, session.device, messages, session.groups, ties, exchanges)

@@ -1,8 +1,5 @@
 """The first contact of ranks before they train: every channel and every group once, timed, each with its own limit.
 
-Knows channel ends, backends and the rendezvous store, through which ranks still communicate when a connection between
-them is dead. Must not know what an axis means, plans, runs or configs.
-
 All ranks make their contacts in one common order, so that no ranks wait for each other in a circle. When one contact
 takes too long, many ranks may wait, and only some of them for the dead connection: each writes into the store in which
 contact it waits, and from these entries all conclude the same.
@@ -219,10 +216,7 @@ class FirstContact:
         raise DeadEdge(Problem("PP-E707", message, _REMEDY))
 
     def _dead_contact(self, at: list[Any]) -> tuple[list[int], str]:
-        """The ranks of the contact that is dead, and a message.
-
-        From contact to contact: the one in which all its ranks wait, or of which one rank has written nothing.
-        """
+        """The ranks of the first contact in which all wait, or of which one rank has written nothing, and a message."""
         seen: list[list[Any]] = []
         while at not in seen:
             seen.append(at)

@@ -1,7 +1,5 @@
 """Whether hosts reach each other, tried with plain sockets before gloo connects; and what gloo's errors mean.
 
-Knows addresses, sockets and the texts of gloo's exceptions. Must not know the store, runs or configs.
-
 gloo connects ranks while a group is made, or on first use. If a host drops its packets, gloo waits for five times the
 group's timeout; meanwhile the ranks that are connected go on, and no error names a rank in the end.
 """
@@ -46,10 +44,7 @@ class DeadEdge(TrainingError):
 
 
 def listen() -> tuple[socket.socket, Address]:
-    """A socket to which others connect as they would connect to this process's gloo, and its address.
-
-    The kernel answers by itself; no connection is accepted.
-    """
+    """A socket to which others connect as to this process's gloo (the kernel alone answers), and its address."""
     host = own_address()
     server = socket.socket(family_of(host))
     server.bind((host, 0))

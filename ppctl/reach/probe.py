@@ -1,6 +1,5 @@
 """`python -m ppctl.reach.probe`, started once per rank: measures messages between neighbours, and tries transports.
 
-Knows the rank variables, gloo and NCCL, schedules, the engine and communicators. Must not know runs, plans or configs.
 Rank 0 prints JSON objects, one a line. The first: versions, and a row for every edge of the ring, measured one edge at
 a time: seconds of a message of 4 bytes, bytes per second of a large one. For an edge that does not answer within its
 limit the row has the error. Between several GPUs one for each transport of a pipeline follows, from a miniature

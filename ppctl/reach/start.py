@@ -1,8 +1,7 @@
 """How ranks come together before the first step: the roll call, the default process group, the first messages.
 
-Knows the rendezvous store and what each rank writes into it, a pipeline's channels, a rank's groups and the limits of a
-run. Must not know how a config was composed, how a contact is made, nor files. Every error names ranks and hosts. In
-the roll call rank 0 judges, and every rank raises rank 0's result: none stays behind in a wait without an error.
+Every error names ranks and hosts. In the roll call rank 0 judges, and every rank raises rank 0's result: none stays
+behind in a wait without an error.
 """
 
 from __future__ import annotations
@@ -199,7 +198,6 @@ def _different_runs(ranks: Mapping[int, Any]) -> Problem | None:
 
 
 def _first_of_each_host(ranks: Mapping[int, Any]) -> dict[int, Any]:
-    """The lowest rank of every host, and what it has written."""
     first: dict[str, int] = {}
     for rank, each in ranks.items():
         first.setdefault(each["host"], rank)

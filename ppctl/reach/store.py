@@ -1,8 +1,5 @@
 """The store through which ranks find each other, and ppctl's authenticated values in it.
 
-Knows the rank variables, and who serves a store: a file if the ranks are on one machine, else a port of rank 0's.
-torch's own rendezvous listens on all addresses of a machine; here rank 0 binds one address and hands the socket over.
-
 Whoever reaches the port of torch's store reads and writes in it. So every value of ours is JSON, and stands after an
 HMAC over the start, the key and the value; its secret is known to the ranks alone (`ppctl.runs.run_starts`). Counts
 (`add`) carry no proof: whoever changes one can delay or end a start, and nothing else. What torch itself keeps in the

@@ -1,9 +1,7 @@
 """Counts what a device would do and hold while a rank runs, where torch hands operations to their kernels.
 
-Knows torch's operators and storages, which operations launch a kernel and what one moves, and by autograd's graph to
-which kind of layer it belongs. Must not know stages, schedules or plans. Tensors are on torch's `meta` device: they
-have shapes, dtypes and memory that can be counted, and no values. What would copy values to the host is answered with
-zeros, and noted as a wait with the line of ppctl's that asked.
+Tensors are on torch's `meta` device: they have shapes, dtypes and memory that can be counted, and no values. What would
+copy values to the host is answered with zeros, and noted as a wait with the line of ppctl's that asked.
 """
 
 from __future__ import annotations
@@ -68,10 +66,8 @@ def multiplies(func: Any) -> bool:
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The least bytes that an operation's kernel reads and writes: each operand once, each result once.
-
-    Of operands that are expanded the elements in memory count, of rows that are looked up as many as are put out.
-    """
+    """The least bytes that an operation's kernel reads and writes: each operand once, each result once; of expanded
+    operands the elements in memory, of rows that are looked up as many as are put out."""
     written = sum(_size(tensor) for tensor in tensors_of(result))
     if func._opname in _WRITES_ONLY:
         args = args[1:]
@@ -98,11 +94,8 @@ def _size(tensor: Tensor) -> int:
 
 
 class LayerMarks:
-    """Says to which kind of layer the operation belongs that is dispatched now.
-
-    In a forward that is the layer whose module is called; in a backward it is the layer whose forward made the node of
-    the graph that runs, even if this computes the forward a second time.
-    """
+    """Says to which kind of layer the dispatched operation belongs: in a forward that of the layer whose module is
+    called, in a backward that of the layer whose forward made the node that runs, even if this computes it again."""
 
     def __init__(self) -> None:
         self.passes: dict[str, int] = {}

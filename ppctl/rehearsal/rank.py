@@ -1,7 +1,6 @@
 """The rehearsal of one rank: `python -m ppctl.rehearsal.rank DIRECTORY RANK`, started by `ppctl rehearse`.
 
-Knows the order: groups without peers, session, one step, figures. DIRECTORY holds the run's config and plan as a run
-directory does. Prints one JSON object, a `Rehearsed`.
+DIRECTORY holds the run's config and plan as a run directory does. Prints one JSON object, a `Rehearsed`.
 """
 
 from __future__ import annotations

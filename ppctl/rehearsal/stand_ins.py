@@ -1,8 +1,4 @@
-"""Stand-ins while one rank is rehearsed: for the other ranks, the data, the initial weights and a GPU's fused kernels.
-
-Knows which parts `build_session` takes, and which functions of torch are one fused kernel on a GPU but several
-operations on meta tensors. Must not know what is measured.
-"""
+"""Stand-ins while one rank is rehearsed: for other ranks, the data, the initial weights and a GPU's fused kernels."""
 
 from __future__ import annotations
 
@@ -124,7 +120,6 @@ class _Delivered(Work):
     """A message that is there."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return at once."""
         return True
 
 
@@ -153,10 +148,8 @@ class EvenExchange(ExpertExchange):
     """Every rank's experts get as many rows as the others': what a router aims at."""
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
-        """The rows of this rank, spread evenly, and as many back; the host waits for them as it would in a run.
-
-        By node, a row goes to as many nodes, and as many sums come back, as are expected (`reached`).
-        """
+        """The rows of this rank, spread evenly, and as many back; the host waits for them as it would in a run. By
+        node, a row goes to as many nodes, and as many sums come back, as are expected (`reached`)."""
         super().sizes(*numbers)
         copies = self.rows * self.model.moe_router_topk
         totals = [copies] * len(numbers)

@@ -95,11 +95,9 @@ def find(directory: Path) -> FoundCheckpoint | None:
 
 
 def candidates(resume: str | None, directory: Path) -> list[FoundCheckpoint]:
-    """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other; none for a new run.
-
-    One, unless `resume` is AUTO: then the one that `find` finds, and after it all earlier complete ones, newest first.
-    Raises CheckpointError (PP-E505) if the directory cannot be read.
-    """
+    """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other: what `find` finds; for
+    AUTO all earlier complete ones after it, newest first; none for a new run. Raises CheckpointError (PP-E505) if the
+    directory cannot be read."""
     if resume is None:
         return []
     if resume != AUTO:  # a `step-N.old` of the config may have its name back
@@ -225,10 +223,8 @@ def _settle(moved: Path) -> None:
 
 
 def publish(directory: Path, step: int) -> Path:
-    """Give the written checkpoint its name, then point `latest` at it; both outlast a power failure.
-
-    Everything that needs space on the disk happens before the first rename.
-    """
+    """Give the written checkpoint its name, then point `latest` at it; both outlast a power failure. Everything that
+    needs space on the disk happens before the first rename."""
     path = step_path(directory, step)
     _draft_latest(directory, path)
     moved = path.with_suffix(_OLD)
@@ -267,9 +263,7 @@ def retain(directory: Path, step: int, keep: int, keep_every: int = 0) -> None:
 
 def expired(directory: Path, step: int, keep: int, keep_every: int = 0) -> list[Path]:
     """The complete checkpoints up to `step` but the last `keep` (0 keeps all) and those of every `keep_every`-th step.
-
-    Later ones are there if the run was resumed from an earlier step; they stay until it reaches them.
-    """
+    Later ones, of a run resumed from an earlier step, stay until it reaches them."""
     past = [path for path in complete(directory) if step_of(path) <= step]
     old = past[:-keep] if keep else []
     return [path for path in old if not keep_every or step_of(path) % keep_every]
@@ -281,10 +275,8 @@ def remove(checkpoint: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a directory that is not read any more, as far as the file system allows.
-
-    Of a checkpoint the manifest is deleted first: after a crash its remains are not complete under any name.
-    """
+    """Delete a file or a directory that is not read any more, as far as the file system allows. Of a checkpoint the
+    manifest goes first: after a crash its remains are not complete under any name."""
     if path.is_dir() and not path.is_symlink():
         try:
             (path / MANIFEST).unlink(missing_ok=True)

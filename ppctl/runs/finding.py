@@ -68,10 +68,8 @@ def last_checkpoint(run: RunDir) -> Path | None:
 
 
 def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
-    """The checkpoint that `text` means: the checkpoint's directory, its run's directory, or a run under `root`.
-
-    Raises CheckpointError (PP-E615) if there is none; `name` is the key or argument that the error is about.
-    """
+    """The checkpoint that `text` means: its directory, its run's directory, or a run under `root`; `name` is the key or
+    argument that errors are about. Raises CheckpointError (PP-E615) if there is none."""
     path = Path(text).absolute()
     named = checkpoint_folder.at(path)
     if named is not None:
@@ -93,11 +91,9 @@ def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> P
 
 
 def checkpoint_if_any(text: str, root: Path) -> Path | None:
-    """The checkpoint that `checkpoint.load` means; None if there is none yet.
-
-    That is what `find_checkpoint` finds, else the newest of a directory of runs. Raises CheckpointError (PP-E615) for a
-    checkpoint of Megatron's, which would be passed over.
-    """
+    """The checkpoint that `checkpoint.load` means: what `find_checkpoint` finds, else the newest of a directory of
+    runs; None if there is none yet. Raises CheckpointError (PP-E615) for one of Megatron's, which would be passed
+    over."""
     path = Path(text).expanduser()
     if (path / _MEGATRONS).is_file():
         message = f"checkpoint.load={text} is a checkpoint of Megatron's, which ppctl does not read"

@@ -52,10 +52,8 @@ class HeartbeatFile:
         self.set_state("starting")
 
     def enter(self, index: int) -> None:
-        """The action with this index in the rank's list begins, and may have to wait for a message.
-
-        The list's length as index: all actions are done, and the rank waits until its messages are received.
-        """
+        """The action with this index in the rank's list begins, and may have to wait for a message. The list's length
+        as index: all actions are done, and the rank waits until its messages are received."""
         _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 0, _monotonic())
 
     def work(self, index: int) -> None:

@@ -1,7 +1,5 @@
-"""The starts of one run: at most one process holds it at a time, and a later start keeps the files of an earlier start.
-
-A run is started by `ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
-"""
+"""The starts of one run: at most one process holds it at a time, and a later start keeps the files of an earlier
+one."""
 
 from __future__ import annotations
 
@@ -111,11 +109,8 @@ def write_secret(run: RunDir) -> None:
 
 
 def secret_of(run: RunDir, *, reported: bool = False) -> bytes | None:
-    """The secret of the newest start; None if PPCTL_SECRET=none says that there shall be none.
-
-    If a stranger may have `reported` the directory, it counts only if no other user reads it or has given
-    it its name. Raises ConfigError (PP-E777).
-    """
+    """The secret of the newest start; None if PPCTL_SECRET=none says that there shall be none. If a stranger may have
+    `reported` the directory, no other user may read it or have named it. Raises ConfigError (PP-E777)."""
     text, place = os.environ.get(SECRET), "environment"
     if text == "none":
         return None

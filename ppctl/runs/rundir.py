@@ -219,10 +219,8 @@ class RunDir:
         write_atomically(self.flight_record(backend, rank), record, durable=False)
 
     def flight_record(self, backend: str, rank: int) -> Path:
-        """The file of a rank of torch's flight recorder of `backend` (gloo, nccl).
-
-        Torch's tools need one prefix for all ranks, and the rank at the end.
-        """
+        """The file of a rank of torch's flight recorder of `backend` (gloo, nccl). Torch's tools need one prefix for
+        all ranks, and the rank at the end."""
         return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:

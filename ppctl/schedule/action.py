@@ -1,8 +1,4 @@
-"""Schedules as values: operations, actions, channels, and the value that holds them.
-
-Knows the text and CSV form (torch's own spelling) and the one dependency rule, `deps`. Must not know policies, time,
-tensors or configuration. Standard library only.
-"""
+"""Schedules as values: operations, actions, channels, and the value that holds them."""
 
 from __future__ import annotations
 
@@ -117,10 +113,7 @@ _new_action = partial(tuple.__new__, Action)
 
 @lru_cache(2048)
 def lane(op: Op, stage: int, num_microbatches: int) -> tuple[Action, ...]:
-    """One operation of one stage for every microbatch in order.
-
-    Built at C speed, and cached: schedules hold many actions, and many passes over a schedule call it.
-    """
+    """One operation of one stage for every microbatch in order; cached, because many passes ask for it."""
     return tuple(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
 
 
@@ -267,12 +260,7 @@ class Schedule:
 
     @classmethod
     def from_csv(
-        cls,
-        text: str,
-        *,
-        name: str = "csv",
-        placement: Placement | None = None,
-        num_microbatches: int | None = None,
+        cls, text: str, *, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None
     ) -> Schedule:
         """Read one line per pp_rank, in torch's spelling; empty cells, UNSHARD and RESHARD are ignored.
 

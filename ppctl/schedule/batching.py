@@ -1,8 +1,4 @@
-"""The pass behind batched messages: neighbouring messages of a rank start together and are waited for together.
-
-Knows where in both ends' lists a message goes. Must not know policies, transports or why messages are batched.
-Standard library only.
-"""
+"""The pass behind batched messages: neighbouring messages of a rank start together and are waited for together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The policies side by side: what each does with the same microbatches and costs.
-
-Knows policies, what they hold and what they send. Must not know what is printed, models or devices. Standard library
-only.
-"""
+"""The policies side by side: what each does with the same microbatches and costs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Pictures as files: one self-contained HTML page that pans, zooms and explains each block, and SVG side by side.
-
-Knows how a picture's values are packed for `page.html`, which draws them, and its colours. Must not know how traces
-came about, costs or configuration. Standard library only.
-"""
+"""Pictures as files: one self-contained HTML page that pans, zooms and explains each block, and SVG side by side."""
 
 from __future__ import annotations
 

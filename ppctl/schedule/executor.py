@@ -3,8 +3,6 @@
 The one execution rule: `simulate` reads its clocks, `verify` its stuck ranks, the capacity pass the slack of its
 messages. The outcome does not depend on which rank is advanced first (a rank waits for one thing at a time and nothing
 is shared), so each runs as far as it can and is woken by what it waits for: linear in the number of actions.
-
-Must not know where a schedule or its costs come from. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,11 +31,7 @@ class Execution:
 
 
 class _ChannelState:
-    """The running state of one channel.
-
-    A message starts when it is sent, its receive is posted and the message before it is through; then it takes
-    `seconds`.
-    """
+    """A channel: a message starts when sent, its receive is posted and the one before through; it takes `seconds`."""
 
     __slots__ = ("awake", "batches", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
 

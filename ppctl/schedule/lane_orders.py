@@ -1,9 +1,9 @@
 """A schedule search's task, and the orders that it tries: rows of lane numbers, and when each rank ends.
 
 A lane is one operation of one stage for all microbatches, which run in order: what is left to choose is in which order
-a rank's lanes take turns. Knows prices and activation sizes. Must not know how orders are found (`search`). Its clock
-gives the executor's times for schedules without messages (a test compares them). It is separate code because it runs
-thousands of times per search, and does less: no unsplit backwards, no capacities, no batches. Standard library only.
+a rank's lanes take turns. Its clock gives the executor's times for schedules without messages (a test compares them).
+It is separate code because it runs thousands of times per search, and does less: no unsplit backwards, no capacities,
+no batches.
 """
 
 from __future__ import annotations
@@ -78,11 +78,7 @@ def named_schedules(task: Task) -> Iterator[Schedule]:
             continue
         try:
             yield make_schedule(
-                name,
-                pp=place.pp,
-                vpp=vpp,
-                num_microbatches=task.num_microbatches,
-                microbatch_group_size=task.group,
+                name, pp=place.pp, vpp=vpp, num_microbatches=task.num_microbatches, microbatch_group_size=task.group
             )
         except ScheduleError:
             continue  # not made for so few microbatches, or for this size of groups
@@ -343,10 +339,7 @@ class Clock:
 
 
 def critical_blocks(lanes: Lanes, rows: Rows) -> list[Block]:
-    """The longest chain of a step, last part first: runs of entries that follow each other without a pause.
-
-    Between two of them stands a message. The rows must not hang.
-    """
+    """The longest chain of a step that does not hang, last part first: runs without a pause, messages between them."""
     clock = Clock(lanes, rows, traced=True)
     assert clock.ends is not None
     maker = {target: lane for lane, target in enumerate(lanes.goes_to) if target >= 0}

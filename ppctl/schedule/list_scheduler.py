@@ -1,8 +1,8 @@
 """Orders made by running the step: whenever a rank is free, a rule picks what it works on next.
 
 The rule is greedy and knows only what has been sent by then; `search` tries many rules, and altered costs, to find one
-whose order is good. Memory comes first: a forward starts only if every later stage of its rank will still find room
-for one microbatch, so that no rule ever hangs. Must not know where rules come from. Standard library only.
+whose order is good. Memory comes first: a forward starts only if every later stage of its rank will still find room for
+one microbatch, so that no rule ever hangs.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ class Rule:
 
 
 class _StepInProgress:
-    """A step that runs while its order is made: `choose` says what a free rank works on.
-
-    It is given up as soon as it cannot end by `latest` seconds.
-    """
+    """A step that runs while its order is made by `choose`, and is given up once it cannot end by `latest` seconds."""
 
     def __init__(self, lanes: Lanes, latest: float = _NEVER) -> None:
         self.lanes = lanes

@@ -1,7 +1,4 @@
-"""A step as all ranks of a job ran it: the file of a traced step, the trace of one of its pipelines, and its ledger.
-
-Knows stamps and schedules. Must not know how stamps are taken, nor how anything is drawn. Standard library only.
-"""
+"""A step as all ranks of a job ran it: the file of a traced step, the trace of one of its pipelines, and its ledger."""
 
 from __future__ import annotations
 
@@ -132,12 +129,7 @@ def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> 
 
 
 def _ledger(
-    spans: Sequence[Span],
-    rank: RankStamps,
-    made: Mapping[Action, Span],
-    last: float,
-    begin: float,
-    end: float,
+    spans: Sequence[Span], rank: RankStamps, made: Mapping[Action, Span], last: float, begin: float, end: float
 ) -> TimeLedger:
     """One rank's ledger: a clock that goes from begin to end, and every stretch of it in one row."""
     ledger, clock = TimeLedger(), begin

@@ -1,7 +1,6 @@
 """Pairs of a forward and a backward: how lists get them, and whether a rank can run the two side by side.
 
-The two of a pair advance in turns, so that the messages of one are under way while the other computes. Knows lists and
-the dependency rule (`action`). Must not know how pairs are run, or time. Standard library only.
+The two of a pair advance in turns, so that the messages of one are under way while the other computes.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
     rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
     groups = [grouped(row, schedule.pairs) for row in rows]
     together = {each for row in groups for each in row}
+    odd = [pair for pair in schedule.pairs if pair.forward.op is not Op.F or pair.backward.op not in INPUT_GRADIENTS]
     for rule, broken in (
-        ("a pair is an F and then a B or I", [pair for pair in schedule.pairs if not _of_both_kinds(pair)]),
+        ("a pair is an F and then a B or I", odd),
         ("an action is in one pair", _with_shared_actions(schedule.pairs)),
         ("a pair's two stand side by side in a rank's list", schedule.pairs - together),
     ):
@@ -84,10 +84,6 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
     return [pair for pair in pairs if max(times[action] for action in pair) > 1]
 
 
-def _of_both_kinds(pair: Pair) -> bool:
-    return pair.forward.op is Op.F and pair.backward.op in INPUT_GRADIENTS
-
-
 def some(things: Iterable[object]) -> str:
     """Return the texts of the first few things, and the number of the rest."""
     named = [str(thing) for thing in things]
@@ -106,10 +102,7 @@ def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[
 
 
 def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, int]]:
-    """pp_rank -> the entry at which it is stuck if both actions of each pair start at once, and the stage it waits for.
-
-    The lists of a compute-only schedule are run without times, each as far as it gets.
-    """
+    """pp_rank -> the entry at which it is stuck if both of each pair start at once, and the stage it waits for."""
     done = set[Action]()
     waits: dict[int, tuple[Action | Pair, int]] = {}
     waiting: dict[Action, list[int]] = {}

@@ -1,7 +1,6 @@
 """Schedule -> Schedule: from what is computed to what every rank executes.
 
-`lower` places gradient sync and messages, receives ahead of need, and gives every channel its capacity. Must not know
-policies or configuration: any compute-only schedule will do. Standard library only.
+`lower` places gradient sync and messages, receives ahead of need, and gives every channel its capacity.
 """
 
 from __future__ import annotations
@@ -230,10 +229,7 @@ def least_capacities(schedule: Schedule) -> dict[Channel, int]:
 
 @dataclass(slots=True, eq=False)
 class _ChannelMessages:
-    """The messages of a channel, each named by its RECV: in the order of the sends, and in the order of use.
-
-    `sent_at`, `needed_at` and `used_at` say when that is in a simulation.
-    """
+    """A channel's messages by their RECVs in the order of the sends and of use, and when a simulation has these."""
 
     channel: Channel
     sent: list[Action] = field(default_factory=list)

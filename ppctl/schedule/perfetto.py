@@ -1,8 +1,4 @@
-"""Picture -> JSON in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-Knows that format: complete events (`X`, microseconds), flows (`s`, `f`), counters (`C`) and names (`M`), a thread for
-each pp_rank. Must not know how a trace came about. Standard library only.
-"""
+"""Picture -> JSON in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 

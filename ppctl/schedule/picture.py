@@ -1,8 +1,4 @@
-"""The contents of a picture of a step: its trace, its stages, and the memory of every rank while it runs.
-
-Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `text_timeline`) or how costs come
-about. Standard library only.
-"""
+"""The contents of a picture of a step: its trace, its stages, and the memory of every rank while it runs."""
 
 from __future__ import annotations
 

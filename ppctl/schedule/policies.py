@@ -3,7 +3,7 @@
 Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
 backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
 that split backwards are in `zero_bubble` and `v_blocks`. `POLICIES` has a row for each, with all that is asked about a
-policy. Must not know messages, time or capacities. Standard library only.
+policy.
 """
 
 from __future__ import annotations
@@ -209,11 +209,7 @@ _ROWS = (
         use="no bubble but filling and draining for 1F1B's memory, where F, I and W take about the same time",
     ),
     Policy(
-        "v_half",
-        v_half,
-        **_ON_A_V,
-        other_names=("VHalf",),
-        use="half of 1F1B's memory, with about half of its bubble",
+        "v_half", v_half, **_ON_A_V, other_names=("VHalf",), use="half of 1F1B's memory, with about half of its bubble"
     ),
     Policy(
         "v_min",

@@ -1,8 +1,4 @@
-"""Schedules of regular policies repeat themselves: a round of microbatches in the middle, again and again.
-
-Knows how to leave out rounds, and to put more in. Must not know policies, or what a schedule without messages is
-lowered to. Standard library only.
-"""
+"""Schedules of regular policies repeat themselves: a round of microbatches in the middle, again and again."""
 
 from __future__ import annotations
 

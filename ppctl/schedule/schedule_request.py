@@ -1,7 +1,6 @@
 """The schedule that a program asks for by a policy's name, as `auto` or in a file, made for given stages.
 
-`ppctl.adopt` and `ppctl.TorchSchedule` take requests; whoever runs a file's schedule reads it here. Must not know
-models, ranks or messages. Standard library only.
+`ppctl.adopt` and `ppctl.TorchSchedule` take requests; whoever runs a file's schedule reads it here.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class ScheduleRequest:
             raise ScheduleError(Problem("PP-E305", message, f'{self.argument}="{fitting}"'))
 
     def made(self, place: Placement, num_microbatches: int, group: int | None = None) -> Schedule:
-        """The compute-only schedule of a training step on this placement, verified.
-
-        `group` is the `microbatch_group_size` of policies that interleave. Raises ScheduleError if it does not fit.
-        """
+        """The verified compute-only schedule of a step; `group` as in `make_schedule`. Raises ScheduleError."""
         vpp = place.num_stages // place.pp
         self.check(place.pp, vpp)
         if self.given is not None:

@@ -1,8 +1,4 @@
-"""The order of one rank's forwards and backwards: the schedule table, and how many forwards warm up.
-
-Knows Megatron's arithmetic of microbatches and chunks. Must not know stages, ranks' lists or policies. Standard library
-only.
-"""
+"""The order of one rank's forwards and backwards: the schedule table, and how many forwards warm up."""
 
 from __future__ import annotations
 
@@ -43,10 +39,7 @@ def get_schedule_table(
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """The order of one rank's passes as signed chunk numbers from 1: forwards positive, backwards negative.
-
-    Raises ScheduleError, a ValueError, for an empty table.
-    """
+    """A rank's passes as signed chunk numbers from 1, backwards negative. Raises ScheduleError for an empty table."""
     if not schedule_table:
         message = "an empty schedule table has no order"
         raise ScheduleError(Problem("PP-E304", message, "get_schedule_table(num_microbatches=1, ...)"))

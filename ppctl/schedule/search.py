@@ -1,7 +1,6 @@
 """A schedule for given costs and a given memory, found by search.
 
-Knows how a search goes. Must not know where costs, sizes and limits come from. Deterministic: work is counted, never
-timed, and chance comes from a fixed seed. Standard library only.
+Deterministic: work is counted, never timed, and chance comes from a fixed seed.
 
 What is searched are orders: for every pp_rank, in which turns it works on the F, I and W of its stages, microbatches in
 order. There is no formula for the best one, but a rule that picks the next action whenever a rank is free
@@ -192,7 +191,6 @@ class _OrderSearch:
 
     @property
     def at_bound(self) -> bool:
-        """Whether the best order takes no longer than the bound, which no order undercuts."""
         return self.value.step <= 1.0
 
     def judge(self, rows: Rows) -> _Value | None:
@@ -271,7 +269,6 @@ class _OrderSearch:
             self.placed_anew(rows)
 
     def _seen(self, point: _Point) -> Lanes:
-        """The costs that a point's rule sees."""
         stretch = None
         if point.noise:
             chance = Random(point.seed)

@@ -1,8 +1,4 @@
-"""(Schedule, Costs) -> Trace, and what is read off it: the critical path, time slots; what a schedule holds at once.
-
-Knows prices in seconds. How lists run is the executor's business. Must not know models, devices or configuration.
-Standard library only.
-"""
+"""(Schedule, Costs) -> Trace, and what is read off it: the critical path, time slots; what a schedule holds at once."""
 
 from __future__ import annotations
 

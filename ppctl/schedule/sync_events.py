@@ -1,7 +1,6 @@
 """Values beside a rank's list, made before it runs: when data parallelism communicates, which forwards are recomputed.
 
-Knows the order of a rank's forwards and backwards. Must not know what holding back, reducing, gathering or recomputing
-does: the rules are Megatron's, the actors are a user's functions. Standard library only.
+The rules are Megatron's, the actors a user's functions.
 """
 
 from __future__ import annotations

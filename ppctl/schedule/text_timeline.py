@@ -1,7 +1,4 @@
-"""Trace -> text for a terminal: a line per stage, time to the right.
-
-Knows spans and characters. Must not know how a trace came about. Standard library only.
-"""
+"""Trace -> text for a terminal: a line per stage, time to the right."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ def _label(pp_rank: int, stage: int, *, first: bool) -> str:
 
 
 def _shown(row: Sequence[Span], times: Sequence[float]) -> list[Action | None]:
-    """The action that the rank runs at each of these times."""
     starts = [span.start for span in row]
     under = [row[bisect_right(starts, time) - 1] if starts and time >= starts[0] else None for time in times]
     return [span.action if span and time < span.end else None for span, time in zip(under, times, strict=True)]

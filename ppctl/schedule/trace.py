@@ -1,8 +1,4 @@
-"""When things ran: Span and Trace, one type for predicted and for measured time.
-
-Knows durations and the figures that are read off them, those of messages among them. Must not know how a trace came
-about. Standard library only.
-"""
+"""When things ran: Span and Trace, one type for predicted and for measured time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Schedules of a V whose activations are a half or a third of 1F1B's (Qi et al., arXiv 2405.15362).
 
 Each is a building block, the four starts of one microbatch on a rank, that repeats every six slots. What follows from
-it: how late a rank may run its forwards, and so how many activations it holds. Must not know messages, time but in
-slots, or capacities. Standard library only.
+it: how late a rank may run its forwards, and so how many activations it holds.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ class _OpenRow:
         return through[stage] < there
 
     def run(self, op: Op, stage: int) -> None:
-        """Add the action to the list, for the stage's next microbatch."""
         through = self.done[op]
         self.row.append(Action(op, stage, through[stage]))
         through[stage] += 1

@@ -1,7 +1,6 @@
 """Judge a schedule: complete, owned, ordered, matched, within its channels' capacities, and free of deadlock.
 
-Reports everything that it finds. Works on compute-only and on lowered schedules. Must not know policies or prices.
-Standard library only.
+Reports everything that it finds. Works on compute-only and on lowered schedules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Simulates a measured step again: the seconds of every stage, and of the step if one stage took less.
-
-Knows spans, and the simulator. Must not know how a trace came about. Standard library only.
-"""
+"""Simulates a measured step again: the seconds of every stage, and of the step if one stage took less."""
 
 from __future__ import annotations
 
@@ -74,8 +71,6 @@ def stage_changes(schedule: Schedule, costs: Costs) -> tuple[float, list[StageCh
 
 
 def _scaled(costs: Costs, stage: int, factor: float) -> Costs:
-    """The costs with `factor` times the seconds of one stage's work."""
-
     def scaled(seconds: Sequence[float] | None) -> list[float] | None:
         return None if seconds is None else [each * (factor if s == stage else 1) for s, each in enumerate(seconds)]
 

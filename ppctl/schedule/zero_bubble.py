@@ -3,7 +3,7 @@
 ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (ZB-H1 for several
 chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank
 and written as phases of short words, `F1` for a forward of the rank's second stage. Those of a V that hold less are in
-`v_blocks`. Must not know messages, time or capacities. Standard library only.
+`v_blocks`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """
 
     def row(pp_rank: int, words: _Words) -> None:
-        """Write the list of one rank into `words`, phase by phase."""
         behind = pp - 1 - pp_rank
         words.add("F0", 2 * behind)
         words.add("F0 F1", pp_rank + 1)
@@ -123,7 +122,6 @@ class _Words:
         self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
-        """Add the actions of the words in `phase`, `times` times."""
         words = phase.split()
         if "W" not in words:
             self._rounds(words, times)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from ppctl.config.checks import check
@@ -15,15 +16,17 @@ from ppctl.config.schema import RunConfig
 from ppctl.cost.times import Machine, layer_seconds, layer_work
 from ppctl.geometry.layers import Layer, layer_kinds, recomputed_modules
 from ppctl.plan.build import plan_alone
-from ppctl.plan.memory import setting_of
-from ppctl.plan.prices import machine_for
+from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.prices import machine_for, predicted, seconds_after, simulation_costs, stage_costs
 from ppctl.plan.violations import ConfigValues, Overrides
+from ppctl.schedule.trace import step_time
 from ppctl.search.branch import CLOSE, ROWS, Planned, Search
 from ppctl.search.space import AXES, CHANGED, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
-BAND = 0.1
-"""Within this share of the first, plans do not say which is faster: predicted steps were off by about as much."""
+BAND = 0.105
+"""Within this share of the first, plans do not say which is faster: the median error of `BAND_SOURCE`."""
+BAND_SOURCE = "published steps held out by model, benchmarks/results-plan-2026-11-26.md"
 
 
 class AnswerRow(NamedTuple):
@@ -90,16 +93,35 @@ def in_layers(config: RunConfig, sizes: ParallelSizes, layers: Sequence[Layer]) 
 
 
 EXCHANGES = "exchanges inside layers"
-LINKS = (EXCHANGES, "gradients and optimizer")
-"""Parts of a step that take longer over slower links and memory."""
+_LINKS, _PRODUCTS = ("fast_link", "network", "host_link"), ("bf16_flops", "fp8_flops", "fp4_flops")
+PRICES = {"links": _LINKS, "memory": ("memory_bandwidth",), "products": _PRODUCTS}
+"""Prices that are moved -> a device's rates."""
 
 
-def first_if(listed: Sequence[AnswerRow], factor: float) -> int:
-    """The row that is first if links and memory take `factor` times as long, to first order."""
-    moved = [
-        row.planned.plan.step_time_s * (1 + (factor - 1) * sum(row.shares[name] for name in LINKS)) for row in listed
-    ]
-    return moved.index(min(moved))
+def moved(search: Search, listed: Sequence[AnswerRow]) -> dict[tuple[str, ...], int]:
+    """Prices that are a tenth slower, one of `PRICES` or two (the third is faster then) -> the row that is first;
+    nothing with measured costs."""
+    if not listed or search.tree.measured is not None:
+        return {}
+    firsts = {}
+    for slower in chain.from_iterable(combinations(PRICES, number) for number in (1, 2)):
+        best = step_seconds(search.space, listed[0].planned, slower), 0
+        for number, row in enumerate(listed[1:], 1):
+            if row.planned.plan.step_time_s < best[0]:  # else it is slower as it is, and nothing gets faster
+                best = min(best, (step_seconds(search.space, row.planned, slower), number))
+        firsts[slower] = best[1]
+    return firsts
+
+
+def step_seconds(space: SearchSpace, planned: Planned, slower: Sequence[str]) -> float:
+    """Seconds of a planned step with these of `PRICES` a tenth slower: stages priced, the schedule run again."""
+    values, plan = space.values_of(planned.configuration), planned.plan
+    device = device_of(values.config)
+    rates = {rate: getattr(device, rate) / 1.1 for name in slower for rate in PRICES[name]}
+    config = values.overridden({"cost.device": device._replace(**rates)}).config
+    costs = stage_costs(config, [each.layers for each in plan.stages], plan.sizes, config.train.micro_batch_size)
+    calls = step_time(predicted(plan.schedule, simulation_costs(costs, plan.stages))) * plan.gradient_accumulation_steps
+    return calls + seconds_after(config, plan.stages, plan.sizes, plan.pp_ranks)
 
 
 class Other(NamedTuple):
@@ -178,6 +200,7 @@ def as_json(search: Search, listed: list[AnswerRow], lines: list[str]) -> dict[s
         "proved": search.proved,
         "close": CLOSE,
         "rows": [_row_json(row, line) for row, line in zip(listed, lines, strict=True)],
+        "band": {"share": BAND, "source": BAND_SOURCE},
         "others": [other._asdict() for other in others(search)] if search.found else [],
     }
 

@@ -1,7 +1,4 @@
-"""Numbers that the host reads off its device: any number of tensors in one copy, for which it waits once.
-
-Knows how a copy is followed on a GPU. Must not know what the numbers mean.
-"""
+"""Numbers that the host reads off its device: any number of tensors in one copy, for which it waits once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Several copies of each row, and sums of the copies: each is the other's gradient.
 
 Every copy of a row has a number, and no two have the same. Sums are made in order of the numbers, and first within
-equal runs of numbers, so that whoever has all copies of a run can add these up for everybody. Knows rows and numbers.
-Must not know what they mean, nor that copies may be elsewhere.
+equal runs of numbers, so that whoever has all copies of a run can add these up for everybody.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ def summed(rows: Tensor, copies: Any) -> Tensor:
 
 
 def sums(rows: Tensor, places: Tensor, starts: Tensor) -> Tensor:
-    """Sums [n, h] of `rows[places]`: the i-th goes from `starts[i]` to the next start, one row after the other.
-
-    16-bit rows are added up in float32; a sum of no rows is zero. `places` and `starts` are int64.
-    """
+    """Sums [n, h] of `rows[places]`: the i-th goes from `starts[i]` to the next start, one row after the other; 16-bit
+    rows are added up in float32; a sum of no rows is zero. `places` and `starts` are int64."""
     if not len(places):
         return rows.new_zeros(len(starts), rows.shape[1])
     return F.embedding_bag(places, rows.detach(), starts, mode="sum")

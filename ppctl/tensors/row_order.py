@@ -1,7 +1,7 @@
 """Rows of a tensor in another order, with gradients that are gathers as well.
 
-Knows permutations. Must not know what rows mean. Autograd's own gradient of a gather is a sum into zeros: it takes
-twice the memory, and on a GPU atomic additions, although every row of a permutation is read once.
+Autograd's own gradient of a gather is a sum into zeros: it takes twice the memory, and on a GPU atomic additions,
+although every row of a permutation is read once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tensors that have whole sequences, or each rank's halves of them, along a dim (`sequence_halves.py` says which).
-
-Must not know process groups, nor what tensors mean.
-"""
+"""Tensors that have whole sequences, or each rank's halves of them, along a dim (`sequence_halves.py` says which)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Follows a run while it trains: metrics, recordings, checkpoints and a rank's live state are all callbacks.
-
-Knows the places of a run at which they are called. Must not know how a step is computed, nor files.
-"""
+"""Follows a run while it trains: metrics, recordings, checkpoints and a rank's live state are all callbacks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The loss on held-out samples, through the forward-only schedule on the ranks that train.
-
-Must not know how a step is computed, nor change anything that training sees: weights, gradients, position.
-"""
+"""The loss on held-out samples, through the forward-only schedule; nothing that training sees changes."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ class Evaluator:
         return done % self.session.config.train.eval_interval == 0
 
     def __call__(self) -> dict[str, Any]:
-        """`eval_loss`, the mean over all tokens in nats, and `eval_samples`, the number of samples.
-
-        Sums are float64, by microbatch and then by rank. Raises TrainingError if ranks read different samples.
-        """
+        """`eval_loss`, the mean over all tokens in nats (sums in float64, by microbatch, then by rank), and
+        `eval_samples`, the number of samples. Raises TrainingError if ranks read different samples."""
         loss = tokens = 0.0
         for number in range(int(self.num_batches)):
             batch = None if self.batches is None else self.batches.batch(number)
@@ -60,10 +55,8 @@ class Evaluator:
         return {"eval_loss": total[0] / total[1], "eval_samples": int(self.num_samples)}
 
     def losses(self, batch: StepBatch | None) -> list[float]:
-        """The losses of `batch` by microbatch, on the rank that owns the loss; weights and gradients stay as they are.
-
-        A collective of the pipeline. The stages are in evaluation mode meanwhile.
-        """
+        """The losses of `batch` by microbatch, on the rank that owns the loss, with stages in evaluation mode
+        meanwhile. A collective of the pipeline."""
         s, gathered = self.session, self.session.replica.gathered
         self._stages.begin(batch)
         for module in s.model.stages.values():

@@ -1,7 +1,6 @@
 """Text drawn from the trained stages, through the forward-only schedule on the same ranks.
 
-Knows how a token gets from the last stage back to the first. Must not know training. There is no cache: every token is
-one pass over the whole window, by exactly the forward that was trained.
+There is no cache: every token is one pass over the whole window, by exactly the forward that was trained.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class Generator:
         return int(self.next_token)
 
     def _packing(self) -> Packing:
-        """The documents in the window: as in training, every rank finds them itself."""
         positions, documents = find_documents(self.window[None].cpu(), self.session.data.end)
         at_once = self.session.model.kernels.attend_documents is not None
         bounds = bounds_of(documents, self.window.device) if documents is not None and at_once else None
@@ -118,11 +116,8 @@ _NEWLINE = ord("\n")
 
 
 def write_sample(session: Session) -> dict[str, str] | None:
-    """How the model continues a line from the middle of the corpus: `{prompt, text}`.
-
-    None if the tokens have no text. A collective of all ranks: every pipeline writes the same sample, since its
-    ranks share experts and split weights with those of others.
-    """
+    """How the model continues a line from the middle of the corpus, `{prompt, text}`; None if the tokens have no text.
+    A collective of all ranks, which share experts and split weights: every pipeline writes the same sample."""
     with (
         nullcontext() if session.replica.gathered is None else session.replica.gathered.all_held()
     ):  # a collective of all ranks
@@ -154,10 +149,8 @@ def _sample_length(session: Session) -> int:
 
 
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:
-    """Tokens from the middle of `tokens`, after a `newline` if one is near; fewer if there is less text.
-
-    The first characters of a corpus are a poor prompt: a licence, a heading, an import.
-    """
+    """Tokens from the middle of `tokens`, after a `newline` if one is near; fewer if there is less text. The first
+    characters of a corpus are a poor prompt: a licence, a heading, an import."""
     middle = max(0, min(len(tokens) // 2, len(tokens) - 2 * _PROMPT_LENGTH))
     nearby = tokens[middle : middle + _PROMPT_LENGTH].tolist()
     begin = middle + (nearby.index(newline) + 1 if newline in nearby else 0)

@@ -1,7 +1,5 @@
-"""The global gradient norm and clipping, bitwise as `torch.nn.utils.clip_grad_norm_` has them on one process.
-
-Must not know the schedule, nor data-parallel replicas: their gradients are equal by now.
-"""
+"""The global gradient norm and clipping, bitwise as torch's `clip_grad_norm_` on one process. Replicas are equal by
+now."""
 
 from __future__ import annotations
 
@@ -113,16 +111,13 @@ class GradientNorm:
 
 
 def _norms_of_parts(norms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The norms of tensors of which each rank of the group has a part, from the norms of the parts."""
     squares = norms.square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
 def clip_gradients(masters: Mapping[str, nn.Parameter], norm: GradNorm, max_norm: float) -> None:
-    """Scale this rank's gradients, all uses of a tied one included, by min(1, max_norm / (norm + 1e-6)).
-
-    `max_norm` 0 leaves them alone. The formula is torch's own `clip_grads_with_norm_`.
-    """
+    """Scale this rank's gradients, all uses of a tied one included, by min(1, max_norm / (norm + 1e-6)), as torch's
+    `clip_grads_with_norm_` does; `max_norm` 0 leaves them alone."""
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(masters.values(), max_norm, norm.total)

@@ -1,7 +1,7 @@
 """Compares a kernel from outside with a reference: results and gradients, on drawn numbers (`ppctl.check_kernel`).
 
-Knows what each role computes, in float64 and step by step; of a dispatch, ppctl's own over all ranks of the default
-process group. Must not know any kernel.
+References compute in float64, step by step; that of a dispatch is ppctl's own over all ranks of the default process
+group.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def _mismatch(kernel: Kernel, message: str) -> TrainingError:
 
 
 def _outcome(compute: Reference, function: Reference | None, case: Sequence[Tensor]) -> list[Tensor]:
-    """The result of these tensors, and their gradients."""
     leaves = [tensor.clone().requires_grad_() for tensor in case]
     result = compute(function, *leaves)
     # The same numbers in every dtype; a tensor that the result does not depend on has a gradient of zeros.

@@ -1,7 +1,4 @@
-"""The run: step after step until the last one or a request to stop, with evaluations between.
-
-Knows when to evaluate, log and stop. Must not know how a step is computed, nor what follows a run (`callback`).
-"""
+"""The run: step after step until the last one or a request to stop, with evaluations between."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ from ppctl.train.step import Trainer
 
 def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     """Train from `start` to `train.steps`, or until a rank is asked to stop; evaluate at the interval and at the end.
-
-    `callback` is called as its class says, and besides with the states `loading kernels` and `evaluating`.
-    """
+    `callback` is called as its class says, and besides with the states `loading kernels` and `evaluating`."""
     config = session.config
     sizes = BatchSizes.of(config.train, start.step, start.consumed_samples)
     callback.pre_train(TrainingRun(session, start, callback.enter))

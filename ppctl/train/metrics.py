@@ -1,6 +1,6 @@
 """Where a step's record is written: the screen, TensorBoard and Weights & Biases, each a callback of rank 0.
 
-`step` counts from 1, so that record N belongs to checkpoint step-N. Must not know how a step is computed.
+`step` counts from 1, so that record N belongs to checkpoint step-N.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class TensorBoard(Callback):
 
 class WeightsAndBiases(Callback):
     """Logs every number of a record to Weights & Biases (WANDB_MODE=offline works). Raises ConfigError without wandb.
-
-    Records go through another process: if it is not closed at the end, the last ones or all are lost.
-    """
+    Records go through another process: if it is not closed at the end, the last ones or all are lost."""
 
     def __init__(self, directory: str, name: str, run_id: str, config: Mapping[str, Any]) -> None:
         try:

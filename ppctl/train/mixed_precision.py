@@ -1,7 +1,4 @@
-"""Computing in a narrower dtype: autocast, and the loss scale of float16 with its adjustment.
-
-Must not know the optimizer, ranks or files: all ranks see the same norm, and so change their scale in the same way.
-"""
+"""Computing in a narrower dtype: autocast, and float16's loss scale. All ranks see one norm, and adjust it alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """AdamW, and Muon for the matrices of hidden layers (decisions 61 and 67), over parameters by canonical name.
 
-Knows which parameters decay, which are orthogonalised, and how the optimizer's state is named. Must not know stages,
-ranks or how gradients came. Matrices of Muon are whole here: what a rank does not own of one
-(`geometry/matrix_owners.py`) it has nothing of.
+Matrices of Muon are whole here: what a rank does not own of one (`geometry/matrix_owners.py`) it has nothing of.
 """
 
 from __future__ import annotations
@@ -62,20 +60,16 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """How many updates were made, those before a checkpoint included; 0 for a rank without parameters.
-
-        Every parameter keeps the count, which AdamW's bias correction needs: a step that is left out does not count.
-        So it comes back with any checkpoint, in any cut.
-        """
+        """How many updates were made, those before a checkpoint included; 0 for a rank without parameters. Every
+        parameter keeps the count, which AdamW's bias correction needs (a step that is left out does not count): it
+        comes back with any checkpoint, in any cut."""
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     @torch.no_grad()
     def step(self, left_out: Tensor | None = None) -> None:
-        """Move every parameter that has a gradient. The host does not wait for the device.
-
-        If `left_out`, a scalar on the device, is 1, parameters and moments stay. Whoever reads that it was calls
-        `take_back`: the host counts updates without waiting.
-        """
+        """Move every parameter that has a gradient; the host does not wait. If `left_out`, a scalar on the device, is
+        1, parameters and moments stay, and whoever reads that it was calls `take_back`, since the host has counted an
+        update."""
         for names, weight_decay in self.groups:
             moved = [name for name in names if self.masters[name].grad is not None]
             for made, alike in _by_updates(moved, self.state).items():
@@ -216,10 +210,8 @@ def orthogonalised(x: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Orthogonalise all matrices at once, in as many kernels as one takes.
-
-    torch's iteration, with Jordan's quintic polynomial (https://kellerjordan.github.io/posts/muon/).
-    """
+    """Orthogonalise all matrices at once, in as many kernels as one takes: torch's iteration, with Jordan's quintic
+    polynomial (https://kellerjordan.github.io/posts/muon/)."""
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]
     if tall:

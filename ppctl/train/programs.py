@@ -1,7 +1,4 @@
-"""The programs of a rank's stages in a step: the module, given tokens if it reads them, closed by the objective.
-
-Knows the losses, and what routers add to them. Must not know the order of a step, nor what becomes of gradients.
-"""
+"""The programs of a rank's stages in a step: the module, given tokens if it reads them, closed by the objective."""
 
 from __future__ import annotations
 
@@ -70,19 +67,15 @@ class StagePrograms:
         """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
 
     def make(self, first: int) -> list[StageProgram]:
-        """The programs of a schedule call in chunk order, in the precision of the config.
-
-        `first` is the step's microbatch that is number 0 of the call.
-        """
+        """The programs, in the config's precision and chunk order, of a schedule call that begins at the step's
+        microbatch `first`."""
         s = self.session
         autocast, scale = autocast_dtype(s.config.parallel), s.replica.loss_scale
         return [in_precision(self._program(spec, first), autocast, s.device, scale) for spec in s.own.stages]
 
     def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
-        """Forget the losses of the step before, and take the samples of this step; None outside training.
-
-        Weights that are gathered start to be, beside the wait for the first message.
-        """
+        """Forget the losses of the step before, and take the samples of this step; None outside training. Weights that
+        are gathered start to be, beside the wait for the first message."""
         if (gathered := self.session.replica.gathered) is not None:
             gathered.begin(self.first)
         self.samples = None if step is None else sample_keys(self.session, step)
@@ -98,7 +91,6 @@ class StagePrograms:
         return self.batch
 
     def _program(self, spec: StageSpec, first: int) -> StageProgram:
-        """The program of one stage in a schedule call whose first microbatch is number `first` of the step."""
         module, recompute = self.session.model.stages[spec.stage], self.session.model.recompute[spec.stage]
         gathered = self.session.replica.gathered
         embeds, predicts, ends = (Layer(kind) in spec.layers for kind in ("embedding", "mtp", "loss"))
@@ -145,11 +137,9 @@ class StagePrograms:
         print(f"stage {stage}: W computes the gradients of {of_w}; I those of {kinds_of_names(rest)}", flush=True)
 
     def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
-        """The loss whose backward runs; notes the microbatch's share of the step's loss, and of its MTP modules'.
-
-        The two are the same number, unless the schedule scales gradients: then the backward starts from the mean over
-        the microbatch's own tokens.
-        """
+        """The loss whose backward runs; notes the microbatch's share of the step's loss, and of its MTP modules'. The
+        two differ if the schedule scales gradients: then the backward starts from the mean over the microbatch's own
+        tokens."""
         pipeline, batch = self.session.config.pipeline, self.own_batch
         labels, mask = batch.labels[mb], batch.loss_mask[mb]
         scales = pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
@@ -237,11 +227,8 @@ def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
 
 
 class RouterBalance:
-    """Keeps the load of the experts in this rank's layers even.
-
-    `others` are the ranks that route other tokens through the same layers, `weight` the factor of an auxiliary loss in
-    the objective.
-    """
+    """Keeps the load of the experts in this rank's layers even. `others` are the ranks that route other tokens through
+    the same layers, `weight` is the factor of an auxiliary loss in the objective."""
 
     def __init__(self, routers: Sequence[Router], model: ModelConfig, *, weight: float, others: SharedTokens) -> None:
         self.routers = tuple(routers)
@@ -261,12 +248,8 @@ class RouterBalance:
 
     @torch.no_grad()
     def move_biases(self, left_out: Tensor | None = None) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower the bias of experts with more, by one
-        rate.
-
-        Tokens are counted over the step's microbatches of all ranks. A collective of all ranks. If `left_out` (a scalar
-        on the device) is 1, biases stay.
-        """
+        """Raise the bias of experts with fewer tokens than the mean of the step, and lower that of experts with more,
+        by one rate. A collective of all ranks. If `left_out` (a scalar on the device) is 1, biases stay."""
         if not (self.rate and self.routers):
             return
         counts = torch.stack([router.counts_of_step() for router in self.routers])

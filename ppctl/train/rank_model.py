@@ -1,7 +1,4 @@
-"""One rank's stages of the model, with their weights, kernels, exchanges and recomputation.
-
-Knows how a stage is put together for this rank. Must not know the schedule, nor how gradients are summed.
-"""
+"""One rank's stages of the model, with their weights, kernels, exchanges and recomputation."""
 
 from __future__ import annotations
 
@@ -97,10 +94,8 @@ def _build_stages(
     groups: AxisGroups,
     parts: ModelParts,
 ) -> dict[int, StageModel]:
-    """Build the stages, then change each in place: its exchanges over `groups`, kernels from outside, compilation.
-
-    Compilation is last: it captures the forwards that the steps before have replaced.
-    """
+    """Build the stages, then change each in place: its exchanges over `groups`, kernels from outside, and at last
+    compilation, which captures the forwards that the steps before have replaced."""
     given: dict[str, Any] = dict(
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),
@@ -134,8 +129,7 @@ def _build_stages(
 
 
 def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:
-    """The attention over all cp ranks' tokens for every `cp_comm_type` that a layer of the model names, and for
-    `p2p`."""
+    """The attention over all cp ranks' tokens for every `cp_comm_type` that a layer of the model names, and `p2p`."""
     assert kernels.blocks is not None  # chosen if ranks share sequences
     listed = config.model.cp_comm_type
     levels = (groups["cp-inner"], groups["cp-outer"]) if "cp-inner" in groups else None

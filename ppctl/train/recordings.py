@@ -1,8 +1,4 @@
-"""Recordings of chosen steps: every rank's stamps, its gradients, and torch's profile.
-
-Knows the keys `log.trace`, `log.gradients` and `log.torch_profile`, and when a step's values are whole. Must not know
-what they are compared with, nor where a run keeps its files. Steps that no key names pay nothing for it.
-"""
+"""Recordings of chosen steps: every rank's stamps, its gradients, and torch's profile. Other steps pay nothing."""
 
 from __future__ import annotations
 
@@ -40,10 +36,8 @@ def _steps(asked: str | None) -> range:
 
 
 class StepTraces(Callback):
-    """Gathers the stamps of the steps of `log.trace`, one collective of the world in each; `keep` takes them on rank 0.
-
-    Rank 0 alone keeps them: with thousands of ranks these are millions of numbers.
-    """
+    """Gathers the stamps of the steps of `log.trace`, one collective of the world in each. `keep` takes them on rank 0
+    alone: with thousands of ranks these are millions of numbers."""
 
     def __init__(self, session: Session, keep: Callable[[MeasuredStep], None]) -> None:
         self.session, self.keep = session, keep
@@ -62,10 +56,8 @@ class StepTraces(Callback):
 
 
 class KeptGradients(Callback):
-    """Writes every rank's gradients of the steps of `log.gradients` below `directory`, and fingerprints of messages.
-
-    `checkpoint/step_parity.py` has the form of the files.
-    """
+    """Writes every rank's gradients of the steps of `log.gradients`, and fingerprints of messages, below `directory`,
+    in the files of `checkpoint/step_parity.py`."""
 
     def __init__(self, session: Session, directory: Path) -> None:
         self.session, self.directory = session, directory
@@ -141,10 +133,8 @@ class KeptGradients(Callback):
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a tensor's squares in float64, and the sum of its bits: two scalars on its device.
-
-    In pieces, which take 32 MiB beside the tensor at most: plans know nothing of what a step of `log.gradients` needs.
-    """
+    """The sum of a tensor's squares in float64, and the sum of its bits: two scalars on its device. In pieces of at
+    most 32 MiB: plans know nothing of what a step of `log.gradients` needs."""
     values = tensor.detach().contiguous()
     pieces = values.view(-1).split(PIECE)
     squares = [piece.to(torch.float64, copy=True).square_().sum() for piece in pieces]
@@ -152,10 +142,8 @@ def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TorchProfile(Callback):
-    """Runs torch's profiler in the steps of `log.torch_profile`; on a GPU with the history of its memory.
-
-    `directory` is the run's directory. Without the key nothing is imported.
-    """
+    """Runs torch's profiler in the steps of `log.torch_profile`, into the run's `directory`; on a GPU with the history
+    of its memory. Without the key nothing is imported."""
 
     def __init__(self, session: Session, directory: Path, say: Callable[[str], None] = print) -> None:
         self.rank, self.device, self.directory = session.own.rank, session.device, directory

@@ -1,7 +1,4 @@
-"""The trained state of one rank: weights, the sums of their gradients over other ranks, the norm and the optimizer.
-
-Knows which groups hold copies of a parameter, and which its other parts. Must not know the order of a step.
-"""
+"""The trained state of one rank: weights, the sums of their gradients over other ranks, the norm and the optimizer."""
 
 from __future__ import annotations
 
@@ -61,9 +58,7 @@ class Replica:
 
     def sum_gradients(self) -> None:
         """Complete the gradients after the pipeline: sums over replicas, tensor-parallel ranks and tied uses; unscaled.
-
-        A collective of these ranks.
-        """
+        A collective of these ranks."""
         self.reducer.finish()
         if self.partial_gradients:
             assert self.tp_group is not None  # else no rank would have a part
@@ -72,10 +67,8 @@ class Replica:
         unscale(self.weights.master, self.loss_scale)
 
     def update(self, norm: GradNorm, lr: float, clip_grad: float, left_out: Tensor | None = None) -> None:
-        """Clip the gradients, step the optimizer with the learning rate, and publish the new weights to the model.
-
-        With `left_out` as in `AdamW.step`.
-        """
+        """Clip the gradients, step the optimizer (`left_out` as in `AdamW.step`), and publish the new weights to the
+        model."""
         clip_gradients(self.weights.master, norm, clip_grad)
         self.optimizer.lr = lr
         self.optimizer.step(left_out)
@@ -142,10 +135,8 @@ def weights_and_sums(
     rows: Mapping[str, Parameter],
     groups: Mapping[str, ProcessGroup],
 ) -> tuple[Weights, GradientReducer | GradientScatter]:
-    """This rank's parameters, and what sums their gradients, whole or in parts.
-
-    Sums go over dp and cp; of experts, if these are other ranks, over those that hold the same ones.
-    """
+    """This rank's parameters, and what sums their gradients, whole or in parts: over dp and cp, of experts over the
+    ranks that hold the same ones."""
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}

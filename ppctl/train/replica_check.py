@@ -1,9 +1,8 @@
 """A debug switch: whether all copies of a parameter, on whatever ranks, still have the same bits.
 
-Knows a session's parameters, which part of each this rank has, and the ranks' groups. Must not know how a step is
-computed. A part that several ranks hold is the same on all of them by construction: along dp and cp, along tp and etp
-if the table does not split the parameter, and in all uses of a tied one. If it is not, some sum is missing, or a
-device computed wrongly.
+A part that several ranks hold is the same on all of them by construction: along dp and cp, along tp and etp if the
+table does not split the parameter, and in all uses of a tied one. If not, a sum is missing, or a device computed
+wrongly.
 """
 
 from __future__ import annotations
@@ -55,11 +54,8 @@ class ReplicaCheck(Callback):
             result.record["replicas_compared"] = self.compare(result.step)
 
     def compare(self, step: int) -> int:
-        """How many parts of parameters have copies. A collective over the world.
-
-        Raises TrainingError (PP-E734), alike on all ranks, if copies differ: it names the first parameter in the
-        model's order, and its ranks.
-        """
+        """How many parts of parameters have copies. A collective over the world. Raises TrainingError (PP-E734), alike
+        on all ranks, if copies differ: it names the first parameter in the model's order, and its ranks."""
         compared, problem = AgreeingRanks(None).agree(
             "compare copies of parameters",
             self._bits,
@@ -124,10 +120,8 @@ def _part(session: Session, row: Parameter) -> int:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's numbers with their bits read as integers, modulo 2^64 (a scalar, int64, on its device).
-
-    Any single other bit changes it; an exchange of two numbers does not.
-    """
+    """The sum of a tensor's numbers with their bits read as integers, modulo 2^64 (a scalar, int64, on its device). Any
+    single other bit changes it; an exchange of two numbers does not."""
     flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return torch.stack([piece.sum(dtype=torch.int64) for piece in flat.split(PIECE)]).sum()
 

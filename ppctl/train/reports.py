@@ -1,7 +1,7 @@
 """The numbers of a step: each rank's report, their exchange in one small gather, and the figures of metrics.jsonl.
 
-Knows FLOPs, times, memory and losses. Must not know how a step is computed, nor in which order. All that a rank reads
-off its device in a step is one copy. With thousands of ranks nothing here may take a Python statement for each of them.
+All that a rank reads off its device in a step is one copy. With thousands of ranks nothing here may take a Python
+statement for each of them.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGrou
 
 
 def most_updates(session: Session) -> int:
-    """How many updates the ranks' optimizers have made; those without parameters count none. A collective of the
-    world."""
+    """How many updates the ranks' optimizers have made (0 without parameters). A collective of the world."""
     own = [float(session.replica.optimizer.updates)]
     return int(gather_rows(own, session.own.rank, session.groups.world).max())
 
@@ -186,10 +185,8 @@ class StepFigures:
         )
 
     def report(self, programs: StagePrograms, numbers: Sequence[Sequence[float]], stop: int) -> RankReport:
-        """This rank's numbers; `numbers` are what `start_reading` has read, without the norm.
-
-        Times are of the step's last schedule call; all calls of a step are alike.
-        """
+        """This rank's numbers, `numbers` being what `start_reading` has read, without the norm. Times are of the step's
+        last schedule call; all calls of a step are alike."""
         s, report = self.session, RankReport(stop=float(stop))
         tokens, losses, mtp_losses, added, *routers = numbers
         if programs.batch is not None:
@@ -214,10 +211,8 @@ class StepFigures:
         return report
 
     def further_losses(self, reports: Reports) -> dict[str, float]:
-        """The objective's terms beside the loss: MTP's mean loss, and the sum of the auxiliary losses over all layers.
-
-        The objective is loss + mtp_weight x mtp_loss + aux_loss.
-        """
+        """The objective's terms beside the loss (loss + mtp_weight x mtp_loss + aux_loss): MTP's mean loss, and the sum
+        of the auxiliary losses over all layers."""
         losses = {}
         if self.session.config.model.mtp_num_layers:
             losses["mtp_loss"] = reports.total("mtp_loss")
@@ -270,8 +265,7 @@ def retries_problem(reports: Reports, step: int) -> Problem | None:
 
 
 def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
-    """1 - busy time / (ranks x time from the first action's start to the last action's end), over one pipeline's
-    ranks."""
+    """1 - busy time / (ranks x time from the first action's start to the last one's end), over a pipeline's ranks."""
     start, end, busy = (reports.column(name)[list(pipeline)] for name in ("start", "end", "busy"))
     span = float(end.max() - start.min())
     return 1.0 - sum(busy.tolist()) / (len(pipeline) * span) if span > 0 else math.nan
@@ -279,9 +273,7 @@ def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
 
 def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
     """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
-
-    Raises ValueError if it is not: a rank's report is missing.
-    """
+    Raises ValueError if it is not: a rank's report is missing."""
     seconds = reports.stage_seconds
     if seconds.shape != stages.shape:
         raise ValueError(f"reports of [ranks, chunks] {seconds.shape} where stages are {stages.shape}")

@@ -1,8 +1,4 @@
-"""Starts a run from its newest copies in memory or on the disk, and saves checkpoints beside training.
-
-Knows the keys of `checkpoint`, when a checkpoint is due and where it is reported. Must not know files, nor how copies
-travel (`ppctl.checkpoint.local_copies`).
-"""
+"""Starts a run from its newest copies in memory or on the disk, and saves checkpoints beside training."""
 
 from __future__ import annotations
 
@@ -98,10 +94,8 @@ class Saves(Callback):
         return self._background.memory
 
     def start(self, candidates: Candidates) -> Start:
-        """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`.
-
-        A collective over the world. Raises CheckpointError if all are damaged, or one does not fit the run.
-        """
+        """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`. A
+        collective over the world. Raises CheckpointError if all are damaged, or one does not fit the run."""
         from_disk = partial(load_first, self.session, candidates, self._say)
         loaded = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
         if loaded is not None:
@@ -166,11 +160,8 @@ class Saves(Callback):
         self._look()
 
     def log_metrics(self, record: dict[str, Any]) -> None:
-        """Add the figures of saves since the line before.
-
-        `save_stall_s` says for how long training waited; `saved_step` and `save_s` which checkpoint became complete,
-        and how long after its begin.
-        """
+        """Add the figures of saves since the line before: `save_stall_s`, for how long training waited, and of the
+        checkpoint that became complete its step (`saved_step`) and seconds (`save_s`)."""
         record |= self._figures
         self._figures = {}
 
@@ -214,10 +205,8 @@ class Saves(Callback):
         end.checkpoint = self._path or end.checkpoint
 
     def close(self, error: BaseException | None) -> None:
-        """End saving. If the run fails with `error`, a save under way gets `SETTLE` seconds to become complete.
-
-        After a run without an error the copies in memory are deleted.
-        """
+        """End saving. If the run fails with `error`, a save under way gets `SETTLE` seconds to become complete; else
+        the copies in memory are deleted."""
         if self._background is None:
             return
         if isinstance(error, Exception):
@@ -254,8 +243,6 @@ def _as_training_error() -> Iterator[None]:
 
 
 class _Choice(NamedTuple):
-    """Rank 0's choice between copies in memory and a checkpoint on the disk."""
-
     takes: bool = False
     newest: Path | None = None
     """The newest checkpoint on the disk."""

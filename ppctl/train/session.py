@@ -1,7 +1,4 @@
-"""One rank of a run, as the values that it is made of: its groups, model, replica, pipeline and data.
-
-Knows in which order they are made (groups are collective). Must not know what is in them, nor the order of a step.
-"""
+"""One rank of a run, as the values that it is made of, in the order in which they are made (groups are collective)."""
 
 from __future__ import annotations
 
@@ -84,10 +81,8 @@ class RankPipeline:
     def train(
         self, schedule: Schedule, programs: Sequence[StageProgram], reduce_grad: Callable[[int], None] | None
     ) -> None:
-        """Run one schedule call of a step; `reduce_grad(stage)` is called when a stage's gradients are complete.
-
-        The host returns when it is through, and its device may not be: `settle` follows the step's last call.
-        """
+        """Run one schedule call of a step; `reduce_grad(stage)` is called when a stage's gradients are complete. The
+        host returns when it is through, and its device may not be: `settle` follows the step's last call."""
         self._engine = Engine(
             schedule,
             programs,
@@ -106,10 +101,8 @@ class RankPipeline:
         return self._engine is not None and isinstance(self._engine.pace, DevicePace)
 
     def settle(self) -> float:
-        """Wait until the device has finished the step's schedule calls; returns when it had, by `perf_counter`.
-
-        Raises EngineError if it has failed in one.
-        """
+        """Wait until the device has finished the step's schedule calls; returns when it had, by `perf_counter`. Raises
+        EngineError if it has failed in one."""
         assert self._engine is not None  # a step has a schedule call
         engine, self._engine = self._engine, None
         engine.settle()
@@ -155,10 +148,8 @@ class Session:
 
 
 def reads_data(stage: StageSpec, data: DataConfig) -> bool:
-    """Whether a stage needs a step's tokens: E, m and L do, and layers if documents' ends mean something to them.
-
-    A batch is a pure function of (seed, step): every rank finds the ends for itself, and no message carries them.
-    """
+    """Whether a stage needs a step's tokens: E, m and L do, and layers if documents' ends mean something to them. Every
+    rank finds the ends for itself, since a batch is a function of (seed, step): no message carries them."""
     if {Layer("embedding"), Layer("mtp"), Layer("loss")} & set(stage.layers):
         return True
     return bool(stage.layers) and (data.reset_position_ids or data.reset_attention_mask)

@@ -1,7 +1,4 @@
-"""A session as a checkpoint sees it: every tensor under its canonical global name, and the position in the data.
-
-Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read them.
-"""
+"""A session as a checkpoint sees it: every tensor under its canonical global name, and the position in the data."""
 
 from __future__ import annotations
 
@@ -57,10 +54,8 @@ def session_shards(session: Session) -> list[Shard]:
 
 
 def gradient_shards(session: Session) -> list[Shard]:
-    """This rank's part of every gradient, by the parameter's name; each use of a shared parameter has its own.
-
-    Zeros if nothing reached a parameter. All but those are views of what the optimizer reads.
-    """
+    """This rank's part of every gradient, by the parameter's name; each use of a shared parameter has its own. Views of
+    what the optimizer reads, or zeros if nothing reached a parameter."""
     shards: list[Shard] = []
     for name, master in session.replica.weights.master.items():
         gradient = torch.zeros_like(master) if master.grad is None else master.grad
@@ -110,10 +105,8 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
 
 
 def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
-    """The state that is saved beside the tensors after `step` completed steps.
-
-    `consumed_samples` and `sample_order` are the position in the data, and the rule that says which samples come next.
-    """
+    """The state saved beside the tensors after `step` completed steps. `consumed_samples` and `sample_order` are the
+    position in the data, and the rule that says which samples come next."""
     return {
         "step": step,
         "consumed_samples": consumed_samples,

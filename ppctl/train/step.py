@@ -1,7 +1,4 @@
-"""One optimizer step on one rank: pipeline, sums, norm, clip, update. Must not know which schedule it runs.
-
-Decision 81 has the order in which a GPU and its host go through it.
-"""
+"""One optimizer step on one rank: pipeline, sums, norm, clip, update. Decision 81 has the order of GPU and host."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ from ppctl.train.session import Session
 
 
 class Trainer:
-    """Runs steps on a session, and calls `callback` in each.
-
-    `sizes` says how many samples each step takes, from the step on with which this process begins.
-    """
+    """Runs steps on a session, and calls `callback` in each. `sizes` says how many samples each step takes, from the
+    first step of this process on."""
 
     def __init__(
         self,
@@ -130,11 +125,9 @@ class Trainer:
         return StepResult(step + 1, record, stop_reason(reports), last, (started, pipeline_end, agreed, ended))
 
     def _enqueue_end(self, step: int) -> tuple[GradNorm, HostNumbers, Tensor | None, float, int]:
-        """Enqueue what follows the pipeline; waits for the device nowhere.
-
-        Returns the norm; the step's numbers on their way; if the update is enqueued, too, a scalar that is 1 if the
-        device leaves it out; the learning rate, and the reason to stop.
-        """
+        """Enqueue what follows the pipeline, without waiting for the device; returns the norm; the step's numbers on
+        their way; if the update is enqueued, too, a scalar that is 1 if the device leaves it out; learning rate; reason
+        to stop."""
         s, replica = self.session, self.session.replica
         if not s.pipeline.ahead:
             self.callback.enter("updating", step)
@@ -155,7 +148,6 @@ class Trainer:
         self.balance.move_biases(left_out)
 
     def _warn_of_retries(self, reports: Reports, step: int) -> None:
-        """Warn once of an allocator that has freed memory in a step."""
         if self.session.own.rank == 0 and not self._warned and (problem := retries_problem(reports, step)) is not None:
             print(f"warning: {problem}", file=sys.stderr)
             self._warned = True

@@ -46,9 +46,7 @@ GroupOf = Callable[[str], dist.ProcessGroup]
 
 class Weights:
     """A rank's parameters by canonical name: `model` (what stages compute with) and `master` (float32 or wider).
-
-    Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype.
-    """
+    Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype."""
 
     model: dict[str, nn.Parameter]
     master: dict[str, nn.Parameter]
@@ -194,7 +192,6 @@ class ShardedWeights(Weights):
         return run_of(self.model[name], self.group_of(name))
 
     def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
-        """Start making the weights of one of `buckets` whole from the ranks' masters."""
         return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def start_gather(
@@ -240,10 +237,8 @@ class ShardedWeights(Weights):
 
 
 class GatheredWeights(ShardedWeights):
-    """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
-
-    Between steps a rank has its parts of the masters and moments, and nothing else of a weight.
-    """
+    """Sharded weights whose model weights are there from `hold(stage)` to `release(stage)`, once a step. Between steps
+    a rank has its parts of the masters and moments, and nothing else of a weight."""
 
     @cached_property
     def _nothing(self) -> dict[str, Tensor]:
@@ -274,10 +269,8 @@ class GradientScatter:
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
-        """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
-
-        The sums of the stage before are waited for first, so that no more than one stage's sums are on their way.
-        """
+        """Start summing the stage's gradients / `divisor` beside the rest of the pipeline, once the sums of the stage
+        before are there: no more than one stage's sums are on their way."""
         self.finish()
         weights = self.weights
 

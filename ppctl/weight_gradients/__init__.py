@@ -5,6 +5,4 @@ products   the products with a weight whose gradient can be deferred
 intercept  finds these in modules that know nothing of it
 left_whole what stays in I, told in the log
 functions  others' autograd functions and modules, which are registered: split_backward
-
-Must not know stages or schedules.
 """

@@ -1,8 +1,5 @@
 """The weight gradients that the I of a microbatch defers, and how W hands them to autograd.
 
-Knows autograd, and which weights' gradients may wait. Must not know which products there are (`products`), stages or
-schedules.
-
 While a forward runs under `collecting(gradients)`, `_Product` runs each product with a weight. The weight is not part
 of its graph; its backward (I) computes the gradient of the input and stores the operands of the weight's gradient in
 `gradients`. `gradients.deliver()` (W) computes the gradients and gives each weight the sum over its uses, once, through
@@ -31,10 +28,7 @@ PLAIN: set[type[Tensor]] = {Tensor}
 
 
 class DeferredGradients:
-    """The weight gradients of one stage and microbatch that wait for W, from the F to the W.
-
-    Of the weights in `whole` nothing is deferred.
-    """
+    """The weight gradients of a stage and microbatch that wait from F to W; of the weights in `whole` none does."""
 
     def __init__(self, whole: Iterable[Tensor] = ()) -> None:
         self.intercepted = False
@@ -109,10 +103,7 @@ class DeferredGradients:
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether something that is kept for W lies, or may lie, in the memory of one of these tensors.
-
-        Nobody sees what a deferred function has kept: it may be any of these tensors.
-        """
+        """Whether these tensors' memory may hold what W needs: a deferred function may have kept any tensor."""
         if not tensors or self._functions:
             return bool(tensors)
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -306,10 +297,7 @@ def multiply(
 
 
 class _Product(torch.autograd.Function):
-    """A product whose weight is no part of the graph: I has nothing for its hooks, not even the absence of a gradient.
-
-    Lists hide tensors from autograd.
-    """
+    """A product whose weight is no part of the graph: I gives its hooks nothing. Lists hide tensors from autograd."""
 
     @staticmethod
     def forward(

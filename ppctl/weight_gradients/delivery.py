@@ -1,7 +1,4 @@
-"""How W hands weights' gradients to autograd: the sum of a weight's parts, once.
-
-Knows autograd. Must not know how uses of weights are found (`deferred`), or which products there are (`products`).
-"""
+"""How W hands weights' gradients to autograd: the sum of a weight's parts, once."""
 
 from __future__ import annotations
 

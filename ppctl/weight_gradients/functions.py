@@ -1,8 +1,4 @@
-"""Deferred weight gradients of autograd functions and modules that users bring: the registration `split_backward`.
-
-Knows how an autograd function runs, and the modules that compute weight gradients when `backward_dw()` is called. Must
-not know any function's formulas.
-"""
+"""Deferred weight gradients of autograd functions and modules that users bring: the registration `split_backward`."""
 
 from __future__ import annotations
 

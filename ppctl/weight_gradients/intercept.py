@@ -1,6 +1,5 @@
 """Finds products with weights in any module while its forward runs, by a mode that intercepts torch's functions.
 
-Knows which of torch's functions are products with a weight, and which only look at a tensor. Must not know modules.
 The mode sees what Python calls. Inside functions of torch that call others (`F.multi_head_attention_forward`) and
 inside an `autograd.Function` it sees nothing: weights that are used there are left whole, in I.
 """

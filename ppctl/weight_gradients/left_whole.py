@@ -1,7 +1,4 @@
-"""What stays whole in the I of a split backward: told in the log, once for each stage.
-
-Knows parameters by name. Must not know why a product was not found.
-"""
+"""What stays whole in the I of a split backward: told in the log, once for each stage."""
 
 from __future__ import annotations
 

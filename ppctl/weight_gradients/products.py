@@ -1,8 +1,4 @@
-"""Products with a weight whose gradient can be deferred, each with the formulas of torch's own autograd.
-
-Knows torch's formulas for gradients, to the bit (tests/torch/weight_gradients), and what autocast does to operands.
-Must not know what becomes of gradients that are deferred.
-"""
+"""Products with a weight whose gradient can be deferred, each with the formulas of torch's own autograd."""
 
 from __future__ import annotations
 

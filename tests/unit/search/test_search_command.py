@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -21,7 +24,7 @@ SMALL = (
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main(["search", *SMALL, *words, "--json"]) == 0
+    assert main(["search", *SMALL, "--refine", "0", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -54,8 +57,9 @@ def test_a_key_that_is_kept_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_text_says_what_was_proved_and_why_other_values_were_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", *SMALL, "--against", "pp=4 mbs=1 recompute=full"]) == 0
+    assert main(["search", *SMALL, "--refine", "0", "--against", "pp=4 mbs=1 recompute=full"]) == 0
     text = capsys.readouterr().out
+    assert "within 10.5%" in text and "refined" not in text
     assert "none is more than 2% faster than the first under these prices" in text.replace("\n  ", " ")
     assert "\nwhy not\n" in text and "against: a step takes" in text
     assert "train.recompute_granularity=null: -" in text
@@ -104,6 +108,10 @@ def test_too_little_memory_exits_with_4_and_the_least_number_of_gpus_that_has_en
         (["--keep", "lr"], {"PP-E228"}),
         (["--nodes", "some"], {"PP-E105"}),
         (["--against", "pp"], {"PP-E105"}),
+        (["--refine", "-1"], {"PP-E105"}),
+        (["--refine", "nan"], {"PP-E105"}),
+        (["--nodes", "1,2", "--html", "found.html"], {"PP-E105"}),
+        (["--write", "no/such/directory/found.yaml", "--html", "no/such/directory/found.html"], {"PP-E127", "PP-E129"}),
         (["trian.steps=3"], {"PP-E101"}),
         (["+recipe=nosuch"], {"PP-E104"}),
         (["launch.device_memory=null"], {"PP-E228"}),
@@ -135,3 +143,67 @@ def test_an_interrupted_search_prints_what_is_known(
     assert text.startswith("interrupted: of ")
     assert "no other division of the ranks was planned yet" in text
     assert "ppctl train" in text
+
+
+def test_the_page_has_every_plan_in_the_window_as_a_point_and_what_was_cut_off_as_ticks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "found.html"
+    found = answer(capsys, "--html", str(path), "log.name=<b>")
+    page = path.read_text()
+    root = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    points = [circle for circle in root.iter("circle") if circle.get("class") != "over"]
+    first = found["rows"][0]
+    assert 0 < len(points) <= found["counts"]["planned"] + 2 * len(found["rows"]) * 2
+    assert [circle.findtext("title") for circle in points if circle.get("class") == "first"] == [
+        f"{page_words(first)}: {first['step_time_s']:.4g} s, {first['tokens_per_s']:,.0f} tokens/s, "
+        f"peak {first['peak_bytes'] / 2**30:.1f} GiB"
+    ]
+    by_memory = sorted(points, key=lambda circle: int(circle.get("cy", "")))
+    device = next(line for line in root.iter("path") if line.get("class") == "device")
+    assert int(device.get("d", "").split()[1].partition("H")[0]) <= int(by_memory[0].get("cy", ""))
+    ticks = [line.findtext("title", "") for line in root.iter("path") if line.find("title") is not None]
+    right = int(page.partition("so long; ")[2].partition(" more")[0].replace(",", ""))
+    drawn = sum(int(tick.split()[-2].replace(",", "")) for tick in ticks)
+    assert drawn + right == found["counts"]["left"] > 0
+
+
+def page_words(row: dict) -> str:
+    named = {name: row[name] for name in ("tp", "cp", "pp", "vpp") if row[name] > 1}
+    sharded = {"none": "", "optimizer_gradients": "sharded", "full": "sharded-full"}[row["data_parallel_sharding"]]
+    again = {"none": "", "modules": "recompute-modules", "full": "recompute-full"}[row["recomputation"]]
+    words = [*(f"{name}{size}" for name, size in named.items()), f"mbs{row['micro_batch_size']}", again]
+    return " ".join(filter(None, [*words, row["schedule"] if row["pp"] > 1 else "", sharded]))
+
+
+def test_files_never_replace_what_is_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.html")
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "elsewhere")
+    words = ["--html", str(tmp_path / "pipe.html"), "--write", str(tmp_path / "link.yaml")]
+    assert main(["search", *SMALL, *words]) == 2
+    said = capsys.readouterr().err
+    assert "PP-E129" in said and "PP-E127" in said and said.count("no regular file") == 2
+    assert (tmp_path / "pipe.html").is_fifo() and (tmp_path / "link.yaml").is_symlink()
+
+
+UNEVEN = ("model.num_layers=9", "tp=1", "cp=1", "pp=4", "vpp=1", "pp_schedule=1f1b", "mbs=1", "recompute=null")
+
+
+def test_a_refined_line_is_the_faster_plan_that_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *UNEVEN, "model.vocab_size=65536", "launch.device_memory=2GiB", "--refine", "120")
+    refined = found["refined"]
+    assert refined["complete"] and refined["best"]["words"] == {"layout": "auto"}
+    _, plan, problems = planned(shlex.split(refined["best"]["line"])[2:])
+    assert plan is not None and not problems
+    assert plan.step_time_s == pytest.approx(refined["best"]["step_time_s"], rel=1e-12)
+    first = found["rows"][0]["step_time_s"]
+    assert plan.step_time_s < first and refined["best"]["faster"] == pytest.approx(first / plan.step_time_s - 1)
+    assert main(["search", *SMALL, *UNEVEN, "model.vocab_size=65536", "launch.device_memory=2GiB"]) == 0
+    text = capsys.readouterr().out
+    assert f"{refined['best']['faster']:.1%} faster than the first with layout=auto:\n{refined['best']['line']}" in text
+
+
+def test_refining_ends_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    refined = answer(capsys, "--refine", "0.000001")["refined"]
+    assert (refined["complete"], refined["best"], refined["plans"]) == (False, None, 0)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
