@@ -40,10 +40,10 @@ from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
-from ppctl.search.answer import BAND, Row, against, as_json, moved, rows
+from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
 from ppctl.search.refine import refined
-from ppctl.search.space import SEARCHED, Space
+from ppctl.search.space import SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     values, measured = _values(args)
     if args.nodes:
         return _frontier(args, values, measured)
-    search = Search(Space(values, _kept(args, values)), measured)
+    search = Search(SearchSpace(values, _kept(args, values)), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
         raise _nothing(args, search)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return INTERRUPTED if interrupted else 0
 
 
-def _refined(args: argparse.Namespace, search: Search, listed: list[Row]) -> dict[str, Any] | None:
+def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) -> dict[str, Any] | None:
     """The best of rows that were planned again until the time was over, or Ctrl-C came; None if none were."""
     seconds, most = (_SECONDS, _REFINED) if args.refine is None else (args.refine, len(listed))
     if not seconds or not listed:
@@ -128,10 +128,10 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[Row]) -> dic
 
 def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile | None) -> int:
     """Search on each number of nodes, and print the fastest configuration of each."""
-    found: list[tuple[Search, Row | None]] = []
+    found: list[tuple[Search, AnswerRow | None]] = []
     interrupted = False
     for nodes in _numbers(args.nodes):
-        space = Space(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
+        space = SearchSpace(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
         search = Search(space, measured)
         interrupted = _to_the_end(search, alone=True)
         found.append((search, next(iter(rows(search)), None)))
@@ -147,7 +147,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
 
 
 def _on(args: argparse.Namespace, nodes: int) -> list[str]:
-    """What was typed, on another number of nodes."""
+    """The words that were typed, on another number of nodes."""
     return [*(word for word in args.line.overrides if not word.startswith("launch.nodes=")), f"launch.nodes={nodes}"]
 
 
@@ -214,7 +214,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    least = Space(values, _kept(args, values)).neutral  # problems of values that are searched are none
+    least = SearchSpace(values, _kept(args, values)).neutral  # problems of values that are searched are none
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
     problems += check(least.config, least.provenance)
@@ -231,7 +231,7 @@ def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
 
 
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
-    """What keeps a search from being made at all."""
+    """Problems that keep a search from being made at all."""
     if values["nodes"] is None and values["gpus_per_node"] is None:
         yield Problem("PP-E228", "a search needs the number of GPUs", "nodes=1 gpus_per_node=8", PLACE)
     if values[LIMIT] is None:
@@ -267,19 +267,15 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
     nodes = space.values["nodes"] or 1
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = Space(space.values.overridden({"nodes": nodes * factor}), _kept(args, space.values))
+        larger = SearchSpace(space.values.overridden({"nodes": nodes * factor}), _kept(args, space.values))
         more = Search(larger, search.tree.measured)
-        for _ in more.run():
-            if more.found:
-                break
-        if more.found:
+        if any(each.found for each in more.run()):
             typed = _on(args, nodes * factor)
-            remedies.append(search_text.line(typed, more.space, more.found[0].configuration))
-            message += f"; on {more.space.world:,}, the least of its doublings, the remedy does"
+            remedies.append(search_text.line(typed, larger, more.found[0].configuration))
+            message += f"; on {larger.world:,}, the least of its doublings, the remedy does"
             break
-    return MemoryPlanError(
-        [Problem("PP-E803", message, "\n".join(remedies), space.values.cite("nodes", "gpus_per_node", LIMIT))]
-    )
+    place = space.values.cite("nodes", "gpus_per_node", LIMIT)
+    return MemoryPlanError(Problem("PP-E803", message, "\n".join(remedies), place))
 
 
 # What is written

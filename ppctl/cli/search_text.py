@@ -12,15 +12,19 @@ from ppctl.cli.console import aligned, folded, prose
 from ppctl.config.argv import ALIASES, retyped
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.violations import Overrides, overrides_text
-from ppctl.search.answer import BAND, BAND_SOURCE, Change, Other, Row, others
+from ppctl.search.answer import BAND, BAND_SOURCE, AnswerRow, Change, Other, others
 from ppctl.search.branch import CLOSE, Planned, Search
-from ppctl.search.space import Configuration, Space
+from ppctl.search.space import Configuration, SearchSpace
 
 _SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
 
 
 def text(
-    search: Search, listed: Sequence[Row], firsts: Mapping[tuple[str, ...], int], lines: Sequence[str], columns: int
+    search: Search,
+    listed: Sequence[AnswerRow],
+    firsts: Mapping[tuple[str, ...], int],
+    lines: Sequence[str],
+    columns: int,
 ) -> str:
     """The answer in paragraphs."""
     blocks = [prose([counts(search)], columns)]
@@ -33,7 +37,7 @@ def text(
 
 
 def counts(search: Search) -> str:
-    """What became of all configurations, and what that proves."""
+    """How many configurations were cut off, left and planned, and what that proves."""
     of = search.counts
     cut = f"{of.memory:,} need more memory than there is"
     cut += f", {of.rules:,} are against a rule" * bool(of.rules)
@@ -46,7 +50,7 @@ def counts(search: Search) -> str:
     )
 
 
-def table(listed: Sequence[Row], columns: int) -> str:
+def table(listed: Sequence[AnswerRow], columns: int) -> str:
     """A row for each configuration."""
     head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by", "configuration"]
     body = [head]
@@ -77,7 +81,7 @@ def sizes(of: Configuration) -> str:
     return " ".join(filter(None, [*words, _SHARDED.get(of.data_parallel_sharding, "")]))
 
 
-def order(listed: Sequence[Row], firsts: Mapping[tuple[str, ...], int], *, compared: bool) -> str:
+def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *, compared: bool) -> str:
     """How sure the order is."""
     best = listed[0].planned.plan.step_time_s
     close = sum(row.planned.plan.step_time_s <= (1 + BAND) * best for row in listed)
@@ -113,7 +117,7 @@ def so_far(search: Search) -> str:
 
 
 def refinement(of: Mapping[str, Any]) -> str:
-    """What planning rows again has found, from the JSON's `refined`."""
+    """Text of what planning rows again has found, from the JSON's `refined`."""
     best, rows = of["best"], "the first row" if of["rows"] == 1 else f"the first {of['rows']} rows"
     said = f"refined ({of['plans']} plans of {rows}{'' if of['complete'] else ', until the time was over'}): "
     if best is None:
@@ -122,7 +126,7 @@ def refinement(of: Mapping[str, Any]) -> str:
     return f"{said} with {overrides_text(best['words'])}:\n{best['line']}"
 
 
-def line(typed: Sequence[str], space: Space, of: Configuration, more: Overrides | None = None) -> str:
+def line(typed: Sequence[str], space: SearchSpace, of: Configuration, more: Overrides | None = None) -> str:
     """The command that trains a configuration, with `more` words."""
     words = " ".join(filter(None, ["ppctl train", retyped(typed), overrides_text({**space.words(of), **(more or {})})]))
     for key, alias in _SHORT.items():
@@ -130,7 +134,7 @@ def line(typed: Sequence[str], space: Space, of: Configuration, more: Overrides 
     return words
 
 
-def frontier(found: Sequence[tuple[Search, Row | None]], columns: int) -> str:
+def frontier(found: Sequence[tuple[Search, AnswerRow | None]], columns: int) -> str:
     """A row for each number of GPUs, with the fastest configuration."""
     head = ["GPUs", "tokens/s", "per GPU", "MFU", "room", "configuration"]
     body = [head]

@@ -92,6 +92,8 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     modules = recomputed_modules(setting.train, stage)
     # A layer without a backward keeps nothing, and is computed once.
     runs = [run for run in recomputed_runs(setting.train, stage, held) if has_backward(model, run[-1])]
+    kinds = layer_kinds(model, held)
+    places = {layer: place for place, layer in enumerate(held)}
 
     @cache
     def price(kind: Kind) -> tuple[float, float, float, float]:
@@ -110,15 +112,15 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
 
     pieces: dict[int, LayerBytes] = {}
     for run in runs:
-        priced = [price(kind) for kind in layer_kinds(model, run)]
+        priced = [price(kinds[places[layer]]) for layer in run]
         outside = sum(max(0.0, stays - made) for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
         running = max(backward for *_, backward in priced)
         if foreign_of(model) is not None:  # its second forward may have more than its backward
             running = max(running, *(forward for _, _, forward, _ in priced))
-        pieces[held.index(run[0])] = LayerBytes(hidden + outside, 0.0, again + running)
+        pieces[places[run[0]]] = LayerBytes(hidden + outside, 0.0, again + running)
     recomputed = {layer for run in runs for layer in run}
-    for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
+    for place, (layer, kind) in enumerate(zip(held, kinds, strict=True)):
         if layer not in recomputed:
             stays, _, *more = price(kind)
             pieces[place] = LayerBytes(stays, *more)

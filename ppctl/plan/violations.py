@@ -58,11 +58,13 @@ class ConfigValues:
         changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
         if changed and LAYOUT not in names and not self.source(LAYOUT).startswith(PLACE):
             names[LAYOUT] = None
+        changed_parts: dict[str, Any] = {}
         for name, value in names.items():
             section, _, field = name.rpartition(".")
-            part = copy.copy(getattr(config, section))
-            setattr(part, field, value)
-            setattr(config, section, part)
+            if section not in changed_parts:
+                changed_parts[section] = copy.copy(getattr(config, section))
+                setattr(config, section, changed_parts[section])
+            setattr(changed_parts[section], field, value)
             provenance[name] = PLACE
         if provenance.get(STEPS, "").startswith("derived") and (steps := run_length(config)) is not None:
             config.train = replace(config.train, steps=steps)

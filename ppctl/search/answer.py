@@ -21,7 +21,7 @@ from ppctl.plan.prices import machine_for, predicted, seconds_after, simulation_
 from ppctl.plan.violations import ConfigValues, Overrides
 from ppctl.schedule.trace import step_time
 from ppctl.search.branch import CLOSE, ROWS, Planned, Search
-from ppctl.search.space import AXES, CHANGED, Configuration, Space
+from ppctl.search.space import AXES, CHANGED, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
 BAND = 0.105
@@ -29,7 +29,7 @@ BAND = 0.105
 BAND_SOURCE = "published steps held out by model, benchmarks/results-plan-2026-11-26.md"
 
 
-class Row(NamedTuple):
+class AnswerRow(NamedTuple):
     """One configuration of the answer."""
 
     planned: Planned
@@ -40,12 +40,12 @@ class Row(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What a step would gain most from without."""
+        """The part of a step without which it would gain most."""
         name = max(self.shares, key=self.shares.__getitem__)
         return name if self.shares[name] >= 0.05 else "compute"
 
 
-def rows(search: Search) -> list[Row]:
+def rows(search: Search) -> list[AnswerRow]:
     """The fastest configuration of each division of the ranks, the fastest first."""
     best: dict[tuple[Any, ...], Planned] = {}
     for planned in search.found:
@@ -55,12 +55,12 @@ def rows(search: Search) -> list[Row]:
         of = planned.configuration._replace(cp=1, micro_batch_size=1)
         groups.setdefault((planned.order[0], of), []).append(planned)
     return [
-        Row(first, shares(search.space, first), tuple(other.configuration for other in more))
+        AnswerRow(first, shares(search.space, first), tuple(other.configuration for other in more))
         for first, *more in list(groups.values())[:ROWS]
     ]
 
 
-def shares(space: Space, planned: Planned) -> dict[str, float]:
+def shares(space: SearchSpace, planned: Planned) -> dict[str, float]:
     """Share of a step's time by what it is spent on, beside computing everything once."""
     plan, timing, step = planned.plan, planned.plan.timing, planned.plan.step_time_s
     layers = [layer for stage in plan.stages for layer in stage.layers]
@@ -98,7 +98,7 @@ PRICES = {"links": _LINKS, "memory": ("memory_bandwidth",), "products": _PRODUCT
 """Prices that are moved -> a device's rates."""
 
 
-def moved(search: Search, listed: Sequence[Row]) -> dict[tuple[str, ...], int]:
+def moved(search: Search, listed: Sequence[AnswerRow]) -> dict[tuple[str, ...], int]:
     """Prices that are a tenth slower, one of `PRICES` or two (the third is faster then) -> the row that is first;
     nothing with measured costs."""
     if not listed or search.tree.measured is not None:
@@ -113,7 +113,7 @@ def moved(search: Search, listed: Sequence[Row]) -> dict[tuple[str, ...], int]:
     return firsts
 
 
-def step_seconds(space: Space, planned: Planned, slower: Sequence[str]) -> float:
+def step_seconds(space: SearchSpace, planned: Planned, slower: Sequence[str]) -> float:
     """Seconds of a planned step with these of `PRICES` a tenth slower: stages priced, the schedule run again."""
     values, plan = space.values_of(planned.configuration), planned.plan
     device = device_of(values.config)
@@ -135,7 +135,7 @@ class Other(NamedTuple):
     """Whether these are the seconds of a plan, and not a bound."""
     reason: str
     share: float
-    """What such a step spends most on beside computing, and how much of it; without a plan exchanges inside layers."""
+    """On what such a step spends most beside computing, and how much; without a plan exchanges inside layers."""
 
 
 def others(search: Search) -> Iterator[Other]:
@@ -193,7 +193,7 @@ def _changed(asked: ConfigValues, words: Overrides) -> Change:
     return Change(words, plan.step_time_s, peak, plan.limit is None or peak <= plan.limit.available_bytes)
 
 
-def as_json(search: Search, listed: list[Row], lines: list[str]) -> dict[str, Any]:
+def as_json(search: Search, listed: list[AnswerRow], lines: list[str]) -> dict[str, Any]:
     """The answer as plain data."""
     return {
         "counts": asdict(search.counts),
@@ -205,7 +205,7 @@ def as_json(search: Search, listed: list[Row], lines: list[str]) -> dict[str, An
     }
 
 
-def _row_json(row: Row, line: str) -> dict[str, Any]:
+def _row_json(row: AnswerRow, line: str) -> dict[str, Any]:
     plan = row.planned.plan
     return {
         **row.planned.configuration._asdict(),

@@ -32,7 +32,7 @@ from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues
 from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Placement, Schedule
-from ppctl.schedule.policies import POLICIES
+from ppctl.schedule.policies import POLICIES, Policy
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
 from ppctl.search.space import Configuration
@@ -72,7 +72,7 @@ class Cut:
         return {place.kind: [place.stages_of(rank) for rank in range(self.pp)] for place in places}
 
 
-class Alive(NamedTuple):
+class FullestMoment(NamedTuple):
     """A rank at the moment of its list, before a backward, when most microbatches are between their F and their B."""
 
     begun: tuple[int, ...]
@@ -107,7 +107,7 @@ class Rounds:
         return self._lowered[number]
 
     @cached_property
-    def fullest(self) -> list[Alive]:
+    def fullest(self) -> list[FullestMoment]:
         """The fullest moment of every rank."""
         return [
             _fullest(row, self.plain.placement.stages_of(rank), self.number)
@@ -115,22 +115,22 @@ class Rounds:
         ]
 
 
-def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> Alive:
+def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> FullestMoment:
     chunk = {stage: at for at, stage in enumerate(own)}
-    begun, made, most = [0] * len(own), [0] * len(own), Alive((), 0, ())
+    begun, made, most = [0] * len(own), [0] * len(own), FullestMoment((), 0, ())
     for op, stage, _ in row:
         at = chunk[stage]
         if op is F:
             begun[at] += 1
         if op in INPUT_GRADIENTS:
             if sum(begun) >= sum(most.begun):
-                most = Alive(tuple(begun), at, tuple(0 < done < number for done in made))
+                most = FullestMoment(tuple(begun), at, tuple(0 < done < number for done in made))
             begun[at] -= 1
         made[at] += op in WEIGHT_GRADIENTS
     return most
 
 
-class Share:
+class StagePrices:
     """Costs of stages on ranks that divide the model in one way, with one microbatch size and recomputation."""
 
     def __init__(
@@ -139,18 +139,24 @@ class Share:
         self.config = values.config
         self.setting = setting_of(values.config, sizes, micro_batch_size)
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
-        self._known: dict[Hashable, tuple[StageCost, int]] = {}
+        self._costs: dict[Hashable, StageCost] = {}
+        self._beside: dict[Hashable, int] = {}
 
-    def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> tuple[StageCost, int]:
-        """The cost of a stage, and the bytes that live beside what it keeps while its backward runs."""
-        if like not in self._known:
-            more = stage_activations(self.config.model, layers, self.setting, stage).in_backward
-            self._known[like] = self._price(stage, layers, last), more
-        return self._known[like]
+    def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> StageCost:
+        """The cost of a stage."""
+        if like not in self._costs:
+            self._costs[like] = self._price(stage, layers, last)
+        return self._costs[like]
+
+    def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
+        """Bytes that live beside what a stage keeps while its backward runs."""
+        if like not in self._beside:
+            self._beside[like] = stage_activations(self.config.model, layers, self.setting, stage).in_backward
+        return self._beside[like]
 
 
 class Division:
-    """What depends on how many replicas there are: room, state, and the optimizer's step."""
+    """Room, state, and the optimizer's step, which depend on how many replicas there are."""
 
     def __init__(self, config: RunConfig, sizes: ParallelSizes) -> None:
         self.config, self.sizes = config, sizes
@@ -161,6 +167,7 @@ class Division:
         self._machine = machine_for(config, setting)
         self.partial = setting.allocator.backward
         """Whether gradients that ranks share are counted only while they are there."""
+        self._states: dict[Hashable, tuple[list[State], float]] = {}
 
     def state(self, cut: Cut, own: Sequence[int], sharding: str) -> State:
         """Bytes of the state of a rank's stages; Muon's optimizer may hold as good as none of it."""
@@ -179,28 +186,40 @@ class Division:
         """Seconds that a stage of this cost waits for the sums of its gradients."""
         return reduction(self.config, trained, self._machine, cost.forward_s + cost.backward_s)
 
-    def updating(self, state: State, sharding: str) -> float:
+    def states(self, cut: Cut, placement: str, sharding: str) -> tuple[list[State], float]:
+        """Bytes of every rank's state while all of it is there, and seconds of the optimizer's step."""
+        key = cut.vpp, placement, sharding
+        if key not in self._states:
+            known = {tuple(cut.like[stage] for stage in own): own for own in cut.ranks[placement]}
+            alike = {like: self.state(cut, own, sharding) for like, own in known.items()}
+            listed = [alike[tuple(cut.like[stage] for stage in own)] for own in cut.ranks[placement]]
+            self._states[key] = listed, max(self._updating(state, sharding) for state in alike.values())
+        return self._states[key]
+
+    def _updating(self, state: State, sharding: str) -> float:
         """Seconds of the optimizer's step over what is certainly there."""
         weights = 0 if sharding == "full" else state.weights
-        return optimizer_seconds(weights, state.gradients if sharding == "none" else 0, state.optimizer, self.device)
+        return optimizer_seconds(
+            *(weights, state.gradients if sharding == "none" else 0, state.optimizer),
+            *(self.device, self.config.cost.stack),
+        )
 
 
-class Pipeline:
-    """The least costs of a layout with a `Share` and a `Division`, under any schedule of a kind."""
+class PipelineBounds:
+    """The least costs of a layout with a `StagePrices` and a `Division`, under any schedule of a kind."""
 
-    def __init__(self, share: Share, division: Division, cut: Cut) -> None:
+    def __init__(self, share: StagePrices, division: Division, cut: Cut) -> None:
         self.share, self.division, self.cut = share, division, cut
         last = len(cut.layers) - 1
         priced = [
             share.passes(held, stage, cut.like[stage], last=stage == last) for stage, held in enumerate(cut.layers)
         ]
-        alike = {like: (own, cost) for like, own, (cost, _) in zip(cut.like, cut.trained, priced, strict=True)}
+        alike = {like: (own, cost) for like, own, cost in zip(cut.like, cut.trained, priced, strict=True)}
         reduces = {like: division.reduce_s(*each) for like, each in alike.items()}
         elements = {like: sum(on_device(own, division.sizes)) for like, (own, _) in alike.items()}
-        self.costs = [cost._replace(reduce_s=reduces[like]) for (cost, _), like in zip(priced, cut.like, strict=True)]
-        self.beside = [more for _, more in priced]
+        self.costs = [cost._replace(reduce_s=reduces[like]) for cost, like in zip(priced, cut.like, strict=True)]
         self.elements = [elements[like] for like in cut.like]
-        self._states: dict[tuple[str, str], list[State]] = {}
+        self._calls: dict[Hashable, float] = {}
 
     def _is_local(self, stage: int, placement: str) -> bool:
         """Whether a stage's result stays on its rank."""
@@ -215,7 +234,14 @@ class Pipeline:
 
     def seconds(self, num_microbatches: int, policy: str) -> float:
         """The least of a schedule call, in closed form. A rank that waits for batches of messages is busy with them."""
-        row, frozen, costs = POLICIES[policy], self.cut.frozen, self.costs
+        row = POLICIES[policy]
+        key = num_microbatches, row.placement, row.splits, row.pairs
+        if key not in self._calls:
+            self._calls[key] = self._call(num_microbatches, row)
+        return self._calls[key]
+
+    def _call(self, num_microbatches: int, row: Policy) -> float:
+        frozen, costs = self.cut.frozen, self.costs
         alone = 1.0 - self._hidden * row.pairs
         hops = [0.0 if self._is_local(stage, row.placement) else each.message_s for stage, each in enumerate(costs)]
         forwards = [alone * each.forward_s for each in costs]
@@ -258,50 +284,32 @@ class Pipeline:
         spots = [(stage, place.rank_of(stage), place.chunk_of(stage)) for stage in range(len(self.costs))]
         return [StageSpec(*spot, held, (), (), 0, 0, 0) for spot, held in zip(spots, self.cut.layers, strict=True)]
 
-    def states(self, placement: str, sharding: str) -> list[State]:
-        """Bytes of every rank's state while all of it is there."""
-        if (placement, sharding) not in self._states:
-            known: dict[Hashable, State] = {}
-            listed = []
-            for own in self.cut.ranks[placement]:
-                like = tuple(self.cut.like[stage] for stage in own)
-                if like not in known:
-                    known[like] = self.division.state(self.cut, own, sharding)
-                listed.append(known[like])
-            self._states[placement, sharding] = listed
-        return self._states[placement, sharding]
-
-    def updating(self, policy: str, sharding: str) -> float:
-        """Seconds of the optimizer's step."""
-        states = self.states(POLICIES[policy].placement, sharding)
-        return max(self.division.updating(state, sharding) for state in states)
-
-    def least(self, policy: str, sharding: str) -> float:
+    def least(self, placement: str, sharding: str) -> float:
         """Bytes of the rank that holds most, of its state and one microbatch, which is on all its stages at once."""
-        placement = POLICIES[policy].placement
+        states, _ = self.division.states(self.cut, placement, sharding)
         return max(
             self.division.certain(state, sharding) + sum(self.costs[stage].activation_bytes for stage in own)
-            for own, state in zip(self.cut.ranks[placement], self.states(placement, sharding), strict=True)
+            for own, state in zip(self.cut.ranks[placement], states, strict=True)
         )
 
     def peak(self, rounds: Rounds, num_microbatches: int, of: Configuration) -> float:
         """Bytes of the rank that holds most at its fullest moment."""
         row, every = POLICIES[of.schedule], num_microbatches if rounds.every else 0
-        states = self.states(row.placement, of.data_parallel_sharding)
+        states, _ = self.division.states(self.cut, row.placement, of.data_parallel_sharding)
         return max(
             self._held(own, state, moment, every, row.splits, of.data_parallel_sharding)
             for own, state, moment in zip(self.cut.ranks[row.placement], states, rounds.fullest, strict=True)
         )
 
     def _held(
-        self, own: tuple[int, ...], state: State, moment: Alive, every: int, splits: bool, sharding: str
+        self, own: tuple[int, ...], state: State, moment: FullestMoment, every: int, splits: bool, sharding: str
     ) -> float:
         """Bytes of a rank with the stages `own`: under sharding of gradients what stages need comes and goes."""
         division, held = self.division, float(state.optimizer)
         for number, stage in zip(moment.begun, own, strict=True):
             held += (every or number) * self.costs[stage].activation_bytes
-        if not splits and own[moment.runs] >= self.cut.frozen:
-            held += self.beside[own[moment.runs]]
+        if not splits and (runs := own[moment.runs]) >= self.cut.frozen:
+            held += self.share.beside(self.cut.layers[runs], runs, self.cut.like[runs])
         if sharding == "none" or (sharding != "full" and not division.partial):
             return held + state.weights + state.gradients
         sizes = [self.elements[stage] for stage in own]

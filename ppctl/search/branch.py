@@ -7,8 +7,10 @@ not know how bounds come about, or how plans are shown.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, cast
 
@@ -18,17 +20,14 @@ from ppctl.plan.build import plan_alone
 from ppctl.plan.memory_limit import SHARDING, SHARDINGS
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
-from ppctl.search.bounds import FILLED, STEADY, Cut, Division, Pipeline, Rounds, Share, few_rounds
-from ppctl.search.space import AXES, Configuration, Space
+from ppctl.search.bounds import FILLED, STEADY, Cut, Division, PipelineBounds, Rounds, StagePrices, few_rounds
+from ppctl.search.space import AXES, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
 CLOSE = 0.02
 """The share of a step's time by which a configuration must be faster to be looked for."""
 ROWS = 10
 """Divisions of the ranks in an answer, at most."""
-_SHOWN = 20
-"""Branches that are divided between two looks at what is known."""
-
 
 Batch = tuple[int, int, int]
 """Samples of a microbatch, microbatches of a schedule call, calls of a step."""
@@ -89,7 +88,7 @@ class Branch(NamedTuple):
 class Tree:
     """The branches of a space: divisions of the ranks, then microbatch and recomputation, layout, schedule."""
 
-    def __init__(self, space: Space, measured: Profile | None = None) -> None:
+    def __init__(self, space: SearchSpace, measured: Profile | None = None) -> None:
         self.space, self.measured, self.counts = space, measured, Counts()
         self.heap: list[Branch] = []
         self.divisions: list[Configuration] = []
@@ -116,6 +115,7 @@ class Tree:
     def root(self) -> None:
         """Every division of the ranks, timed as if its samples came in one microbatch with nothing computed again."""
         space = self.space
+        largest = max(space.options("mbs", [space.values["gbs"]]))  # of any division of the ranks
         for axes, sizes in space.axes():
             if sizes is None:
                 self.counts.rules += 1
@@ -127,15 +127,14 @@ class Tree:
             if not size:
                 continue
             self.divisions.append(axes)
-            of = axes._replace(recomputation=space.recomputations[0], micro_batch_size=space.largest_batch)
+            of = axes._replace(micro_batch_size=largest, recomputation=space.recomputations[0])
             of = of._replace(data_parallel_sharding=space.shardings(sizes)[-1])
             division = Division(self._config, sizes)
             if self._state(division, of.data_parallel_sharding) / sizes.pp > division.available:
                 self.counts.memory += size
                 continue
-            seconds = self._whole(of, sizes)[0] / of.micro_batch_size
-            each = space.values["gbs"] / sizes.dp / sizes.pp
-            self._add(each * seconds, size, "of_axes", of, sizes, division, batches)
+            seconds = space.values["gbs"] / sizes.dp / sizes.pp * self._whole(of, sizes)[0] / largest
+            self._add(seconds, size, "of_axes", of, sizes, division, batches)
 
     def of_axes(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every microbatch size and recomputation, as if the model's layers were divided exactly."""
@@ -143,36 +142,48 @@ class Tree:
         if not space.obeys(next(space.layouts(of, sizes))):
             self.counts.rules += size * len(batches) * len(space.recomputations)
             return
-        state = self._state(division, of.data_parallel_sharding)
+        room = division.available * sizes.pp - self._state(division, of.data_parallel_sharding)
         for again in space.recomputations:
-            for number, batch in enumerate(batches):
-                each = of._replace(micro_batch_size=batch[0], recomputation=again)
-                seconds, kept = self._whole(each, sizes)
-                if (state + kept) / sizes.pp > division.available:
-                    self.counts.memory += size * (len(batches) - number)  # larger microbatches keep more
-                    break
-                self._add(batch[1] * batch[2] * seconds / sizes.pp, size, "of_share", each, sizes, division, batch)
+            tried = [of._replace(recomputation=again, micro_batch_size=batch[0]) for batch in batches]
+            fitting = bisect(tried, room, key=lambda each: self._whole(each, sizes)[1])  # larger ones keep more
+            self.counts.memory += size * (len(batches) - fitting)
+            self._add_batches(tried[0], sizes, division, batches[:fitting])
 
-    def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch) -> None:
+    def _add_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """Some microbatch sizes, none of which takes less for a sample than the largest."""
+        if batches:
+            samples, calls, steps = batches[-1]
+            of = of._replace(micro_batch_size=samples)
+            seconds = calls * steps * self._whole(of, sizes)[0] / sizes.pp
+            size, level = self.space.count(sizes) * len(batches), "of_share" if len(batches) == 1 else "of_batches"
+            self._add(seconds, size, level, of, sizes, division, batches)
+
+    def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
+        """The smaller and the larger microbatches."""
+        for part in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
+            self._add_batches(of, sizes, division, part)
+
+    def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every layout, with the schedules that run it and the ways to divide the optimizer's state."""
-        space, share = self.space, self._share(of, sizes)
+        space, share, batch = self.space, self._share(of, sizes), batches[0]
         for vpp in space.chunks(sizes.pp):
-            pipeline = Pipeline(share, division, self._cut(sizes.pp, vpp))
+            pipeline = PipelineBounds(share, division, self._cut(sizes.pp, vpp))
+            least = cache(pipeline.least)
             for name in space.schedules(sizes.pp, vpp):
-                if batch[1] < POLICIES[name].needs_microbatches(sizes.pp):
+                row = POLICIES[name]
+                if batch[1] < row.needs_microbatches(sizes.pp):
                     self.counts.rules += len(space.shardings(sizes))
                     continue
-                each = of._replace(vpp=vpp, schedule=name)
-                call = pipeline.seconds(batch[1], name)
                 for sharding in space.shardings(sizes):
-                    if pipeline.least(name, sharding) > division.available:
+                    if least(row.placement, sharding) > division.available:
                         self.counts.memory += 1
                         continue
-                    seconds = batch[2] * call + pipeline.updating(name, sharding)
-                    of_one = each._replace(data_parallel_sharding=sharding)
+                    of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+                    seconds = batch[2] * pipeline.seconds(batch[1], name)
+                    seconds += division.states(pipeline.cut, row.placement, sharding)[1]
                     self._add(seconds, 1, "closer", of_one, pipeline, batch)
 
-    def closer(self, of: Configuration, pipeline: Pipeline, batch: Batch) -> None:
+    def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
         """One configuration, by a few rounds of its schedule: what it holds, and then its pace."""
         few = self._rounds(of, batch[1], FILLED)
         if pipeline.peak(few, batch[1], of) > pipeline.division.available:
@@ -181,24 +192,24 @@ class Tree:
         key = (of._replace(data_parallel_sharding=""), "seconds")
         call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
         seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
-        self._add(seconds + pipeline.updating(of.schedule, of.data_parallel_sharding), 1, "plan", of)
+        placement, sharding = POLICIES[of.schedule].placement, of.data_parallel_sharding
+        self._add(seconds + pipeline.division.states(pipeline.cut, placement, sharding)[1], 1, "plan", of)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
-    def _share(self, of: Configuration, sizes: ParallelSizes) -> Share:
+    def _share(self, of: Configuration, sizes: ParallelSizes) -> StagePrices:
         """The costs of stages, whatever pp."""
         key = of._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
-        return cast(
-            Share,
-            self._once(key, lambda: Share(self.space.values_of(of), sizes, of.micro_batch_size, self.measured)),
-        )
+        values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(of))
+        made = self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured))
+        return cast(StagePrices, made)
 
     def _whole(self, of: Configuration, sizes: ParallelSizes) -> tuple[float, int]:
         """Seconds of a microbatch through the whole model that no pair hides, and the bytes that it keeps."""
-        cost, _ = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
+        cost = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
         return cost.forward_s + cost.backward_s - cost.exchange_s - cost.exchange_back_s, cost.activation_bytes
 
     def _state(self, division: Division, sharding: str) -> int:
@@ -220,7 +231,7 @@ class Tree:
 class Search:
     """A search under way: `found` has the configurations that were planned and fit, the fastest first."""
 
-    def __init__(self, space: Space, measured: Profile | None = None) -> None:
+    def __init__(self, space: SearchSpace, measured: Profile | None = None) -> None:
         self.space, self.tree = space, Tree(space, measured)
         self.found: list[Planned] = []
         self.over: list[Planned] = []
@@ -230,7 +241,7 @@ class Search:
 
     @property
     def counts(self) -> Counts:
-        """What became of the configurations so far."""
+        """The numbers of configurations so far."""
         return self.tree.counts
 
     @property
@@ -239,19 +250,16 @@ class Search:
         return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
-        """Search; yields itself after every plan and every hundred branches."""
-        tree, steps = self.tree, 0
+        """Search; yields itself after every plan and every divided branch."""
+        tree = self.tree
         tree.root()
         while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
             branch = heappop(tree.heap)
             if branch.level == "plan":
                 self._plan_one(branch)
-                yield self
             else:
                 tree.divide(branch)
-                steps += 1
-                if steps % _SHOWN == 0:
-                    yield self
+            yield self
         self.counts.left = sum(branch.size for branch in tree.heap)
         self.proved = True
 
@@ -281,23 +289,19 @@ class Search:
 
     def simpler(self) -> Iterator[Search]:
         """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
-        for planned in self.found[: 2 * ROWS]:
-            of = planned.configuration
+        known = {each.configuration for each in (*self.found, *self.over)}
+        for of in [each.configuration for each in self.found[: 2 * ROWS] if SHARDING not in self.space.fixed]:
             for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
-                if SHARDING not in self.space.fixed and self.plan_once(of._replace(data_parallel_sharding=sharding)):
+                less = of._replace(data_parallel_sharding=sharding)
+                if less not in known and self.plan(less, 0.0):
                     yield self
+                known.add(less)
 
     def _plan_one(self, branch: Branch) -> None:
         if self.plan(branch.parts[0], branch.seconds) is None:
             self.counts.rules += 1
         else:
             self.counts.planned += 1
-
-    def plan_once(self, of: Configuration) -> Planned | None:
-        """The plan of a configuration that may stand in any branch, if it has not been planned yet."""
-        if any(each.configuration == of for each in (*self.found, *self.over)):
-            return None
-        return self.plan(of, 0.0)
 
     def plan(self, of: Configuration, bound: float) -> Planned | None:
         """The plan of one configuration, kept where it belongs; None if a rule forbids it."""

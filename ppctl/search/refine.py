@@ -18,9 +18,9 @@ from ppctl.plan.layout_choice import AUTO, RECOMPUTED
 from ppctl.plan.memory_limit import GRANULARITY
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.violations import Overrides
-from ppctl.search.answer import Row
+from ppctl.search.answer import AnswerRow
 from ppctl.search.branch import Planned
-from ppctl.search.space import Configuration, Space
+from ppctl.search.space import Configuration, SearchSpace
 
 
 class Refined(NamedTuple):
@@ -31,7 +31,7 @@ class Refined(NamedTuple):
     words: Overrides
 
 
-def refined(space: Space, rows: Sequence[Row]) -> Iterator[Refined | None]:
+def refined(space: SearchSpace, rows: Sequence[AnswerRow]) -> Iterator[Refined | None]:
     """After every plan the fastest so far of those that fit; None until one is faster than the first row. A caller with
     little time interrupts a plan: a search for a layout can take a minute."""
     best = Refined(0, rows[0].planned, {})
@@ -41,7 +41,7 @@ def refined(space: Space, rows: Sequence[Row]) -> Iterator[Refined | None]:
             yield best if best.words else None
 
 
-def _of_row(space: Space, best: Refined) -> Iterator[Refined]:
+def _of_row(space: SearchSpace, best: Refined) -> Iterator[Refined]:
     """The fastest so far of a row, after every plan."""
     of = best.planned.configuration
     if GRANULARITY not in space.fixed and of.recomputation != "none":
@@ -65,7 +65,7 @@ def _some_stages(plan: Plan | None) -> Overrides:
     return {RECOMPUTED: chosen} if 0 < len(chosen) < len(plan.stages) else {}
 
 
-def _faster(space: Space, best: Refined, of: Configuration, words: Overrides) -> Refined:
+def _faster(space: SearchSpace, best: Refined, of: Configuration, words: Overrides) -> Refined:
     """The configuration with `words` if it is faster and fits; else `best`."""
     values = space.values_of(of).overridden(words)
     plan = None if check(values.config, values.provenance) else plan_alone(values)

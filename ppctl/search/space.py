@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 from ppctl.config.argv import ALIASES, PLACE
@@ -52,7 +52,7 @@ class Configuration(NamedTuple):
     data_parallel_sharding: str
 
 
-class Space:
+class SearchSpace:
     """All configurations for the model, the batch and the GPUs of a config; `keep` are keys that are not searched."""
 
     def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
@@ -61,7 +61,7 @@ class Space:
         groups = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
         self.fixed = {key for key, group in groups.items() if any(self._is_fixed(each, names) for each in group)}
         nodes, gpus = values["nodes"], values["gpus_per_node"]
-        self.world = 1 if nodes is None and gpus is None else _product(machines(nodes, gpus, 1))
+        self.world = 1 if nodes is None and gpus is None else prod(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)
         self.batches, self._divides = cache(self._batches), cache(self._divide)
 
@@ -71,13 +71,14 @@ class Space:
     @property
     def neutral(self) -> ConfigValues:
         """The config with the least of all that is searched: what is wrong with it is wrong with all."""
-        tp, cp, pp, ep, etp, mbs = (self._options(key, [1])[0] for key in (*AXES, "mbs"))
+        tp, cp, pp, ep, etp, mbs = (self.options(key, [1])[0] for key in (*AXES, "mbs"))
         vpp = self.values["vpp"] or 1 if "vpp" in self.fixed else 1
         name = next(iter(self.schedules(1, vpp)), "")
         sharding = self.values[SHARDING] if SHARDING in self.fixed else "none"
         return self.values_of(Configuration(tp, cp, pp, ep, etp, mbs, self.recomputations[0], vpp, name, sharding))
 
-    def _options(self, key: str, values: Sequence[int]) -> Sequence[int]:
+    def options(self, key: str, values: Sequence[int]) -> Sequence[int]:
+        """The typed value of a key, else `values`."""
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
     def axes(self) -> Iterator[tuple[Configuration, ParallelSizes | None]]:
@@ -85,13 +86,13 @@ class Space:
         count, with its sizes; None where a rule forbids it."""
         world, experts = self.world, self.values["model.num_moe_experts"] or 0
         ways = divisors(world)
-        for tp, cp in product(self._options("tp", ways), self._options("cp", ways)):
-            for pp in self._options("pp", [size for size in ways if size <= self.values["model.num_layers"]]):
+        for tp, cp in product(self.options("tp", ways), self.options("cp", ways)):
+            for pp in self.options("pp", [size for size in ways if size <= self.values["model.num_layers"]]):
                 if world % (tp * cp * pp) and not {"tp", "cp", "pp"} <= self.fixed:
                     continue
-                for etp in self._options("etp", divisors(tp) if experts else [1]):
+                for etp in self.options("etp", divisors(tp) if experts else [1]):
                     dense = world // pp
-                    for ep in self._options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
+                    for ep in self.options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
                         axes = Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
                         yield axes, self.sizes(axes)
 
@@ -112,7 +113,7 @@ class Space:
     def _batches(self, dp: int) -> list[tuple[int, int, int]]:
         """(microbatch size, microbatches of a schedule call, calls of a step) on so many replicas."""
         each = []
-        for size in self._options("mbs", divisors(max(1, self.values["gbs"] // dp))):
+        for size in self.options("mbs", divisors(max(1, self.values["gbs"] // dp))):
             split = derive_batch(self.values.overridden({"mbs": size}), dp, [])
             if split is not None:
                 each.append((size, split.num_microbatches, split.accumulation))
@@ -120,7 +121,7 @@ class Space:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
-        """What may be computed again."""
+        """Ways to compute things again."""
         return (GIVEN,) if GRANULARITY in self.fixed else ("none", "modules", "full")
 
     def _chunks(self, pp: int) -> tuple[int, ...]:
@@ -133,17 +134,12 @@ class Space:
         if self._is_fixed("layout", ()):
             typed = self.layout(pp, None)
             ways = [] if typed is None else [typed.virtual_pipeline_model_parallel_size]
-        return tuple(vpp for vpp in self._options("vpp", ways) if self.layout(pp, vpp) is not None)
+        return tuple(vpp for vpp in self.options("vpp", ways) if self.layout(pp, vpp) is not None)
 
     def _layout(self, pp: int, vpp: int | None) -> PipelineParallelLayerLayout | None:
         """The config's layout where it is typed or made for these sizes, else the even split."""
         cut = derive_cut(self.values.overridden({"pp": pp, "vpp": vpp}), [])
         return None if cut is None else cut.layout
-
-    @property
-    def largest_batch(self) -> int:
-        """Samples of the largest microbatch of any division of the ranks."""
-        return max(self._options("mbs", [self.values["gbs"]]))
 
     def schedules(self, pp: int, vpp: int) -> tuple[str, ...]:
         """The policies that run so many chunks; on one rank they are all one."""
@@ -208,8 +204,8 @@ class Space:
 
     @cached_property
     def modules(self) -> list[str] | None:
-        """What `modules` computes again: the recipe's own modules, else attention's core, and experts from their rows,
-        as the plan advises where memory is short."""
+        """The modules that `modules` computes again: the recipe's own, else attention's core, and experts from their
+        rows, as the plan advises where memory is short."""
         own: list[str] | None = self.values[MODULES]
         if own or not self.values["model.num_moe_experts"]:
             return own
@@ -228,7 +224,3 @@ class Space:
 def divisors(number: int) -> list[int]:
     """All divisors, in rising order."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _product(pair: tuple[int, int]) -> int:
-    return pair[0] * pair[1]

@@ -9,14 +9,14 @@ from ppctl.config.compose import compose
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_alone
 from ppctl.plan.violations import ConfigValues
-from ppctl.search.space import Configuration, Space
+from ppctl.search.space import Configuration, SearchSpace
 
 _MODEL = ["model.hidden_size=512", "model.num_attention_heads=8", "model.ffn_hidden_size=1024", "model.vocab_size=8192"]
 _RUN = ["launch.device=cuda", "cost.device=h100", "parallel.bf16=true", "data.seq_length=512"]
 _TYPED = ("tp", "cp", "pp", "vpp", "mbs", "parallel.data_parallel_sharding", "recompute", "pp_schedule")
 
 
-def space(seed: int, most: int = 60) -> Space:
+def space(seed: int, most: int = 60) -> SearchSpace:
     """A space of at most `most` configurations, some of which do not fit the device in most spaces."""
     draw = random.Random(seed)
     while True:
@@ -24,6 +24,8 @@ def space(seed: int, most: int = 60) -> Space:
         words += [f"model.num_layers={draw.randint(2, 9)}", f"gbs={draw.choice((8, 24, 48, 96))}"]
         if draw.random() < 0.4:
             words += ["model.num_moe_experts=8", "model.moe_router_topk=2", "model.moe_ffn_hidden_size=256"]
+            words += [f"parallel.overlap_moe_expert_parallel_comm={draw.choice(('true', 'false'))}"]
+        words += [f"cost.stack={draw.choice(('ppctl', 'megatron'))}"]
         if draw.random() < 0.2:
             words += ["model.mtp_num_layers=1"]
         if draw.random() < 0.3:
@@ -40,12 +42,12 @@ def space(seed: int, most: int = 60) -> Space:
             composed = compose(words)
         except Exception:  # what was drawn contradicts itself
             continue
-        drawn = Space(ConfigValues(composed.config, composed.provenance))
+        drawn = SearchSpace(ConfigValues(composed.config, composed.provenance))
         if 6 <= sum(1 for _ in every(drawn)) <= most:
             return drawn
 
 
-def every(space: Space) -> Iterator[Configuration]:
+def every(space: SearchSpace) -> Iterator[Configuration]:
     """All configurations of a space whose axes divide ranks and model."""
     for axes, sizes in space.axes():
         if sizes is None:
@@ -54,7 +56,7 @@ def every(space: Space) -> Iterator[Configuration]:
             yield from space.layouts(axes._replace(micro_batch_size=batch[0], recomputation=again), sizes)
 
 
-def all_plans(space: Space) -> dict[Configuration, Plan]:
+def all_plans(space: SearchSpace) -> dict[Configuration, Plan]:
     """Every configuration that the rules allow, with its plan."""
     plans = {of: plan_alone(space.values_of(of)) for of in every(space) if space.obeys(of)}
     return {of: plan for of, plan in plans.items() if plan is not None and plan.timing.pipeline_s}

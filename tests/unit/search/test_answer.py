@@ -10,14 +10,14 @@ from ppctl.plan import memory
 from ppctl.plan.build import plan_alone
 from ppctl.plan.memory import device_of
 from ppctl.plan.violations import ConfigValues
-from ppctl.search.answer import PRICES, Row, moved, rows, step_seconds
+from ppctl.search.answer import PRICES, AnswerRow, moved, rows, step_seconds
 from ppctl.search.branch import Planned, Search
 from ppctl.search.refine import refined
-from ppctl.search.space import Configuration, Space
+from ppctl.search.space import Configuration, SearchSpace
 from tests.helpers.small_spaces import space
 
 
-def searched(drawn: Space) -> Search:
+def searched(drawn: SearchSpace) -> Search:
     search = Search(drawn)
     for _ in search.run():
         pass
@@ -26,7 +26,7 @@ def searched(drawn: Space) -> Search:
     return search
 
 
-def planned_again(drawn: Space, of: Configuration, slower: tuple[str, ...]) -> float:
+def planned_again(drawn: SearchSpace, of: Configuration, slower: tuple[str, ...]) -> float:
     values = drawn.values_of(of)
     device = device_of(values.config)
     rates = {rate: getattr(device, rate) / 1.1 for name in slower for rate in PRICES[name]}
@@ -65,9 +65,9 @@ def test_a_row_that_computes_all_again_does_so_where_it_must(
     """On the stages alone of ranks with too little memory; with a fast link to the host layers wait there instead."""
     monkeypatch.setattr(memory, "preset", lambda name: preset(name)._replace(host_link=host_link))
 
-    def of_memory(size: int) -> Space:
+    def of_memory(size: int) -> SearchSpace:
         composed = compose([*PIPELINE, f"launch.device_memory={size}MiB"])
-        return Space(ConfigValues(composed.config, composed.provenance))
+        return SearchSpace(ConfigValues(composed.config, composed.provenance))
 
     of = Configuration(1, 1, 4, 1, 1, 1, "none", 1, "1f1b", "none")
     none = plan_alone(of_memory(10**6).values_of(of))
@@ -77,7 +77,7 @@ def test_a_row_that_computes_all_again_does_so_where_it_must(
     full = of._replace(recomputation="full")
     plan = plan_alone(drawn.values_of(full))
     assert plan is not None and Planned(full, plan, 0.0).fits
-    best = [*refined(drawn, [Row(Planned(full, plan, 0.0), {}, ())])][-1]
+    best = [*refined(drawn, [AnswerRow(Planned(full, plan, 0.0), {}, ())])][-1]
     assert best is not None and word in best.words
     assert best.planned.fits and best.planned.plan.step_time_s < plan.step_time_s
     again = plan_alone(drawn.values_of(best.planned.configuration).overridden(best.words))
