@@ -39,7 +39,7 @@ MODES = {
 AT_THE_END = {"at the end"}
 MAY_WAIT = {mode: AT_THE_END for mode in MODES}
 MAY_WAIT["batched, synchronised"] = AT_THE_END | {"torch.cuda.synchronize"}
-MAY_WAIT |= {mode: AT_THE_END | {"variable_shapes.py: shapes_of"} for mode in MODES if "variable" in mode}
+MAY_WAIT |= {mode: AT_THE_END | {"channels.py: shapes_of"} for mode in MODES if "variable" in mode}
 """What hosts wait for their devices for: the shapes of messages that vary, and what batch_p2p_sync asks for."""
 
 WORLDS = {
