@@ -98,7 +98,7 @@ ppctl/train/figures.py:46      2 per step                        rank 1
 ppctl/train/grad_norm.py:53    once per step                     all ranks
 
 Operations and kernel launches of a step, and the least that the host needs for
-  them at 5 us a launch (the plan's step: 0.00903 s)
+  them at 5 us a launch (the plan's step: 0.0177 s)
 rank  operations  launches  seconds
 0          1,050       420   0.0021
 1          1,050       420   0.0021
