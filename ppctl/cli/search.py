@@ -113,10 +113,12 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) 
     best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        for best in refined(search.space, listed[:most]):  # noqa: B007
-            answer["plans"] += 1
-        answer["complete"] = True
-    signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            for best in refined(search.space, listed[:most]):  # noqa: B007 - the last one is the best
+                answer["plans"] += 1
+            answer["complete"] = True
+        finally:  # still in the block that takes the timer's interrupt
+            signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     if best is not None:
         line = search_text.line(args.line.overrides, search.space, best.planned.configuration, best.words)

@@ -91,7 +91,7 @@ def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Me
 
 
 FRAGMENTS = 0.05
-"""What the allocator's fragments may take beside a peak; a plan that leaves less free is called tight."""
+"""The share of a peak that the allocator's fragments may take; a plan that leaves less free is called tight."""
 _ROUNDING = 2**21
 """Bytes of which large blocks are multiples."""
 _SMALL = 2**19

@@ -277,7 +277,7 @@ _WAITS = {
     Op.F: (Op.RECV_F, Stage.wait_for_input),
     **dict.fromkeys(INPUT_GRADIENTS, (Op.RECV_B, Stage.wait_for_gradient)),
 }
-"""What an operation waits for, and how."""
+"""For an operation the message before it, and how a stage waits for that."""
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:

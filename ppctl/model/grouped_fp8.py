@@ -80,7 +80,7 @@ class _Placed(torch.autograd.Function):
         return _Placed.apply(gradients[0], *ctx.saved_tensors, ctx.back), None, None  # type: ignore[no-untyped-call]  # torch's own
 
 
-class Copies(NamedTuple):
+class EightBitCopies(NamedTuple):
     """A stack of weights [groups, out, in] in 8 bits, in the two layouts that its products read."""
 
     ahead: tuple[Tensor, Tensor]
@@ -98,7 +98,7 @@ def all_copies() -> Iterator[Tensor]:
     return (tensor for _, copies in _made.values() for pair in copies for tensor in pair)
 
 
-def copies_of(weights: Tensor, fp8: Fp8) -> Copies:
+def copies_of(weights: Tensor, fp8: Fp8) -> EightBitCopies:
     """The copies of a parameter [groups, out, in], made anew after every change of it (an update, a load)."""
     version, made = _made.get(weights, (None, None))
     if version != weights._version:
@@ -109,16 +109,16 @@ def copies_of(weights: Tensor, fp8: Fp8) -> Copies:
             (torch.stack([one.values for one in each]), torch.stack([one.scales[:, 0] for one in each]))
             for each in zip(*both, strict=True)
         )
-        made = Copies(ahead, back)
+        made = EightBitCopies(ahead, back)
         _made[weights] = weights._version, made
-    return cast(Copies, made)
+    return cast(EightBitCopies, made)
 
 
 class GroupsInFp8(NamedTuple):
     """A product in 8 bits of all groups' rows, as `Groups.spread` has them, with the copies of their weights."""
 
     fp8: Fp8
-    copies: Copies
+    copies: EightBitCopies
     dtype: torch.dtype
 
     def multiply(self, rows: Tensor, weights: Tensor, values: Tensor, scales: Tensor, *groups: Tensor) -> Tensor:

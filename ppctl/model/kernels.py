@@ -96,7 +96,7 @@ def _fp8_name(fp8: Fp8 | None) -> str:
 
 
 ON_CPU = Kernels()
-"""What every device can run, and a CPU does."""
+"""The kernels that every device can run, and a CPU does."""
 
 
 @dataclass(frozen=True, slots=True)

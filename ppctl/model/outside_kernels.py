@@ -21,7 +21,7 @@ Role = Literal["attention", "grouped_product", "dispatch", "norm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUse:
-    """What a run asks of a kernel on each rank; sizes are those of a rank's own part, 0 if the model has none."""
+    """The sizes and options of a run on each rank: sizes of the rank's own part, 0 if the model has none."""
 
     device: str
     """`cuda` or `cpu`."""
@@ -69,7 +69,7 @@ class Kernel:
     fits: Callable[[KernelUse], str] | None = None
     """Why it cannot serve such a use, in words; empty if it can. None: it serves every use."""
     name: str = ""
-    """What the config calls it; set if it is chosen."""
+    """Its name in the config; set if it is chosen."""
 
     def against(self, use: KernelUse) -> str:
         """The reason that `fits` returns for a use; empty if there is none."""

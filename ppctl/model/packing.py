@@ -49,7 +49,7 @@ class Packing(NamedTuple):
     documents: Documents | None = None
     """None lets every token see all before it."""
     draws: Draws | None = None
-    """What dropout draws from, in training; None drops nothing."""
+    """The source of dropout's draws, in training; None drops nothing."""
 
     @classmethod
     def of(

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     counts: Tensor
     """Tokens that each expert gets, int64 [E]."""
     auxiliary: Tensor | None
-    """What this microbatch adds to the objective (scalar, coefficients applied); None if nothing does."""
+    """The auxiliary loss of this microbatch (scalar, coefficients applied); None if there is none."""
 
 
 class SumOverTokens(Protocol):

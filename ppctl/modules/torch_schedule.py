@@ -40,7 +40,7 @@ LOOPED_BFS = "loopedbfs"
 
 
 class Asked(NamedTuple):
-    """What one rank asks for. All ranks must ask for the same, but for `stages`, which are its own."""
+    """A rank's arguments. All ranks must pass the same, except `stages`, which are its own."""
 
     schedule: str
     num_microbatches: int
@@ -328,7 +328,7 @@ def _refuse_others(stages: Sequence[Any]) -> None:
 
 
 def _edges(stage: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What torch has inferred that a stage receives and sends."""
+    """The tensors that a stage receives and sends, as torch has inferred them."""
     meta = stage._stage_meta
     return () if stage.is_first else meta.inputs, () if stage.is_last else meta.outputs
 

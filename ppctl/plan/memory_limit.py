@@ -55,7 +55,7 @@ CONTEXT = 1664 * MIB
 """CUDA's context with the kernels and libraries of a step, 767 MiB, and what an H100 of 80 GB shows less than 80 GiB,
 841 MiB; both measured (benchmarks/results-gpu-2026-11-26.md)."""
 ALL_KERNELS = 736 * MIB
-"""What more CUDA_MODULE_LOADING=EAGER takes; 731 MiB were measured there."""
+"""Further bytes that CUDA_MODULE_LOADING=EAGER takes; 731 MiB were measured there."""
 PAIR, RING = 544 * MIB, 688 * MIB
 """A communicator of two ranks, and of more, after an all-reduce: measured on four A100 with NVLink (NVIDIA/nccl#964).
 A ring has two neighbours however many ranks it goes through, so that it does not grow (#986)."""

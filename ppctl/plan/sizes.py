@@ -15,7 +15,7 @@ from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 from ppctl.topology import ORDER, ParallelSizes, axes_of
 
 AXES = ("tp", "cp", "pp")
-"""What one replica of the model is made of; dp is the number of replicas."""
+"""The axes that divide one replica of the model; dp is the number of replicas."""
 
 CALL = "pipeline.pp_batch_size"
 """Samples of one schedule call on a dp rank. It counts if the user set it: else a step is one call."""

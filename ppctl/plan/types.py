@@ -134,9 +134,9 @@ class StageCost(NamedTuple):
     copy_s: float = 0.0
     """Seconds of moving `offloaded_bytes` one way: no forward and no backward is shorter."""
     exchange_s: float = 0.0
-    """Of `forward_s`, the seconds of sending rows to experts and back."""
+    """The part of `forward_s` in which rows are sent to experts and back."""
     exchange_back_s: float = 0.0
-    """Of `input_grad_s`, the same; what is recomputed is sent again."""
+    """The part of `input_grad_s` in which rows are sent to experts and back, those of recomputation included."""
     overlapped_link: float = 1.0
     """The share of a link's rate that an exchange reaches beside the other half of a pair."""
 

@@ -35,7 +35,7 @@ class _ChannelState:
 
     __slots__ = ("awake", "batches", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
 
-    def __init__(self, seconds: float, free_sends: int, awake: list[int], batches: Sequence[_Batch]) -> None:
+    def __init__(self, seconds: float, free_sends: int, awake: list[int], batches: Sequence[_OpenBatch]) -> None:
         self.seconds = seconds
         self.free_at = 0.0
         self.free_sends = free_sends
@@ -90,7 +90,7 @@ class _Nowhere(_ChannelState):
         """Do nothing."""
 
 
-class _Batch:
+class _OpenBatch:
     """The neighbouring messages of a rank's list: how many are not through yet, and when the last one was."""
 
     __slots__ = ("open", "pp_rank", "through", "waits")
@@ -140,7 +140,7 @@ def execute(
     and completeness are free: a rank that waits for ever is reported in `stuck`.
     """
     awake = list(range(len(schedule.actions)))
-    batches = list(map(_Batch, awake))
+    batches = list(map(_OpenBatch, awake))
     tables = _tables(schedule, seconds, message_seconds, awake, batches)._replace(saved=saved or {})
     stuck = dict.fromkeys(awake, 0)
     starts: list[list[float]] = [[] for _ in awake]
@@ -155,7 +155,12 @@ def execute(
 
 
 def _run(
-    schedule: Schedule, batch: _Batch, tables: _Lookup, starts: list[float], ends: list[float], stuck: dict[int, int]
+    schedule: Schedule,
+    batch: _OpenBatch,
+    tables: _Lookup,
+    starts: list[float],
+    ends: list[float],
+    stuck: dict[int, int],
 ) -> Iterator[None]:
     """One rank, from its first action to its last; yields while it waits for a message, which wakes it.
 
@@ -215,7 +220,7 @@ def _tables(
     seconds: Mapping[Op, Sequence[float]],
     message_seconds: Callable[[Channel], float],
     awake: list[int],
-    batches: Sequence[_Batch],
+    batches: Sequence[_OpenBatch],
 ) -> _Lookup:
     """The work of every operation by stage. A list of ready times is one object for the action that fills it and the
     action that waits for it."""
@@ -254,7 +259,7 @@ def _tables(
 
 
 def _lines(
-    schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int], batches: Sequence[_Batch]
+    schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int], batches: Sequence[_OpenBatch]
 ) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
     """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
 

@@ -1,4 +1,4 @@
-"""What stays whole in the I of a split backward: told in the log, once for each stage."""
+"""Backwards that stay whole in the I of a split one: reported in the log, once for each stage."""
 
 from __future__ import annotations
 
