@@ -27,14 +27,14 @@ from ppctl.cli.search_page import page
 from ppctl.cli.timeline import obstacle
 from ppctl.config.argv import PLACE, full_name, normalise
 from ppctl.config.checks import check
-from ppctl.config.keys import keys, text_keys
+from ppctl.config.keys import text_keys
 from ppctl.config.metadata import MOST_RANKS
 from ppctl.errors import ConfigError, MemoryPlanError, Problem, pasted
 from ppctl.host.files import write_atomically
 from ppctl.launch.planning import composed, hides_model
 from ppctl.plan import plan_checked
 from ppctl.plan.layout_choice import AUTO
-from ppctl.plan.memory_limit import GRANULARITY, LIMIT
+from ppctl.plan.memory_limit import GRANULARITY, LIMIT, MODULES
 from ppctl.plan.profile import KEY as PROFILE
 from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
@@ -43,7 +43,7 @@ from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
 from ppctl.search.refine import refined
-from ppctl.search.space import SEARCHED, SearchSpace
+from ppctl.search.space import AXES, SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     values, measured = _values(args)
     if args.nodes:
         return _frontier(args, values, measured)
+    asked = values if args.against is None else values.overridden(_asked(args.against))
     search = Search(SearchSpace(values, _kept(args, values)), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     listed = rows(search)
     firsts = {} if interrupted else moved(search, listed)
     lines = [search_text.line(args.line.overrides, search.space, row.planned.configuration) for row in listed]
-    changes = against(search, values.overridden(_asked(args.against))) if args.against and listed else []
+    changes = against(search, asked) if asked is not values and listed else []
     if not args.json:
         print(search_text.text(search, listed, firsts, lines, width()), flush=True)
         if changes:
@@ -142,7 +143,9 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
     spaces = [(search.space, row.planned.configuration) for search, row in found if row is not None]
     lines = [search_text.line(_on(args, space.values["nodes"]), space, of) for space, of in spaces]
     if args.json:
-        print(json.dumps([as_json(search, [row] if row else [], lines[:1]) for search, row in found], indent=1))
+        each = iter(lines)
+        listed = [as_json(search, [row] if row else [], [next(each)] if row else []) for search, row in found]
+        print(json.dumps(listed, indent=1))
     else:
         print(search_text.frontier(found, width()), *lines, sep="\n")
     return INTERRUPTED if interrupted else 0
@@ -160,13 +163,24 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST_RANKS
+
+
 def _asked(text: str) -> dict[str, Any]:
     """The values of --against."""
-    line = normalise(shlex.split(text), {}, "search")
+    try:
+        line = normalise(shlex.split(text), {}, "search")
+    except ValueError as error:  # a quote that is not closed
+        raise ConfigError(Problem("PP-E105", f"--against {text!r}: {error}", "--against 'tp=8 pp=4'", PLACE)) from None
     asked = parse_overrides(" ".join(line.overrides))
-    unknown = [key for key in asked if key not in keys()]
-    if line.problems or line.rest or unknown or not asked:
-        wrong = f"there is no key {unknown[0]}" if unknown else "it has words that are no KEY=VALUE"
+    searched = {full_name(key) for key in (*SEARCHED, SEQUENCE, MODULES)}
+    unknown = [key for key in asked if key not in searched]
+    sizes = {full_name(key) for key in (*AXES, "vpp", "mbs")}
+    odd = [key for key, value in asked.items() if key in sizes and value is not None and not _is_size(value)]
+    if line.problems or line.rest or unknown or odd or not asked:
+        wrong = f"{unknown[0]} is not searched" if unknown else "it has words that are no KEY=VALUE"
+        wrong = f"{odd[0]} is a whole number from 1 on" if odd else wrong
         raise ConfigError(
             [*line.problems, Problem("PP-E105", f"--against {text!r}: {wrong}", "--against 'tp=8 pp=4'", PLACE)]
         )
@@ -283,12 +297,20 @@ def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPl
 # What is written
 
 
+def _recipe_file(override: str) -> str:
+    key, _, value = override.partition("=")
+    return value.strip("'\"") if key == "recipe" else ""
+
+
 def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
     """Why files cannot be written, before a search of a minute; and a time that is none."""
     for option, name, code in (("--write", "found.yaml", "PP-E127"), ("--html", "found.html", "PP-E129")):
         path = getattr(args, option[2:])
         if path and (reason := obstacle(Path(path))):
             yield Problem(code, f"{path} cannot be written: {reason}", f"{option} {name}", PLACE)
+    files = [Path(each).resolve() for each in (args.write, args.html, *map(_recipe_file, args.line.overrides)) if each]
+    if len(files) != len(set(files)):
+        yield Problem("PP-E127", "--write, --html and the recipe name one file twice", "--write found.yaml", PLACE)
     if args.nodes and (args.html or args.write or args.refine):
         yield Problem("PP-E105", "--write, --html and --refine are for one number of nodes", "nodes=4", PLACE)
     if not 0 <= (args.refine or 0) <= 86_400:

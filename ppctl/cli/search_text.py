@@ -42,7 +42,9 @@ def counts(search: Search) -> str:
     cut = f"{of.memory:,} need more memory than there is"
     cut += f", {of.rules:,} are against a rule" * bool(of.rules)
     if not search.proved:
-        return f"interrupted: of {of.total:,} configurations {cut}, {of.planned:,} were planned; others may be faster"
+        return f"interrupted: of {of.total:,} configurations seen {cut}, {of.planned:,} were planned; " + (
+            "others may be faster" if of.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
+        )
     proof = f"none is more than {CLOSE:.0%} faster than the first under these prices" if search.found else "none fits"
     return (
         f"of {of.total:,} configurations {cut}, {of.left:,} are slower by their bound, {of.planned:,} were planned; "
@@ -128,10 +130,15 @@ def refinement(of: Mapping[str, Any]) -> str:
 
 def line(typed: Sequence[str], space: SearchSpace, of: Configuration, more: Overrides | None = None) -> str:
     """The command that trains a configuration, with `more` words."""
-    words = " ".join(filter(None, ["ppctl train", retyped(typed), overrides_text({**space.words(of), **(more or {})})]))
-    for key, alias in _SHORT.items():
-        words = words.replace(f"{key}=", f"{alias}=")
-    return words
+    made = overrides_text({**space.words(of), **(more or {})}).split(" ")
+    words = [*(retyped([each]) for each in typed), *made]
+    return " ".join(["ppctl train", *map(_short, filter(None, words))])
+
+
+def _short(word: str) -> str:
+    """A word with the short name of its key; a value may have such text, too, and stays."""
+    key, equals, value = word.partition("=")
+    return f"{_SHORT.get(key, key)}{equals}{value}"
 
 
 def frontier(found: Sequence[tuple[Search, AnswerRow | None]], columns: int) -> str:

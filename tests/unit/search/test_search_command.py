@@ -207,3 +207,28 @@ def test_refining_ends_when_its_time_is_over(capsys: pytest.CaptureFixture[str])
     refined = answer(capsys, "--refine", "0.000001")["refined"]
     assert (refined["complete"], refined["best"], refined["plans"]) == (False, None, 0)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize("asked", ["tp='8", "tp=abc", "tp=0", "recipe=quickstart", "nodes=2", ""])
+def test_a_comparison_with_what_is_not_searched_is_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    assert main(["search", *SMALL, "--against", asked]) == 2
+    assert "error PP-E105: --against" in capsys.readouterr().err
+
+
+def test_lines_keep_text_that_looks_like_a_key_and_are_those_of_their_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["search", *SMALL, "log.name=a train.steps=5 b", "--nodes", "1,2", "--json"]) == 0
+    each = [entry["rows"][0]["line"] for entry in json.loads(capsys.readouterr().out)]
+    assert [f"nodes={number}" in line for number, line in enumerate(each, 1)] == [True, True]
+    assert all("'log.name=a train.steps=5 b'" in line for line in each)
+
+
+def test_a_file_is_not_written_over_the_recipe_or_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
+    for words in (["--write", f"{tmp_path}/mine.yaml"], ["--html", f"{tmp_path}/a", "--write", f"{tmp_path}/a"]):
+        assert main(["search", f"+recipe={tmp_path}/mine.yaml", *SMALL, *words]) == 2
+        assert "name one file twice" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "train: {steps: 3}\n"
