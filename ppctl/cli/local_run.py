@@ -260,9 +260,10 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
 def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
     """The model's sample, the paths, and commands to go on with."""
     name, lines = program(), [""]
-    sample = run.result().get("sample")
-    if isinstance(sample, dict):
-        lines += ["the model reads, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
+    result = run.result()
+    where = ", from the middle of its data" if launch.config.log.prompts is None else ""
+    for sample in result.get("samples") or filter(None, [result.get("sample")]):
+        lines += [f"the model reads{where}:", _indented(str(sample.get("prompt", ""))), ""]
         lines += ["the model writes, choosing from the likeliest tokens:", _indented(str(sample.get("text", ""))), ""]
     checkpoint = checkpoint_of(run)
     lines.append(f"run         {run.path}")
