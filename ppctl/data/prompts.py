@@ -19,25 +19,16 @@ class Prompt(NamedTuple):
     tokens: list[int]
 
 
-def make_prompt(
-    text: str, tokenizer: Tokenizer, words: int | None, template: ChatTemplate | None = None, system: str | None = None
-) -> Prompt:
-    """The prompt of a text; with a `template` of a user's message, after the system's if there is one. `words` is the
-    size of the model's vocabulary, if it is known.
-
-    Raises DataError: PP-E420 for messages that the template refuses, PP-E560 for a prompt without tokens or with one
-    that the model has no row for.
-    """
-    if template is not None:
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        try:
-            text = template.prompt([*messages, {"role": "user", "content": text}])
-        except RenderingFailed as error:
-            message = f"the chat template at {template.place} refuses the message: {error}"
-            raise DataError(Problem("PP-E420", message, "ppctl explain PP-E420", text)) from None
+def make_prompt(text: str, tokenizer: Tokenizer, words: int | None, template: ChatTemplate | None = None) -> Prompt:
+    """The prompt of a text, with a `template` of a user's message, for a model of so many `words` if that is known.
+    Raises DataError: PP-E420 for a message that the template refuses, PP-E560 for a prompt that cannot be continued."""
     try:
+        text = text if template is None else template.prompt([{"role": "user", "content": text}])
         tokens = tokenizer.encode_pieces([text], around=template is None)[0].ids.tolist()
-    except UnicodeEncodeError:  # half of a pair, which is no character, or bytes that are no text
+    except RenderingFailed as error:
+        message = f"the chat template refuses the message: {error}"
+        raise DataError(Problem("PP-E420", message, "ppctl explain PP-E420", text)) from None
+    except UnicodeEncodeError:  # bytes of a command line that are no text
         raise _refused("is not UTF-8 text", text) from None
     tokens = tokens or ([] if tokenizer.eos is None else [tokenizer.eos])
     if not tokens:

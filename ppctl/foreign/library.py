@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -145,11 +143,9 @@ def read_whole_model(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     """Read a directory's model with its weights, as transformers does; `dtype` None keeps that of the files. Raises
     ConfigError as `read_own_config`, and PP-E527 with the library's reason."""
     config, library = read_own_config(directory), _transformers()
-    if not sys.stderr.isatty():
-        library.utils.logging.disable_progress_bar()
-    load = partial(library.AutoModelForCausalLM.from_pretrained, local_files_only=True, trust_remote_code=False)
+    load, alone = library.AutoModelForCausalLM.from_pretrained, dict(local_files_only=True, trust_remote_code=False)
     try:
-        model: nn.Module = load(directory, config=config, dtype=dtype or "auto")
+        model: nn.Module = load(directory, config=config, dtype=dtype or "auto", **alone)
     except (OSError, ValueError, RuntimeError) as error:
         raise _refused(directory, f"transformers does not load it: {str(error).partition(chr(10))[0]}") from None
     return model

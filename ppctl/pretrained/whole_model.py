@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,16 @@ def open_model(source: Path, device: torch.device, dtype: torch.dtype | None, pr
     return WholeModel(_CachedByLibrary(read_whole_model(source, dtype).to(device)), device)
 
 
+@dataclass(frozen=True)
 class WholeModel:
     """Continues one row of tokens; a second row needs another one."""
 
-    def __init__(self, go_on: Continue, device: torch.device, words: int | None = None, longest: int | None = None):
-        self.go_on, self.device = go_on, device
-        self.words, self.longest = words, longest
-        """The number of words and of positions that the model has a row for; None if that is not known."""
+    go_on: Continue
+    device: torch.device
+    words: int | None = None
+    """The number of words that the model has a row for; None if that is not known."""
+    longest: int | None = None
+    """The number of positions that the model has a row for; None if it has no such rows."""
 
     @torch.inference_mode()
     def after(self, tokens: list[int]) -> Tensor:
@@ -70,15 +73,16 @@ def _filled(
     decoder = (Layer("decoder", index) for index in range(model.num_layers))
     spec = StageSpec(0, 0, 0, (Layer("embedding"), *decoder, Layer("loss")), (), (), 0, 0, 0)
     given: dict[str, Any] = dict(seed=0, device=device, dtype=dtype or next(iter(dtypes.values())))
+    given["initialize"] = lambda *_: None  # values are read
     foreign, longest = foreign_of(model), None
     if foreign is None:
-        stage: StageModel = build_stage(spec, model, initialize=_leave, **given)
+        stage: StageModel = build_stage(spec, model, **given)
         if model.position_embedding_type == "learned_absolute":
             longest = model.max_position_embeddings
     else:
         from ppctl.foreign.foreign_stage import build_foreign_stage
 
-        stage = build_foreign_stage(spec, model, foreign, initialize=_leave, **given)
+        stage = build_foreign_stage(spec, model, foreign, **given)
     stage.train(False)
     rows = stage.parameter_rows()
     tensors = {**stage.canonical_parameters(), **stage.canonical_buffers()}
@@ -89,10 +93,6 @@ def _filled(
                 piece.copy_(read(of))
     go_on = _Cached(stage) if isinstance(stage, StageModule) else _CachedByLibrary(stage.model)  # type: ignore[attr-defined]
     return WholeModel(go_on, device, model.vocab_size, longest)
-
-
-def _leave(*_: object) -> None:
-    """Leave weights without values, which are read."""
 
 
 class _Cached:

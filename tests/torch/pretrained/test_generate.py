@@ -12,7 +12,7 @@ from hugging_face_models import hugging_face_model, random_model
 
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from ppctl.model.draw import Sampling, drawn
-from ppctl.pretrained.generate import Shown
+from ppctl.pretrained.generate import pieces
 from ppctl.pretrained.hugging_face import import_directory
 from ppctl.pretrained.whole_model import open_model
 
@@ -86,10 +86,9 @@ def test_draws_follow_temperature_and_the_likeliest_words() -> None:
 def test_a_character_comes_when_all_its_tokens_have(kind, tmp_path) -> None:
     tokenizer = ByteTokenizer() if kind == "bytes" else HuggingFaceTokenizer.open(tokenizer_directory(tmp_path, CHATML))
     text = "aé€\U0001f600 b"
-    shown = Shown(tokenizer)
-    pieces = [shown.add(token) for token in tokenizer.encode_pieces([text], around=False)[0].ids.tolist()]
-    assert [piece for piece in pieces if piece] == list(text)
-    assert shown.rest() == ""
+    ids = tokenizer.encode_pieces([text], around=False)[0].ids.tolist()
+    assert [piece for piece in pieces(tokenizer, ids) if piece] == list(text)
+    assert "".join(pieces(tokenizer, ids[:2])) == "a\ufffd"
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +107,16 @@ def ppctl(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_continues_a_turn_of_a_conversation(chatting) -> None:
     home, model = chatting
-    done = ppctl(str(home), "Hi\x1b[2J", "--system", "be", "--tokens", "9", "--json")
+    done = ppctl(str(home), "Hi\x1b[2J", "--chat", "--tokens", "9", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    opened = "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nHi\x1b[2J<|im_end|>\n<|im_start|>assistant\n"
+    opened = "<|im_start|>user\nHi\x1b[2J<|im_end|>\n<|im_start|>assistant\n"
     assert answer["prompt"] == opened
     ids = HuggingFaceTokenizer.open(home).encode_pieces([opened], around=False)[0].ids.tolist()
     with torch.no_grad():
         found = model.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False, eos_token_id=None)
-    assert answer["tokens"] == found[0, len(ids) :].tolist() and answer["prompt_tokens"] == len(ids)
+    assert answer["tokens"] == found[0, len(ids) :].tolist()
+    assert answer["ended"] == "limit"
 
 
 def test_the_command_streams_text_whose_control_characters_are_harmless(chatting) -> None:
@@ -125,7 +125,7 @@ def test_the_command_streams_text_whose_control_characters_are_harmless(chatting
     one, two = ppctl(*words), ppctl(*words)
     assert one.returncode == 0 and one.stdout == two.stdout != ""
     assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in one.stdout)
-    assert "\\x" in one.stdout and "38 tokens in" in one.stderr and "the model ended its text" in one.stderr
+    assert "\\x" in one.stdout and "38 tokens in" in one.stderr and "ended by: end of text" in one.stderr
     assert ppctl(*words[:-1], "5").stdout != one.stdout
 
 
