@@ -77,14 +77,11 @@ def start_of(args: argparse.Namespace) -> Iterator[Started]:
 
 def _of_a_node(variables: Mapping[str, str]) -> str:
     """A line for the terminal of a node other than the first, which shows nothing else of a run that goes well."""
-    first, local, world, *server = (
-        variables[name] for name in ("RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
-    ranks = f"ranks {first} to {int(first) + int(local) - 1}" if local != "1" else f"rank {first}"
-    return (
-        f"note: {host_name()} has {ranks} of {world}, which wait for rank 0 at {':'.join(server)}; steps are printed "
-        "where that runs, and here only what goes wrong"
-    )
+    first, last = int(variables["RANK"]), int(variables["RANK"]) + int(variables["LOCAL_WORLD_SIZE"]) - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    server = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+    who = f"{host_name()}: {ranks} of {variables['WORLD_SIZE']}, waiting for rank 0 at {server}"
+    return f"note: {who}; steps are printed where rank 0 runs, and here what goes wrong"
 
 
 def accepted(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> Plan:

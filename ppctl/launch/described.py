@@ -121,20 +121,16 @@ def _watched(command: Sequence[str], environment: Mapping[str, str], directory: 
     """The lines of a child's stderr, and its exit code. A person sees each, on a terminal with the time that passes."""
     screen, began, lines = getattr(sys.stderr, "below", sys.stderr), time.monotonic(), ["starting torch"]
     begin, end = ("\r\033[K", "") if screen.isatty() else ("", "\n")
-
-    def show() -> None:
-        text = f"note: {time.monotonic() - began:.0f} s, examining {directory}: {lines[-1]}"
-        room = shutil.get_terminal_size().columns - 1 if begin else None
-        print(f"{begin}{visible(text)[:room]}", end=end, file=screen, flush=True)
-
+    room = shutil.get_terminal_size().columns - 1 if begin else None
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(command, stdout=nowhere, stderr=pipe, env=dict(environment), bufsize=0) as child:
         assert child.stderr is not None  # it is a pipe
-        told = [lines[0].encode()]
+        told = [b"\n"]
         try:
             while told != [b""]:
                 if told or begin:
-                    show()
+                    text = visible(f"note: {time.monotonic() - began:.0f} s, examining {directory}: {lines[-1]}")[:room]
+                    print(f"{begin}{text}", end=end, file=screen, flush=True)
                 told = [child.stderr.readline() for _ in select.select([child.stderr], [], [], 1.0)[0]]
                 lines += [text for each in told if (text := each.decode(errors="replace").strip())]
         finally:

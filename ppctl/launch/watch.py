@@ -31,7 +31,7 @@ from ppctl.hang.verdict import verdict
 from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.host.processes import python
 from ppctl.launch.environment import rank_environment
-from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, Exit, JobOutcome, failures, report
+from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, Exit, JobOutcome, failures, report, terminated
 from ppctl.launch.process import LAST_LINES, RankProcess, copy_lines, writer_to
 from ppctl.records.rank_records import RankFailure, RankState
 from ppctl.runs import heartbeat
@@ -331,7 +331,7 @@ def _outcome(watch: Watch) -> JobOutcome:
         how = "nothing more was saved" if began else "before the first step: nothing was saved"
         return JobOutcome(INTERRUPTED, "interrupted", f"interrupted: all ranks were ended, {how}")
     if watch.cause == "terminated":
-        return JobOutcome(TERMINATED, "interrupted", "terminated: the ranks were ended before all had saved")
+        return terminated(run, "the ranks were ended")
     if state == "stopped":
         return JobOutcome(STOPPED, "stopped", "stopped by Ctrl-C" if watch.asked_by_key else "")
     if watch.asked is not None and state != "finished":

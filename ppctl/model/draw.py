@@ -1,29 +1,20 @@
-"""The next token, from the logits of all words: the likeliest one, or a draw from the likely ones."""
+"""The next token, drawn from the logits of all words."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Sampling(NamedTuple):
-    """How a token is drawn. The order is that of transformers: temperature, then `top_k`, then `top_p`."""
-
-    temperature: float = 1.0
-    """Logits are divided by it: below 1 likely tokens become likelier."""
-    top_k: int | None = None
-    """Draw from so many of the likeliest tokens; None from all."""
-    top_p: float = 1.0
-    """Draw from the fewest tokens whose probabilities reach this sum."""
-
-
-def drawn(logits: Tensor, sampling: Sampling, dice: torch.Generator) -> Tensor:
-    """An index into `logits` [words], as a tensor [1] on the CPU, drawn there with `dice`."""
+def drawn(
+    logits: Tensor, dice: torch.Generator, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> Tensor:
+    """An index into `logits` [words], as a tensor [1] on the CPU, drawn there with `dice` as transformers does: from
+    the logits divided by `temperature`, the `top_k` largest, and of these the fewest whose probabilities reach
+    `top_p`."""
     words = logits.numel()
-    values, tokens = logits.detach().float().cpu().topk(min(sampling.top_k or words, words))
-    chances = torch.softmax(values / sampling.temperature, dim=0)
-    if sampling.top_p < 1:
-        chances = chances * (chances.cumsum(0) - chances < sampling.top_p)
+    values, tokens = logits.detach().float().cpu().topk(min(top_k or words, words))
+    chances = torch.softmax(values / temperature, dim=0)
+    if top_p < 1:
+        chances = chances * (chances.cumsum(0) - chances < top_p)
     return tokens[torch.multinomial(chances, 1, generator=dice)]

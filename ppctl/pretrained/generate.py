@@ -18,7 +18,7 @@ from ppctl.data.prompts import Prompt, make_prompt
 from ppctl.data.tokenizer import Tokenizer, read_settings
 from ppctl.errors import DataError, PpctlError, Problem, visible
 from ppctl.families.directory import CONFIG
-from ppctl.model.draw import Sampling, drawn
+from ppctl.model.draw import drawn
 from ppctl.pretrained.conversion import printed_progress
 from ppctl.pretrained.hugging_face import GENERATION
 from ppctl.pretrained.whole_model import WholeModel, open_model
@@ -74,15 +74,18 @@ def _continued(
     """At most so many tokens, each also added to `ids`, the likeliest or draws; up to `end` or an end that the
     settings beside the tokenizer name."""
     dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
-    sampling = Sampling(args.temperature or 1.0, args.top_k, args.top_p or 1.0)
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
-    beside = [read_settings((path if path.is_dir() else path.parent) / file) for file in (GENERATION, CONFIG)]
-    named = [] if args.tokenizer == "byte" else [each.get("eos_token_id") for each in beside]
-    ends = {end, *(number for each in named for number in (each if isinstance(each, list) else [each]))}
+    ends = {end}
+    for file in () if args.tokenizer == "byte" else (GENERATION, CONFIG):
+        named = read_settings((path if path.is_dir() else path.parent) / file).get("eos_token_id")
+        ends |= {*named} if isinstance(named, list) else {named}
     given = prompt.tokens
     while len(ids) < most:
         logits = model.after(given)
-        token = int(drawn(logits, sampling, dice) if draws else logits.argmax())
+        chosen = (
+            drawn(logits, dice, args.temperature or 1.0, args.top_k, args.top_p or 1.0) if draws else logits.argmax()
+        )
+        token = int(chosen)
         if token in ends:
             return
         ids.append(token)

@@ -21,7 +21,7 @@ from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
-from ppctl.model.draw import Sampling, drawn
+from ppctl.model.draw import drawn
 from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.tensor import gather_runs
@@ -81,7 +81,9 @@ class Generator:
         def forward(mb: int, inputs: Message) -> Message:
             outputs = module(*((self.window,) if embeds else inputs), tokens=self.window, packing=self.packing)
             if ends:
-                self.next_token[0] = drawn(self._all_words(self._at_position(outputs[0][0])), _SAMPLING, self.dice)
+                logits = self._all_words(self._at_position(outputs[0][0]))
+                # A small model that always takes the likeliest token soon repeats one word.
+                self.next_token[0] = drawn(logits, self.dice, temperature=0.8, top_k=40)
             return outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
@@ -102,9 +104,6 @@ class Generator:
         group = self.session.groups.get("tp")
         return logits if group is None else gather_runs(logits, 0, self.session.config.model.vocab_size, group)
 
-
-_SAMPLING = Sampling(temperature=0.8, top_k=40)
-"""A small model that always takes the likeliest token soon repeats one word."""
 
 SAMPLE_LENGTH = 200
 SHORT_SAMPLE_LENGTH = 32

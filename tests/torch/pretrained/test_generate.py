@@ -11,7 +11,7 @@ from chats import CHATML, tokenizer_directory
 from hugging_face_models import hugging_face_model, random_model
 
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from ppctl.model.draw import Sampling, drawn
+from ppctl.model.draw import drawn
 from ppctl.pretrained.generate import pieces
 from ppctl.pretrained.hugging_face import import_directory
 from ppctl.pretrained.whole_model import open_model
@@ -75,7 +75,7 @@ def test_draws_follow_temperature_and_the_likeliest_words() -> None:
     dice = torch.Generator().manual_seed(0)
 
     def seen(**how: float) -> set[int]:
-        return {int(drawn(logits, Sampling(**how), dice)) for _ in range(400)}
+        return {int(drawn(logits, dice, **how)) for _ in range(400)}
 
     assert seen() == {0, 1, 2, 3}
     assert seen(top_k=2) == {1, 3} and seen(top_p=0.7) == {1, 3} and seen(top_p=0.4) == {1}
