@@ -30,6 +30,7 @@ from ppctl.train.reports import (
     stop_reason,
 )
 from ppctl.train.session import Session
+from ppctl.train.stragglers import Stragglers
 
 
 class Trainer:
@@ -67,6 +68,7 @@ class Trainer:
         self.programs = [[watch(program, first) for program in self.stages.make(first)] for first in firsts]
         """The programs of each schedule call of a step."""
         self.figures = StepFigures(session)
+        self.stragglers = Stragglers(session.plan, self.figures.stages_of)
         self.balance = RouterBalance(
             [router for module in session.model.stages.values() for router in module.routers()],
             session.config.model,
@@ -120,6 +122,8 @@ class Trainer:
             record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, ended - started)
         self._warn_of_retries(reports, step + 1)
+        if s.own.rank == 0 and (slow := self.stragglers.note(step + 1, reports.stage_seconds)) is not None:
+            self._warn(slow)
         last = step + 1 == self.whole.config.train.steps
         return StepResult(step + 1, record, stop_reason(reports), last, (started, pipeline_end, agreed, ended))
 
