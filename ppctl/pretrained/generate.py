@@ -40,12 +40,12 @@ def main() -> int:
 
 def _generate(args: Namespace) -> None:
     tokenizer, dtype = load_tokenizer(args.tokenizer), None if args.dtype is None else getattr(torch, args.dtype)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = open_model(Path(args.source), device, dtype, printed_progress())
+    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    args.end, model = tokenizer.eos, open_model(Path(args.source), args.device, dtype, printed_progress())
     prompt, ids = _prompt(args, tokenizer, model), list[int]()
     most = min(args.tokens, (model.longest or sys.maxsize) - len(prompt.tokens))
     began = time.monotonic()
-    for piece in pieces(tokenizer, _continued(model, prompt, args, tokenizer.eos, most, ids)):
+    for piece in pieces(tokenizer, _continued(model, prompt.tokens, args, most, ids)):
         if not args.json:
             print(visible(piece), end="", flush=True)
     seconds, ended = time.monotonic() - began, "limit" if len(ids) == most else "end of text"
@@ -68,24 +68,20 @@ def _prompt(args: Namespace, tokenizer: Tokenizer, model: WholeModel) -> Prompt:
     return prompt
 
 
-def _continued(
-    model: WholeModel, prompt: Prompt, args: Namespace, end: int | None, most: int, ids: list[int]
-) -> Iterator[int]:
-    """At most so many tokens, each also added to `ids`, the likeliest or draws; up to `end` or an end that the
-    settings beside the tokenizer name."""
+def _continued(model: WholeModel, given: list[int], args: Namespace, most: int, ids: list[int]) -> Iterator[int]:
+    """At most so many tokens, each also added to `ids`, the likeliest or draws; up to an end that the tokenizer or the
+    settings beside it name."""
     dice, path = torch.Generator().manual_seed(args.seed or 0), Path(args.tokenizer).expanduser()
     draws = any(each is not None for each in (args.temperature, args.top_k, args.top_p, args.seed))
-    ends = {end}
+    ends = {args.end}
     for file in () if args.tokenizer == "byte" else (GENERATION, CONFIG):
         named = read_settings((path if path.is_dir() else path.parent) / file).get("eos_token_id")
         ends |= {*named} if isinstance(named, list) else {named}
-    given = prompt.tokens
     while len(ids) < most:
-        logits = model.after(given)
-        chosen = (
-            drawn(logits, dice, args.temperature or 1.0, args.top_k, args.top_p or 1.0) if draws else logits.argmax()
-        )
-        token = int(chosen)
+        with torch.inference_mode():
+            logits = model.after(torch.tensor([given], device=args.device))
+        how = args.temperature or 1.0, args.top_k, args.top_p or 1.0
+        token = int(drawn(logits, dice, *how) if draws else logits.argmax())
         if token in ends:
             return
         ids.append(token)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,21 @@ from ppctl.geometry.layers import Layer
 from ppctl.model.linear import columns
 from ppctl.model.packing import Packing
 from ppctl.model.stage import StageModule, build_stage
-from ppctl.model.stage_model import StageModel, pieces
+from ppctl.model.stage_model import pieces
 from ppctl.plan import StageSpec
 from ppctl.pretrained.conversion import Progress, SavedWeights
 from ppctl.pretrained.hugging_face import open_weights
 
-Continue = Callable[[Tensor], Tensor]
-"""The next tokens of a row [1, s] (int64) -> the logits [words] after the last of them."""
+
+class WholeModel(NamedTuple):
+    """Continues one row of tokens; a second row needs another one."""
+
+    after: Callable[[Tensor], Tensor]
+    """The next tokens of the row, [1, s] int64 -> the logits [words] after the last of them."""
+    words: int | None = None
+    """The number of words that the model has a row for; None if that is not known."""
+    longest: int | None = None
+    """The number of positions that the model has a row for; None if it has no such rows."""
 
 
 def open_model(source: Path, device: torch.device, dtype: torch.dtype | None, progress: Progress) -> WholeModel:
@@ -35,64 +43,40 @@ def open_model(source: Path, device: torch.device, dtype: torch.dtype | None, pr
     Raises ConfigError and CheckpointError as imports and exports do."""
     if not (source / CONFIG).is_file():
         saved = SavedWeights(source, dtype=None, mtp=False)
-        return _filled(saved.model, saved.dtypes, saved.tensor, device, dtype, progress)
-    if read_config_file(source).get("model_type") in known_families():
+        model, first = saved.model, next(iter(saved.dtypes.values()))
+        read: Callable[[str], Tensor] = saved.tensor
+    elif read_config_file(source).get("model_type") in known_families():
         model, _, specs, read = open_weights(source, mtp=False)
-        dtypes = {name: spec.dtype for name, spec in specs.items()}
-        return _filled(replace(model, mtp_num_layers=None), dtypes, read, device, dtype, progress)
-    from ppctl.foreign.library import read_whole_model  # transformers, which other models do without
+        model, first = replace(model, mtp_num_layers=None), next(iter(specs.values())).dtype
+    else:
+        from ppctl.foreign.library import read_whole_model  # transformers, which other models do without
 
-    return WholeModel(_CachedByLibrary(read_whole_model(source, dtype).to(device)), device)
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """Continues one row of tokens; a second row needs another one."""
-
-    go_on: Continue
-    device: torch.device
-    words: int | None = None
-    """The number of words that the model has a row for; None if that is not known."""
-    longest: int | None = None
-    """The number of positions that the model has a row for; None if it has no such rows."""
-
-    @torch.inference_mode()
-    def after(self, tokens: list[int]) -> Tensor:
-        """The logits [words] after these further tokens of the row."""
-        return self.go_on(torch.tensor([tokens], device=self.device))
+        return WholeModel(_CachedByLibrary(read_whole_model(source, dtype).to(device)))
+    stage = _filled(model, read, progress, device=device, dtype=dtype or first)
+    learned = model.position_embedding_type == "learned_absolute" and foreign_of(model) is None
+    go_on = _Cached(stage) if isinstance(stage, StageModule) else _CachedByLibrary(stage.model)
+    return WholeModel(go_on, model.vocab_size, model.max_position_embeddings if learned else None)
 
 
-def _filled(
-    model: ModelConfig,
-    dtypes: Mapping[str, torch.dtype],
-    read: Callable[[str], Tensor],
-    device: torch.device,
-    dtype: torch.dtype | None,
-    progress: Progress,
-) -> WholeModel:
+@torch.no_grad()
+def _filled(model: ModelConfig, read: Callable[[str], Tensor], progress: Progress, **given: Any) -> Any:
+    """A stage of all layers, with the values that `read` gives by canonical name."""
     decoder = (Layer("decoder", index) for index in range(model.num_layers))
     spec = StageSpec(0, 0, 0, (Layer("embedding"), *decoder, Layer("loss")), (), (), 0, 0, 0)
-    given: dict[str, Any] = dict(seed=0, device=device, dtype=dtype or next(iter(dtypes.values())))
-    given["initialize"] = lambda *_: None  # values are read
-    foreign, longest = foreign_of(model), None
-    if foreign is None:
-        stage: StageModel = build_stage(spec, model, **given)
-        if model.position_embedding_type == "learned_absolute":
-            longest = model.max_position_embeddings
+    given |= {"seed": 0, "initialize": lambda *_: None}
+    if (foreign := foreign_of(model)) is None:
+        stage: Any = build_stage(spec, model, **given)
     else:
         from ppctl.foreign.foreign_stage import build_foreign_stage
 
         stage = build_foreign_stage(spec, model, foreign, **given)
-    stage.train(False)
-    rows = stage.parameter_rows()
-    tensors = {**stage.canonical_parameters(), **stage.canonical_buffers()}
-    with torch.no_grad():
-        for done, (name, tensor) in enumerate(tensors.items(), 1):
-            progress(name, done, len(tensors))
-            for of, piece in pieces(name, tensor.detach(), rows[name], range(model.num_moe_experts or 0)):
-                piece.copy_(read(of))
-    go_on = _Cached(stage) if isinstance(stage, StageModule) else _CachedByLibrary(stage.model)  # type: ignore[attr-defined]
-    return WholeModel(go_on, device, model.vocab_size, longest)
+    rows: Mapping[str, Any] = stage.parameter_rows()
+    tensors: Mapping[str, Tensor] = {**stage.canonical_parameters(), **stage.canonical_buffers()}
+    for done, (name, tensor) in enumerate(tensors.items(), 1):
+        progress(name, done, len(tensors))
+        for of, piece in pieces(name, tensor, rows[name], range(model.num_moe_experts or 0)):
+            piece.copy_(read(of))
+    return stage.train(False)
 
 
 class _Cached:
@@ -107,7 +91,6 @@ class _Cached:
             attention.shared = _KeptKeys()
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Go on as `Continue`."""
         first, self.seen = self.seen, self.seen + tokens.shape[1]
         if self.stage.rotary is not None:  # a table as long as the row, in which positions are looked up
             self.stage.rotary.turns(self.head.weight, 1 << self.seen.bit_length())
@@ -119,14 +102,11 @@ class _Cached:
 class _KeptKeys:
     """Attention of new queries to all keys and values so far, in the place of `Attend`."""
 
-    def __init__(self) -> None:
-        self.kept: tuple[Tensor, Tensor] | None = None
+    kept: tuple[Tensor, ...] = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: object, scale: float | None, _: object) -> Tensor:
         """[b, heads, s, values' width]: of a whole prompt, or of one token."""
-        if self.kept is not None:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self.kept, (k, v), strict=True))
-        self.kept = k, v
+        k, v = self.kept = tuple(map(lambda *pair: torch.cat(pair, dim=2), *filter(None, (self.kept, (k, v)))))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=grouped)
 
@@ -135,14 +115,15 @@ class _CachedByLibrary:
     """A model of transformers with its own cache; one that has none computes the whole row for every token."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.seen, self.past = model.eval(), torch.empty(1, 0, dtype=torch.int64), None
-        self.keeps = "past_key_values" in inspect.signature(model.forward).parameters
+        self.model, self.past, self.seen = model.eval(), None, list[Tensor]()
+        keeps = "past_key_values" in inspect.signature(model.forward).parameters
+        self.named: dict[str, Any] = {"use_cache": keeps, "return_dict": True}
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Go on as `Continue`."""
-        self.seen = torch.cat([self.seen.to(tokens.device), tokens], dim=1)
-        cache = {"past_key_values": self.past, "use_cache": True} if self.keeps else {"use_cache": False}
-        result = self.model(input_ids=tokens if self.past is not None else self.seen, return_dict=True, **cache)
-        self.past = getattr(result, "past_key_values", None) if self.keeps else None
+        self.seen.append(tokens)
+        given = torch.cat(self.seen, dim=1) if self.past is None else tokens
+        result = self.model(input_ids=given, **self.named)
+        if self.named["use_cache"]:
+            self.past = self.named["past_key_values"] = result.past_key_values
         logits: Tensor = result.logits[0, -1]
         return logits

@@ -43,7 +43,8 @@ def continued(source: Path, count: int = 24) -> list[int]:
     """Token after token by the model at `source`."""
     model, given, tokens = open_model(source, CPU, None, quiet), PROMPT, []
     for _ in range(count):
-        tokens.append(int(model.after(given).argmax()))
+        with torch.inference_mode():
+            tokens.append(int(model.after(torch.tensor([given])).argmax()))
         given = tokens[-1:]
     return tokens
 
