@@ -12,8 +12,7 @@ from ppctl.cost.traffic import COUNT, Traffic
 from ppctl.geometry.canonical_names import embedding_uses, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
 from ppctl.geometry.matrix_owners import owned_runs
-from ppctl.geometry.parts import Parts, Place, tp_sums
-from ppctl.geometry.rows import Parameter
+from ppctl.geometry.rows import Parameter, Parts, Place, tp_sums
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 REPORTED = 14

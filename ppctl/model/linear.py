@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ppctl.geometry.parts import Place
+from ppctl.geometry.rows import Place
 from ppctl.model.fp8 import BLOCK, Fp8, Operand, Quantised
 from ppctl.model.grouped_fp8 import Groups, GroupsInFp8, copies_of
 from ppctl.model.split import Formulas, TensorSplit, leave

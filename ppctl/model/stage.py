@@ -12,8 +12,7 @@ from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, cp_comm_type, holds_final_norm
-from ppctl.geometry.parts import ONLY, WHOLE, Parts, Place
-from ppctl.geometry.rows import Parameter
+from ppctl.geometry.rows import ONLY, WHOLE, Parameter, Parts, Place
 from ppctl.model.attention import Attention
 from ppctl.model.core_attention import Attend
 from ppctl.model.dropout import Draws, Dropout, name_key

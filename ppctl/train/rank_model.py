@@ -14,8 +14,7 @@ from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import offloaded_layers
-from ppctl.geometry.parts import Parts
-from ppctl.geometry.rows import Parameter
+from ppctl.geometry.rows import Parameter, Parts
 from ppctl.model.compile import compile_stage
 from ppctl.model.core_attention import Attend, attend
 from ppctl.model.feed_forward import ExchangeRows
