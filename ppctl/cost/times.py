@@ -19,7 +19,7 @@ from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
 from ppctl.geometry.expert_reach import expert_runs, reached
-from ppctl.geometry.foreign_costs import LayerCost
+from ppctl.geometry.foreign_model import LayerCost
 from ppctl.geometry.layers import Kind, foreign_cost, made_again_by
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from ppctl.geometry.foreign_costs import LayerCost, measured_for
-from ppctl.geometry.foreign_model import described, first_trained, foreign_of
+from ppctl.geometry.foreign_model import LayerCost, described, first_trained, foreign_of, measured_for
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
 """embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""
