@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import stage_pieces
-from ppctl.cost.foreign import foreign_operands
 from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import foreign_of, most
 from ppctl.geometry.layers import Kind, Layer, foreign_cost, layer_kinds, offloaded_layers
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
@@ -53,7 +52,8 @@ def _of_layer(model: ModelConfig, kind: Kind, setting: Setting) -> tuple[float, 
     """Bytes that a layer keeps for W, and what W has beside them: its largest weight gradient."""
     foreign = foreign_cost(model, kind, setting.element, setting.seq_length)
     if foreign is not None:
-        return foreign_operands(foreign, setting)
+        batch, length = setting.micro_batch_size, setting.seq_length
+        return foreign.deferred.of(batch, length), most(foreign.in_weights, batch, length)
     width = operand_width(model, kind, setting.sizes, setting.sp)
     return width * setting.tokens * setting.element, _largest(model, kind, setting.sizes) * setting.element
 
