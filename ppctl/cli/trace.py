@@ -25,10 +25,17 @@ from ppctl.records.json_reader import read
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import TIMED
-from ppctl.schedule.measured_step import MeasuredStep, TimeLedger, ledgers
+from ppctl.schedule.measured_step import (
+    SHARE,
+    MeasuredStep,
+    StageChange,
+    TimeLedger,
+    ledgers,
+    measured_costs,
+    stage_changes,
+)
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
-from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
 from ppctl.topology import RankGrid
 
 _MOST_BYTES_OF_A_STEP = 2**27

@@ -2,7 +2,7 @@
 
 Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
 backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
-that split backwards are in `zero_bubble` and `v_blocks`. `POLICIES` has a row for each, with all that is asked about a
+that split backwards are in `zero_bubble`. `POLICIES` has a row for each, with all that is asked about a
 policy.
 """
 
@@ -16,12 +16,13 @@ from typing import Any
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
 from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
-from ppctl.schedule.v_blocks import v_half, v_min
 from ppctl.schedule.zero_bubble import (
     dualpipev,
     fills_dualpipev,
     fills_zbv,
     interleaved_zero_bubble,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
     zbv_zero_bubble,
