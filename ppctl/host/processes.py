@@ -47,17 +47,6 @@ def is_gone(process: Mapping[str, Any]) -> bool:
     return here and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
 
 
-def exists(pid: int) -> bool:
-    """Whether there is a process with this number, whoever owns it."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def started(pid: int) -> int | None:
     """When a process started, in clock ticks after the machine; None on a system without /proc."""
     fields = _fields(pid)

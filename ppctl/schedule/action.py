@@ -368,7 +368,7 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return (Action(SEND_F, stage - 1, mb),)
     if op is RECV_B:
         return (Action(SEND_B, stage + 1, mb),)
-    return tuple(weight_gradient_of(stage, m, schedule) for m in range(schedule.num_microbatches))
+    return tuple(Action(W if (stage, m) in schedule.split else B, stage, m) for m in range(schedule.num_microbatches))
 
 
 def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
@@ -379,8 +379,3 @@ def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
 def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
     """The action that makes the gradient of a stage's input: B, or I if the backward is split."""
     return Action(I if (stage, mb) in schedule.split else B, stage, mb)
-
-
-def weight_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that makes the gradients of a stage's weights: B, or W if the backward is split."""
-    return Action(W if (stage, mb) in schedule.split else B, stage, mb)

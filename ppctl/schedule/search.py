@@ -171,7 +171,9 @@ class _OrderSearch:
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
         self.unit = self.bound or 1.0
-        self.begins = _begins(self.lanes)
+        first = self.lanes.firsts()
+        self.begins = [min(first[KINDS * stage] for stage in stages) for stages in self.lanes.stages_of]
+        """When each pp_rank's first forward can start."""
         self.warmth = _WARMTH * sum(self.lanes.seconds) / len(self.lanes.seconds) / self.unit
         self.left = allowance
         self.tried = 0
@@ -368,9 +370,3 @@ def _other_rules(rule: Rule) -> list[Rule]:
     others += [replace(rule, late_weights=late) for late in _LATE]
     others += [replace(rule, late_forward=late) for late in _LATE]
     return [other for other in others if other != rule]
-
-
-def _begins(lanes: Lanes) -> list[float]:
-    """When each pp_rank's first forward can start."""
-    first = lanes.firsts()
-    return [min(first[KINDS * stage] for stage in stages) for stages in lanes.stages_of]
