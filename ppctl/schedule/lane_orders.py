@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, B, Channel, F, I, Op, Placement, Schedule, W
@@ -207,7 +208,7 @@ class Lanes:
 
     def peaks(self, rows: Rows) -> list[float]:
         """The most that every pp_rank holds."""
-        return [max(self._held(row), default=0.0) for row in rows]
+        return [max(accumulate(map(self.grows.__getitem__, row)), default=0.0) for row in rows]
 
     def held_by(self, schedule: Schedule) -> list[float]:
         """The most that every pp_rank holds under a schedule whose microbatches run in order."""
@@ -222,12 +223,6 @@ class Lanes:
     def fit(self, rows: Rows) -> bool:
         """Whether every pp_rank holds at most its limit."""
         return all(peak <= limit for peak, limit in zip(self.peaks(rows), self.limits, strict=True))
-
-    def _held(self, row: Sequence[int]) -> Iterator[float]:
-        held = 0.0
-        for lane in row:
-            held += self.grows[lane]
-            yield held
 
     def sound(self, pp_rank: int, row: Sequence[int]) -> bool:
         """Whether a row's backwards follow their forwards, its Ws their Is, and it holds at most its limit."""

@@ -36,17 +36,15 @@ def pair_up(schedule: Schedule) -> Schedule:
 
 def deferred_weights(schedule: Schedule) -> Schedule:
     """The backward of every pair in two halves: I beside the forward, and W after the pair."""
-    split = {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B}
-    rows = tuple(
-        tuple(chain.from_iterable(_halves(action) if action in split else (action,) for action in row))
-        for row in schedule.actions
-    )
-    pairs = frozenset(Pair(ahead, _halves(back)[0] if back in split else back) for ahead, back in schedule.pairs)
+    return in_halves(schedule, {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B})
+
+
+def in_halves(schedule: Schedule, backwards: Collection[Action]) -> Schedule:
+    """The schedule with I and W, one right after the other, in place of each of these B; in a pair the I takes part."""
+    halves = {each: (each._replace(op=Op.I), each._replace(op=Op.W)) for each in backwards}
+    rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
+    pairs = frozenset(Pair(ahead, halves.get(back, (back,))[0]) for ahead, back in schedule.pairs)
     return replace(schedule, actions=rows, pairs=pairs)
-
-
-def _halves(backward: Action) -> tuple[Action, Action]:
-    return backward._replace(op=Op.I), backward._replace(op=Op.W)
 
 
 def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:

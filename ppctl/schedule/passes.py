@@ -39,6 +39,7 @@ from ppctl.schedule.batching import (
     batch_messages,
     place_gradient_sync,
 )
+from ppctl.schedule.pairs import in_halves
 from ppctl.schedule.repetition import remember, shorter
 from ppctl.schedule.simulate import Costs, simulate
 
@@ -126,14 +127,11 @@ def split_before_late_weights(schedule: Schedule) -> Schedule:
     one of each parameter, finds the last ones in one action or in the last I and the last W: never in a B, of which
     parameters that are deferred have more to come.
     """
-    halves: dict[Action, tuple[Action, ...]] = {}
+    late: list[Action] = []
     for row in schedule.actions:
         last, final = ({a.stage: a for a in row if a.op in ops} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS))
-        late = [each for stage, each in last.items() if each.op is Op.B and final[stage] is not each]
-        halves |= {each: (each._replace(op=Op.I), each._replace(op=Op.W)) for each in late}
-    rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
-    pairs = frozenset(pair._replace(backward=halves.get(pair.backward, pair[1:])[0]) for pair in schedule.pairs)
-    return replace(schedule, actions=rows, pairs=pairs)
+        late += [each for stage, each in last.items() if each.op is Op.B and final[stage] is not each]
+    return in_halves(schedule, late)
 
 
 def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Schedule:

@@ -115,19 +115,18 @@ def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, .
     One is alive from the start of its F to the end of its B, or of its W if the backward is split (`until`
     INPUT_GRADIENTS: of its I, from when on only what W needs is kept); without a backward it lives only during F.
     """
-    return tuple(_most_alive(row, until) for row in schedule.actions)
-
-
-def _most_alive(row: Sequence[Action], ending: Set[Op]) -> int:
-    ends = {(stage, mb) for op, stage, mb in row if op in ending}
-    alive = most = 0
-    for op, stage, mb in row:
-        if op is F:
-            most = max(most, alive + 1)
-            alive += (stage, mb) in ends
-        elif op in ending:
-            alive -= 1
-    return most
+    peaks = []
+    for row in schedule.actions:
+        ends = {(stage, mb) for op, stage, mb in row if op in until}
+        alive = most = 0
+        for op, stage, mb in row:
+            if op is F:
+                most = max(most, alive + 1)
+                alive += (stage, mb) in ends
+            elif op in until:
+                alive -= 1
+        peaks.append(most)
+    return tuple(peaks)
 
 
 _KINDS = ("forward", "backward", "messages", "gradients")
