@@ -151,7 +151,8 @@ def step_sums(
     for layers in stages:
         rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
         every += rows
-        for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
+        in_parts = [row for row in rows if not (sums.owned and row.hidden_matrix)]
+        for axis, ranks, own in _groups(in_parts, sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 _note_gradient_sum(found, axis, ranks, bucket, sums)
     for row in every:
@@ -175,11 +176,6 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
         for bucket in buckets([held(row.elements, row.axes, sizes) for row in own])
     ]
     return width * max((sum(bucket) for bucket in sums if len(bucket) > 1), default=0)
-
-
-def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:
-    """The rows without the matrices that are owned by one rank each."""
-    return [row for row in rows if not (sums.owned and row.hidden_matrix)]
 
 
 def _matrices(

@@ -322,11 +322,6 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
     return PartSeconds(*map(sum, zip(*parts, strict=True)))
 
 
-def host_seconds(size: float, machine: Machine) -> float:
-    """`size` bytes one way between a device and its host."""
-    return size / (machine.device.host_link * machine.efficiency.link)
-
-
 def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
     """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
     inputs = max(seconds.input_gradient, copies - seconds.weight_gradient)

@@ -39,19 +39,11 @@ def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False
 
 def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
     """Whether more problems would be those of something else: without the recipe, the directory or a size."""
-    return any(map(_hides_sizes, problems)) or _is_unread(config)
-
-
-def _hides_sizes(problem: Problem) -> bool:
-    """Whether nothing can be derived because a recipe was not found or a size could not be read."""
-    name = problem.place.partition(" ")[0]
-    return problem.code == "PP-E104" or (problem.code == "PP-E102" and name in text_keys() and is_size(name))
-
-
-def _is_unread(composed: Composed) -> bool:
-    """Whether `model.from` names a model of which nothing could be taken."""
-    given = composed.config.model.from_ is not None
-    return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
+    unread = {each.place.partition(" ")[0] for each in problems if each.code == "PP-E102"} & text_keys().keys()
+    if any(each.code == "PP-E104" for each in problems) or any(map(is_size, unread)):
+        return True
+    given = config.config.model.from_ is not None
+    return given and not any(source.startswith("model.from=") for source in config.provenance.values())
 
 
 def plan_of(

@@ -84,12 +84,7 @@ def model_values(
     return {name: value for name, value in asdict(model).items() if name not in not_set}
 
 
-def values_of(
-    text: str,
-    implementation: str = "auto",
-    overrides: Mapping[str, str] = MappingProxyType({}),
-    lora: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
+def values_of(text: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
     tokenizer = _tokenizer(find_weights(text))
     values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides, lora).items()}

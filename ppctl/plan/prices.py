@@ -19,7 +19,6 @@ from ppctl.cost.times import (
     Machine,
     PartSeconds,
     beside_copies,
-    host_seconds,
     layer_seconds,
     layer_work,
     machine_of,
@@ -95,7 +94,7 @@ def pricer(
             seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
         alive = stage_activations(model, held, setting, stage)
-        copies = host_seconds(alive.offloaded, machine)
+        copies = alive.offloaded / (machine.device.host_link * machine.efficiency.link)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
         ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
         return StageCost(

@@ -29,15 +29,11 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
         return ()
     ramp = []
     for segment, after in pairwise(BatchSizes.of(values.config.train).segments):
-        batch = _batch(values, segment.size, dp)
+        batch = derive_batch(values.overridden({"gbs": segment.size, RAMPUP: None}), dp, [])
         if batch is None:
             return ()
         ramp.append((segment, after.step - segment.step, batch))
     return tuple(ramp)
-
-
-def _batch(values: ConfigValues, size: int, dp: int) -> BatchSplit | None:
-    return derive_batch(values.overridden({"gbs": size, RAMPUP: None}), dp, [])
 
 
 def check_sizes(

@@ -360,7 +360,7 @@ def simulated_steps(
 ) -> dict[int, float]:
     """Seconds of a step by extra warm-up, as far as its memory `fits`: none is always there."""
     times: dict[int, float] = {}
-    for extra in _candidates(pp):
+    for extra in sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)}):
         schedule = make(extra)
         if extra and not fits(schedule):
             break
@@ -374,10 +374,6 @@ def simulated_steps(
 def least_warmup(times: Mapping[int, float]) -> int:
     """The smallest warm-up whose step is close to the best."""
     return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
-
-
-def _candidates(pp: int) -> list[int]:
-    return sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)})
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:
