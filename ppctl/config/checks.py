@@ -76,10 +76,8 @@ def check(
     usual: Mapping[str, Any] = _UNCHANGED,
 ) -> list[Problem]:
     """Every rule that `config` breaks. `for_training` adds, as one problem, what can be planned but not trained yet.
-
     `skip` names keys that have a problem already: rules that read them are left out. `usual` has the values that the
-    command line replaced: remedies go back to them, else to the default.
-    """
+    command line replaced: remedies go back to them, else to the default."""
     problems = []
     reported = set(skip)
 

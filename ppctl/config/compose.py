@@ -91,10 +91,8 @@ def override(
     *,
     for_training: bool = False,
 ) -> Composed:
-    """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen.
-
-    If they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError.
-    """
+    """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen. If they change
+    pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError."""
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
     for group, option in choices.items():

@@ -112,11 +112,9 @@ def parse(text: str) -> Override:
 
 
 def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    """(dotted key, value, source) of all that the files of a config set, weakest first.
-
-    `choices` are the chosen options by group. Raises ConfigError if a file cannot be read, or a defaults list names
-    something that does not exist or contradicts itself.
-    """
+    """(dotted key, value, source) of all that the files of a config set, weakest first. `choices` are the chosen
+    options by group. Raises ConfigError if a file cannot be read, or a defaults list names something that does not
+    exist or contradicts itself."""
     version.setbase("1.3")
     source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
     overrides = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]

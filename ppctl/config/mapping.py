@@ -65,11 +65,9 @@ def from_mapping(
     place: Callable[[str], str] = lambda key: key,
     remedy: Callable[[str], str] = lambda key: "",
 ) -> RunConfig:
-    """The config that `mapping` describes; what it leaves out keeps its default.
-
-    `place` maps a dotted key to where its value came from, `remedy` to what helps against a value of a wrong type.
-    Raises ConfigError with every unknown key and wrong type.
-    """
+    """The config that `mapping` describes; what it leaves out keeps its default. `place` maps a dotted key to where its
+    value came from, `remedy` to what helps against a value of a wrong type. Raises ConfigError with every unknown key
+    and wrong type."""
     config, problems = convert(dict(leaves(mapping)), place, remedy)
     if problems:
         raise ConfigError(problems)

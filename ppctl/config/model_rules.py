@@ -148,8 +148,7 @@ def without_effect(
     typed: Mapping[str, Any], fitting: Mapping[str, Any], place: str, read: Collection[str]
 ) -> list[Problem]:
     """The problems of values of `model` that were typed for a model whose code is transformers': its config.json has
-    them, or nothing reads them. `fitting` has the right value of each key, `read` the keys that do count.
-    """
+    them, or nothing reads them. `fitting` has the right value of each key, `read` the keys that do count."""
     return [
         Problem(
             "PP-E103",

@@ -254,10 +254,8 @@ def _foreign_tables(
     model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setting: Setting
 ) -> tuple[float, float, bool]:
     """Bytes of the tables that a stage's forward makes once for its layers (kind, whether it is recomputed) with what
-    else lives beside these, bytes that backwards keep of them, and whether the first layer keeps what arrived.
-
-    A recomputed layer keeps its arguments.
-    """
+    else lives beside these, bytes that backwards keep of them, and whether the first layer keeps what arrived. A
+    recomputed layer keeps its arguments."""
     foreign = foreign_of(model)
     assert foreign is not None
     measured = measured_for(foreign.measured, setting.element, setting.seq_length)

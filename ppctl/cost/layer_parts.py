@@ -95,11 +95,8 @@ def _masked(model: ModelConfig, setting: Setting) -> int:
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
     """The softmax's sum of each head; without a fused kernel the probabilities of every pair, and with dropout the mask
-    and what it leaves.
-
-    torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries, keys and values,
-    not these. ppctl's own attention with dropout keeps neither scores nor copies.
-    """
+    and what it leaves. torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries,
+    keys and values, not these. ppctl's own attention with dropout keeps neither scores nor copies."""
     own = setting.allocator.transformer_engine
     sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp
     if model.attention_dropout and not own:
@@ -157,11 +154,9 @@ def final_norm_bytes(setting: Setting) -> float:
 
 
 def _mtp_vectors(setting: Setting) -> float:
-    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes.
-
-    The embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep
-    the state as well.
-    """
+    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes: the
+    embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep the
+    state as well."""
     inside, outside = norm_sizes(setting)
     return inside + 2 * outside + final_norm_bytes(setting) + (inside if setting.allocator.fp32_norms else 0)
 

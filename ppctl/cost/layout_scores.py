@@ -203,10 +203,8 @@ class Scores:
 
 
 def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The Pareto-maximal counts of microbatches in flight by stage (from F to B or I), over all times of the list.
-
-    With split backwards a count per stage of the microbatches between I and W is appended.
-    """
+    """The Pareto-maximal counts of microbatches in flight by stage (from F to B or I), over all times of the list. With
+    split backwards a count per stage of the microbatches between I and W is appended."""
     position = {stage: index for index, stage in enumerate(stages)}
     waiting = {stage: len(stages) + index for index, stage in enumerate(stages)}
     alive = [0] * (2 * len(stages) if any(action.op is I for action in row) else len(stages))

@@ -220,10 +220,8 @@ def _step_time(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
 
 
 def _shortened(schedule: Schedule) -> tuple[Schedule, int]:
-    """The schedule with so few microbatches that it settles only just, and how many were left out.
-
-    The middle of a step repeats itself: what is left out are whole rounds of the pipeline between its ends.
-    """
+    """The schedule with so few microbatches that it settles only just, and how many were left out. The middle of a step
+    repeats itself: what is left out are whole rounds of the pipeline between its ends."""
     pp = schedule.placement.pp
     rounds = (schedule.num_microbatches - 2 * _SETTLED * pp) // pp
     if rounds <= 0:

@@ -71,10 +71,8 @@ def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, 
 
 
 def is_deferred(row: Parameter) -> bool:
-    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's.
-
-    Routers multiply in float32 and are small; the output's operands are a microbatch's logits.
-    """
+    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's. Routers
+    multiply in float32 and are small; the output's operands are a microbatch's logits."""
     return row.role in ("matrix", "expert", "other", "embedding") and not row.name.startswith("output.")
 
 
@@ -98,11 +96,9 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
 
 
 def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel: int) -> float:
-    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results.
-
-    Of what it divides, a rank has its own part of all tokens; what leads out of it has gradients of whole width of all
-    tokens, and what leads in keeps those of the own tokens alone.
-    """
+    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results. Of what it
+    divides, a rank has its own part of all tokens; what leads out of it has gradients of whole width of all tokens, and
+    what leads in keeps those of the own tokens alone."""
     splits: dict[int, int] = {at - bool(row.experts): getattr(sizes, axis) for axis, at in row.splits if axis != "ep"}
     if row.role == "embedding":
         return row.shape[1] / (1 if splits else sequence_parallel)

@@ -45,10 +45,8 @@ def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
-    """(dense parameters, experts' parameters) on one device: they are replicated over different ranks.
-
-    An uneven split counts its largest part.
-    """
+    """(dense parameters, experts' parameters) on one device: they are replicated over different ranks. An uneven split
+    counts its largest part."""
     dense = experts = 0
     for axes, number in count.items():
         own = held(number, axes, sizes)

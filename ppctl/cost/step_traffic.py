@@ -143,9 +143,7 @@ def step_sums(
     model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
 ) -> Traffic:
     """Traffic of the step's end on a rank with these stages: sums over replicas and tensor-parallel ranks, and weights.
-
-    If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`.
-    """
+    If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`."""
     found, every, partial = Traffic(), [], []
     apart = _apart(sizes)
     for layers in stages:
@@ -165,10 +163,8 @@ def step_sums(
 
 
 def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: ParallelSizes, width: int) -> int:
-    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide.
-
-    A bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies.
-    """
+    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide. A
+    bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies."""
     rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
     sums = [
         bucket
@@ -219,9 +215,7 @@ def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterato
 
 def _note_gradient_sum(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
     """Add to `found` the sum of one bucket of gradients over `ranks` ranks, and the gather of the weights that follow.
-
-    `bucket` holds the number of elements of each parameter. Under sharding each is padded to a multiple of `ranks`.
-    """
+    `bucket` holds the number of elements of each parameter. Under sharding each is padded to a multiple of `ranks`."""
     if sums.sharding == "none":
         found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
         return

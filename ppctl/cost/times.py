@@ -211,11 +211,9 @@ class Machine(NamedTuple):
 def machine_of(
     device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1, stack: str = PPCTL
 ) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as
-    `stack` uses it. ppctl's tokens go by `nodes`, in 16 bits.
-
-    Megatron's go as DeepEP sends them: once to each domain, and to each rank there at once.
-    """
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as `stack`
+    uses it. ppctl's tokens go by `nodes`, in 16 bits. Megatron's go as DeepEP sends them: once to each domain, and to
+    each rank there at once."""
     efficiency = efficiency_of(device, stack)
     routing = _fused_dispatch(device, sizes, model) if stack == MEGATRON else _dispatch(device, sizes, model, nodes)
     peaks = {"fp8": device.fp8_flops, "mxfp8": device.fp8_flops, "nvfp4": device.fp4_flops or device.fp8_flops}

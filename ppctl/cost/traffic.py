@@ -253,10 +253,8 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it.
-
-    After it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
-    """
+    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it. After
+    it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout."""
     balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff
     kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)
     if kept or (model.hidden_dropout and not inside):

@@ -33,10 +33,8 @@ def known_families() -> list[str]:
 
 
 def read_config(config: Mapping[str, Any], place: str) -> tuple[Family, ModelConfig]:
-    """The family and the model of a config.json; `place` is where it was read.
-
-    Raises ConfigError: PP-E520 for an unknown family, PP-E521 naming each key that ppctl does not build or misses.
-    """
+    """The family and the model of a config.json; `place` is where it was read. Raises ConfigError: PP-E520 for an
+    unknown family, PP-E521 naming each key that ppctl does not build or misses."""
     kind = config.get("model_type")
 
     def refused(message: object, key: str = "model_type", code: str = "PP-E521") -> Problem:
@@ -80,10 +78,8 @@ def _read_field(field: Field, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that expresses `model` exactly, and its config.json.
-
-    Raises ConfigError (PP-E522) naming, for the family that comes nearest, what it cannot express.
-    """
+    """The family that expresses `model` exactly, and its config.json. Raises ConfigError (PP-E522) naming, for the
+    family that comes nearest, what it cannot express."""
     wanted = _architecture(model)
     nearest: tuple[int, Family, list[str]] | None = None
     for family in FAMILIES:

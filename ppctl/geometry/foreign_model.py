@@ -230,10 +230,8 @@ class ForeignModel(NamedTuple):
         return sum(self.anatomy.routers[:layers])
 
     def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
-        """Bytes of the logits that the routers of the first `layers` layers record for `tokens` tokens.
-
-        `element` is the bytes of a weight's element; routers that compute in float32 record 4 bytes for each logit.
-        """
+        """Bytes of the logits that the routers of the first `layers` layers record for `tokens` tokens. `element` is
+        the bytes of a weight's element; routers that compute in float32 record 4 bytes for each logit."""
         logits = self.router_logits
         return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 

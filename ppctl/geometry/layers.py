@@ -104,8 +104,7 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 
 def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
     """How many of these layers have a router with an auxiliary loss; of a model whose own code adds one over all layers
-    1 if the loss is among these.
-    """
+    1 if the loss is among these."""
     if (foreign := foreign_of(model)) is not None:
         return int(bool(foreign.anatomy.routers) and Layer("loss") in layers)
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
@@ -132,10 +131,7 @@ def has_backward(model: ModelConfig, layer: Layer) -> bool:
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
     """How this layer's attention exchanges between ranks that each hold a part of a sequence. MTP layers do as the last
-    decoder layer.
-
-    `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag.
-    """
+    decoder layer. `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag."""
     if layer.kind not in NUMBERED:
         return "p2p"
     listed = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
@@ -154,10 +150,8 @@ def _has_experts(layer: Layer, pattern: tuple[bool, ...]) -> bool:
 
 
 def holds_final_norm(model: ModelConfig, layers: Collection[Layer]) -> bool:
-    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer.
-
-    MTP modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3.
-    """
+    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer. MTP
+    modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3."""
     return (Layer("decoder", model.num_layers - 1) if model.mtp_num_layers else Layer("loss")) in layers
 
 

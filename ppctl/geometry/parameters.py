@@ -103,10 +103,8 @@ class Sizes(NamedTuple):
 
 @cache
 def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
-    """The rows of one layer, in canonical order; of a loss the output, without the final norm.
-
-    Those of a model of transformers are in its description; its final norm is the loss layer's.
-    """
+    """The rows of one layer, in canonical order; of a loss the output, without the final norm. Those of a model of
+    transformers are in its description; its final norm is the loss layer's."""
     if sizes.transformers is not None:
         return described(sizes.transformers).rows(kind.name, kind.structure)
     if kind.name == "decoder":

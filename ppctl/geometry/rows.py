@@ -78,10 +78,8 @@ class Parameter(NamedTuple):
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's.
-
-        The last two dims are a matrix's; the one before, of transformers' experts, counts them.
-        """
+        """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's. The last two dims are
+        a matrix's; the one before, of transformers' experts, counts them."""
         return self.is_matrix and self.role != "other" and self.name != OUTPUT
 
     @property

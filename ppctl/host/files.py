@@ -60,10 +60,8 @@ def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) 
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file to read it; without `follow` not through a link in its place.
-
-    Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
-    """
+    """Open a regular file to read it; without `follow` not through a link in its place. Raises OSError with the reason
+    in `strerror`: also for a pipe or a device, which may have no end, without waiting."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:

@@ -62,11 +62,8 @@ def model_values(
     lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
     """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
-    adapters.
-
-    Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) if a checkpoint
-    has no model.
-    """
+    adapters. Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) if a
+    checkpoint has no model."""
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known, saved = {field.name for field in fields(ModelConfig)} - {"from_"}, run_state(path).get("model")

@@ -354,10 +354,8 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
     """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x each form of its messages.
-
     Buffers of one form (shapes and dtypes) are not used for another. A capacity has the sends that may be under way, as
-    if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are counted.
-    """
+    if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are counted."""
     total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
         senders = of_rank[channel.source]

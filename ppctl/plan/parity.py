@@ -83,12 +83,9 @@ def axes_that_differ(one: Plan, other: Plan) -> list[str]:
 
 
 def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
-    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all.
-
-    If no axis differs the bits are the same. If one does, sums are made in another order: 1e-6 in float32, 1e-12
-    in float64, and in narrower numbers as much more as these round. `first`: of the first step, which begins with the
-    same weights.
-    """
+    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all. If no axis differs the bits are the same.
+    If one does, sums are made in another order: 1e-6 in float32, 1e-12 in float64, and in narrower numbers as much more
+    as these round. `first`: of the first step, which begins with the same weights."""
     if not axes_that_differ(one, other):
         return 0.0
     dtype = autocast_dtype(config.parallel) or weight_dtype(config.parallel)

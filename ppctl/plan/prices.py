@@ -51,10 +51,8 @@ def stage_costs(
     micro_batch_size: int,
     measured: Profile | None = None,
 ) -> tuple[StageCost, ...]:
-    """The cost of every stage from the layers that it holds, in model order.
-
-    `measured` costs replace the costs from the preset, kind of layer by kind of layer.
-    """
+    """The cost of every stage from the layers that it holds, in model order. `measured` costs replace the costs from
+    the preset, kind of layer by kind of layer."""
     price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(own) for own in layers]
     known: dict[Hashable, StageCost] = {}
@@ -156,11 +154,8 @@ def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) 
 
 
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
-    """Stage costs as a schedule's simulation takes them.
-
-    A chunk's gradients are summed while other chunks compute; only what a rank finishes last, its first chunk, is
-    waited for.
-    """
+    """Stage costs as a schedule's simulation takes them. A chunk's gradients are summed while other chunks compute;
+    only what a rank finishes last, its first chunk, is waited for."""
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):
         for channel in (Channel(here.pp_rank, there.pp_rank, "F"), Channel(there.pp_rank, here.pp_rank, "B")):

@@ -120,11 +120,9 @@ def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
 def fitted(
     stages: Sequence[tuple[Counter[Kind], LayerSeconds]], prior: Mapping[Kind, LayerSeconds]
 ) -> dict[Kind, LayerSeconds]:
-    """The cost of every kind that makes up the measured stages.
-
-    If stages do not tell kinds apart, they keep the proportions of `prior`: every pass moves each stage's kinds by
-    its residue, in proportion to what they were (Kaczmarz), which ends at the nearest costs that explain the stages.
-    """
+    """The cost of every kind that makes up the measured stages. If stages do not tell kinds apart, they keep the
+    proportions of `prior`: every pass moves each stage's kinds by its residue, in proportion to what they were
+    (Kaczmarz), which ends at the nearest costs that explain the stages."""
     columns = []
     for which in (0, 1):
         start = {kind: max(seconds[which], 1e-12) for kind, seconds in prior.items()}

@@ -281,11 +281,9 @@ def proved(
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> ProvedSchedule:
-    """`proved` for a schedule that a policy or a search made, which is sound by construction.
-
-    The full check runs only if a capacity is set, which may block a send, if the order is from a user's file, or if
-    `lower` finds a deadlock; otherwise the lowered schedule is taken without a check.
-    """
+    """`proved` for a schedule that a policy or a search made, which is sound by construction. The full check runs only
+    if a capacity is set, which may block a send, if the order is from a user's file, or if `lower` finds a deadlock;
+    otherwise the lowered schedule is taken without a check."""
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)
     try:

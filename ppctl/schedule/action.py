@@ -70,12 +70,9 @@ def _groups(pattern: re.Pattern[str], text: str, what: str) -> tuple[str, ...]:
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3.
-
-    `RECV_F` of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the
-    gradient of its output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb`
-    is -1.
-    """
+    """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3. `RECV_F`
+    of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the gradient of its
+    output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb` is -1."""
 
     op: Op
     stage: int
@@ -251,10 +248,8 @@ class Schedule:
         return frozenset(i for i, (here, after) in enumerate(pairwise([*messages, False])) if here and not after)
 
     def to_csv(self) -> str:
-        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it.
-
-        A pair is one cell, unless messages stand between the two.
-        """
+        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it. A pair is one
+        cell, unless messages stand between the two."""
         rows = (grouped(row, self.pairs) if self.pairs else row for row in self.actions)
         return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
@@ -342,11 +337,9 @@ def send_slots(capacity: int) -> int:
 
 
 def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must have ended before `action` may start: the one dependency rule.
-
-    Messages stand between stages on different ranks once the schedule is lowered; before that, and if an edge stays
-    on one rank, the neighbouring stage's compute is the dependency itself.
-    """
+    """The actions that must have ended before `action` may start: the one dependency rule. Messages stand between
+    stages on different ranks once the schedule is lowered; before that, and if an edge stays on one rank, the
+    neighbouring stage's compute is the dependency itself."""
     op, stage, mb = action
     if op is F:
         if stage == 0:

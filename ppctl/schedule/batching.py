@@ -89,11 +89,9 @@ _Settled = list[tuple[float, float, Schedule]]
 
 @lru_cache(64)
 def _settled(alike: _Alike, count: int, actions: _Actions, more: _Actions, size: int) -> _Settled:
-    """What the choices come to with `more` actions, those of a round of `size` microbatches.
-
-    Empty unless the round makes every list of every choice longer by the round before it: only then each further round
-    does, too, and takes as many seconds.
-    """
+    """What the choices come to with `more` actions, those of a round of `size` microbatches. Empty unless the round
+    makes every list of every choice longer by the round before it: only then each further round does, too, and takes as
+    many seconds."""
     settled = _Settled()
     try:
         two = _schedule(alike, count, actions), _schedule(alike, count + size, more)
@@ -155,10 +153,8 @@ class _Row:
 
 
 class _Line:
-    """One channel's messages on their way into both ends' lists, and how many were received before their use.
-
-    `free_at` says when the last message of the two ranks in this direction was over, whichever channel's it was.
-    """
+    """One channel's messages on their way into both ends' lists, and how many were received before their use. `free_at`
+    says when the last message of the two ranks in this direction was over, whichever channel's it was."""
 
     __slots__ = ("channel", "first", "free_at", "most", "posted", "source", "target")
 
@@ -185,11 +181,9 @@ _Route = tuple[_Line, Sequence[Action], Sequence[Action], list[float]]
 
 
 def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[float, Schedule]:
-    """The batched schedule of one choice, and the seconds that it takes.
-
-    A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
-    the two, after what comes then, if it is not needed before.
-    """
+    """The batched schedule of one choice, and the seconds that it takes. A message moves at once, or if `deferred(what
+    makes it, what comes then)` holds and nothing stands idle between the two, after what comes then, if it is not
+    needed before."""
     rows, free_at = [_Row() for _ in schedule.actions], defaultdict[tuple[int, int], list[float]](lambda: [0.0])
     lines = {edge.channel: _Line(edge.channel, rows, free_at[edge.channel[:2]]) for edge in schedule.edges}
     goes, comes = _routes(schedule, run, lines)

@@ -32,11 +32,9 @@ class PolicyFigures:
 def compare(
     pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
 ) -> tuple[list[PolicyFigures], dict[str, str]]:
-    """The policies that fit, and by name why others do not.
-
-    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of a number of stages, with a
-    number of chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
-    """
+    """The policies that fit, and by name why others do not. Each has its own number of chunks per rank, or all have
+    `vpp`; `costs` gives the times of a number of stages, with a number of chunks per rank. Raises ScheduleError for
+    sizes with which there is no 1F1B."""
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
     figures, left_out = [], {}
     for name, policy in POLICIES.items():

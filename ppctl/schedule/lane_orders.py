@@ -61,10 +61,8 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
 
 
 def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
-    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
-
-    If that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
-    """
+    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W. If that is
+    nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all."""
     later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
     return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
@@ -193,11 +191,9 @@ class Lanes:
         return first
 
     def bound(self) -> float:
-        """A lower bound, in seconds, on the time of a step in any order of lanes: the largest of three bounds.
-
-        These are one microbatch through all stages and back; for each rank, the earliest start of a forward and all its
-        work; and the earliest start of a backward and all its backwards. Work includes the sums of gradients.
-        """
+        """A lower bound, in seconds, on the time of a step in any order of lanes: the largest of three bounds. These
+        are one microbatch through all stages and back; for each rank, the earliest start of a forward and all its work;
+        and the earliest start of a backward and all its backwards. Work includes the sums of gradients."""
         first, count, seconds = self.firsts(), self.num_microbatches, self.seconds
         bounds = [first[1] + seconds[1] + seconds[2]]
         for stages, work, sums in zip(self.stages_of, self.work(), self.sums, strict=True):
@@ -279,10 +275,8 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 class Clock:
     """One simulated run of each rank's order: when each rank ends (`ends`, None if they hang) and, if `traced`, what
-    each entry waited for.
-
-    Sends and receives start without delay; only messages of the same channel wait for each other.
-    """
+    each entry waited for. Sends and receives start without delay; only messages of the same channel wait for each
+    other."""
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:
         self.lanes, self.rows = lanes, rows

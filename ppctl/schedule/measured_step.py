@@ -190,10 +190,8 @@ def mean_seconds(trace: Trace) -> dict[Op, dict[int, float]]:
 
 
 def measured_costs(trace: Trace, schedule: Schedule) -> Costs:
-    """Prices by which the schedule can be simulated again: means by operation and stage, medians of messages.
-
-    If a stage ran only unsplit backwards, I and W each count as half of one; if it ran only split ones, B as their sum.
-    """
+    """Prices by which the schedule can be simulated again: means by operation and stage, medians of messages. If a
+    stage ran only unsplit backwards, I and W each count as half of one; if it ran only split ones, B as their sum."""
     means, stages = mean_seconds(trace), range(schedule.placement.num_stages)
     halves = {op: [means[op].get(s, means[Op.B].get(s, 0.0) / 2) for s in stages] for op in (Op.I, Op.W)}
     whole = [means[Op.B].get(s, halves[Op.I][s] + halves[Op.W][s]) for s in stages]

@@ -18,10 +18,8 @@ SHOWN = 6
 
 
 def pair_up(schedule: Schedule) -> Schedule:
-    """Every backward and the forward that follows on it as a pair, in which the forward stands in front.
-
-    Of 1F1B, whose ranks then hold one microbatch more.
-    """
+    """Every backward and the forward that follows on it as a pair, in which the forward stands in front. Of 1F1B, whose
+    ranks then hold one microbatch more."""
     rows: list[tuple[Action, ...]] = []
     pairs: list[Pair] = []
     for row in schedule.actions:

@@ -92,11 +92,9 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
 
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
-    """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs.
-
-    It runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All
-    else keeps its order, and each stage's Ws keep the order of its Is.
-    """
+    """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs. It
+    runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All else
+    keeps its order, and each stage's Ws keep the order of its Is."""
     return replace(
         schedule, actions=tuple(_weights_sooner(grouped(row, schedule.pairs), most) for row in schedule.actions)
     )
@@ -300,11 +298,9 @@ def _least_capacity(line: _ChannelMessages) -> int:
 
 
 def _in_time(line: _ChannelMessages, deadlines: list[float], capacity: int) -> bool:
-    """Whether at this capacity no send waits for an older one, and every message is there when it is needed.
-
-    Message n starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or
-    when the use of the message `receive_slots` before has ended.
-    """
+    """Whether at this capacity no send waits for an older one, and every message is there when it is needed. Message n
+    starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or when the use
+    of the message `receive_slots` before has ended."""
     receives, sends = receive_slots(capacity), send_slots(capacity)
     posted_at = [0.0] * receives + line.used_at
     through: list[float] = []

@@ -53,10 +53,8 @@ def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk.
-
     That is tight: between neighbours two message times per microbatch are waited for. With `extra_warmup` forwards more
-    in flight (`extra_of` each rank) a message may take that much longer before anybody waits.
-    """
+    in flight (`extra_of` each rank) a message may take that much longer before anybody waits."""
 
     def warmup(pp_rank: int) -> int:
         counts = warmup_counts(pp, pp_rank, num_microbatches=num_microbatches)

@@ -38,9 +38,7 @@ def remember(schedule: Schedule, short: Schedule) -> None:
 
 def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
     """The schedule with so many rounds of `size` microbatches more in its middle, or fewer, if `more` is negative.
-
-    Every list must have `rounds`, more of them than are left out. It must have no pairs.
-    """
+    Every list must have `rounds`, more of them than are left out. It must have no pairs."""
     rows: list[tuple[Action, ...]] = []
     count = schedule.num_microbatches + more * size
     for row, (begin, _, length) in zip(schedule.actions, found or repetition(schedule, size), strict=True):

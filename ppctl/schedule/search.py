@@ -130,10 +130,8 @@ class _Point:
 
 
 def find_schedule(task: Task, allowance: int = ALLOWANCE) -> FoundSchedule:
-    """Search. `allowance` is in units of work (`ALLOWANCE`).
-
-    Raises ScheduleError (PP-E321) if a limit has no room for one microbatch on all stages of its rank.
-    """
+    """Search. `allowance` is in units of work (`ALLOWANCE`). Raises ScheduleError (PP-E321) if a limit has no room for
+    one microbatch on all stages of its rank."""
     check_limits(task)
     return _OrderSearch(task, allowance).run()
 
@@ -146,10 +144,8 @@ def first_order(task: Task) -> Schedule | None:
 
 
 def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedule:
-    """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
-
-    Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if all are.
-    """
+    """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first. Tasks
+    whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if all are."""
     results: list[FoundSchedule] = []
     refused: list[Problem] = []
     for task in tasks:

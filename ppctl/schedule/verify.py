@@ -76,9 +76,7 @@ def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
     """The stages that add up gradients in another order than the microbatches', each with two actions that show it.
-
-    Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules.
-    """
+    Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules."""
     misplaced: dict[int, tuple[Action, Action]] = {}
     for row in schedule.actions:
         last: dict[tuple[bool, int], Action] = {}

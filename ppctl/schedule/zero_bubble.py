@@ -27,18 +27,14 @@ def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds as much as the first rank. One chunk.
-
-    Bubble time (pp - 1)(tf + tb - tw) if tw is at most tf and tb, with as much memory as 1F1B's first rank.
-    """
+    Bubble time (pp - 1)(tf + tb - tw) if tw is at most tf and tb, with as much memory as 1F1B's first rank."""
     return _on_a_loop("zb_h1", pp, 1, num_microbatches, group)
 
 
 def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk.
-
-    No bubble but filling and draining (pp - 1 forwards in front, none after the first rank) if F, I and W take
-    equal times and num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank.
-    """
+    """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk. No bubble but filling
+    and draining (pp - 1 forwards in front, none after the first rank) if F, I and W take equal times and
+    num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank."""
     return _on_a_loop("zb_h2", pp, 1, num_microbatches, group, times=2)
 
 
@@ -89,11 +85,9 @@ def fills_dualpipev(pp: int) -> int:
 
 
 def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """DualPipeV: in its main phase a rank's two stages take turns, one's forward paired with the other's backward.
-
-    At most 2 pp + 1 activations of half a rank each are in flight. At its end rank r puts r + 1 weight gradients off:
-    `passes.run_weights_sooner` leaves it fewer.
-    """
+    """DualPipeV: in its main phase a rank's two stages take turns, one's forward paired with the other's backward. At
+    most 2 pp + 1 activations of half a rank each are in flight. At its end rank r puts r + 1 weight gradients off:
+    `passes.run_weights_sooner` leaves it fewer."""
 
     def row(pp_rank: int, words: _Words) -> None:
         behind = pp - 1 - pp_rank
@@ -187,22 +181,18 @@ class _Block(NamedTuple):
 
 
 def v_half(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and at most half of its bubble.
-
-    The bubble is that if F, I and W take equal times. For any number of microbatches it stays what it is for a few,
-    as long as 2 F <= W + 2 I and 2 I <= W + 2 F.
-    """
+    """V-Half: at most 2 (pp // 2 + 1) chunks in flight, about half of 1F1B's, and at most half of its bubble. The
+    bubble is that if F, I and W take equal times. For any number of microbatches it stays what it is for a few, as long
+    as 2 F <= W + 2 I and 2 I <= W + 2 F."""
     gap = 3 if pp % 2 == 0 else 0
     blocks = [_Block(2 * r, 3 * pp - r - 2, 3 * pp + gap + 2 * r - 1, 6 * pp + gap - r - 2) for r in range(pp)]
     return _repeated("v_half", blocks, 2 * ((pp + 2) // 2), num_microbatches)
 
 
 def v_min(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """V-Min: at most 2 ((pp + 4) // 3) chunks in flight, about a third of 1F1B's, and two thirds of its bubble.
-
-    The bubble is that if F, I and W take equal times: 2 (pp - 1) of one of them, and (pp - 4) / 6 more if pp is 1
-    more than a multiple of 3. If they differ, it grows with the number of microbatches.
-    """
+    """V-Min: at most 2 ((pp + 4) // 3) chunks in flight, about a third of 1F1B's, and two thirds of its bubble. The
+    bubble is that if F, I and W take equal times: 2 (pp - 1) of one of them, and (pp - 4) / 6 more if pp is 1 more than
+    a multiple of 3. If they differ, it grows with the number of microbatches."""
     gap = 2 if pp % 3 == 0 else 0
     blocks = [_Block(r, 2 * pp - r - 1, 2 * pp + gap + r, 4 * pp + gap - r - 1) for r in range(pp)]
     return _repeated("v_min", blocks, 2 * ((pp + 4) // 3), num_microbatches)
