@@ -105,13 +105,14 @@ class Pair(NamedTuple):
         return cls(*map(Action.parse, words))
 
 
-_new_action = partial(tuple.__new__, Action)
+new_action = partial(tuple.__new__, Action)
+"""An action from a tuple, at C speed."""
 
 
 @lru_cache(2048)
 def lane(op: Op, stage: int, num_microbatches: int) -> tuple[Action, ...]:
     """One operation of one stage for every microbatch in order; cached, because many passes ask for it."""
-    return tuple(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
+    return tuple(map(new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
 
 
 class Channel(NamedTuple):

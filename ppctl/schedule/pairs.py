@@ -6,15 +6,12 @@ The two of a pair advance in turns, so that the messages of one are under way wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, pairwise
 
-from ppctl.errors import Problem
+from ppctl.errors import Problem, some
 from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
-
-SHOWN = 6
-"""How many pairs, actions or ranks one problem names; the rest are counted."""
 
 
 def pair_up(schedule: Schedule) -> Schedule:
@@ -78,13 +75,6 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
     if len(times) == 2 * len(pairs):
         return []
     return [pair for pair in pairs if max(times[action] for action in pair) > 1]
-
-
-def some(things: Iterable[object]) -> str:
-    """Return the texts of the first few things, and the number of the rest."""
-    named = [str(thing) for thing in things]
-    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
-    return ", ".join(named[:SHOWN]) + more
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:

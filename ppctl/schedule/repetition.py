@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from operator import and_, eq, is_, sub
 
-from ppctl.schedule.action import Action, Schedule, lane
-
-_new_action = partial(tuple.__new__, Action)
-
+from ppctl.schedule.action import Action, Schedule, lane, new_action
 
 Repetition = list[tuple[int, int, int]]
 """Where each list's repetition begins, how many rounds it has one after another, and how many actions a round has."""
@@ -45,7 +41,7 @@ def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None
         one = [(lane(op, stage, count), mb) for op, stage, mb in row[begin : begin + length]] if more > 0 else []
         again = [actions[mb + time * size] for time in range(more) for actions, mb in one]
         rest = row[begin - min(more, 0) * length :]
-        later = [_new_action((op, stage, mb + more * size if mb >= 0 else mb)) for op, stage, mb in rest]
+        later = [new_action((op, stage, mb + more * size if mb >= 0 else mb)) for op, stage, mb in rest]
         rows.append((*row[:begin], *again, *later))
     longer = replace(schedule, actions=tuple(rows), num_microbatches=count)
     if more > 0:
