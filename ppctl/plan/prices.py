@@ -11,22 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.cost import times
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.parameter_counts import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
 from ppctl.cost.step_traffic import Stages, Sums, once_a_step
-from ppctl.cost.times import (
-    Machine,
-    PartSeconds,
-    beside_copies,
-    layer_seconds,
-    layer_work,
-    machine_of,
-    message_seconds,
-    newton_schulz_seconds,
-    optimizer_seconds,
-    reduce_seconds,
-)
+from ppctl.cost.times import Machine, PartSeconds
 from ppctl.cost.traffic import Traffic, stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
@@ -76,7 +66,7 @@ def pricer(
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
-        return layer_seconds(layer_work(model, kind, setting), machine, recomputed)
+        return times.layer_seconds(times.layer_work(model, kind, setting), machine, recomputed)
 
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
@@ -94,10 +84,10 @@ def pricer(
         alive = stage_activations(model, held, setting, stage)
         copies = alive.offloaded / (machine.device.host_link * machine.efficiency.link)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
-        ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
+        ahead, inputs, weights, exchanged, exchanged_back = times.beside_copies(whole, copies)
         return StageCost(
             *(ahead, inputs, weights),
-            0.0 if last else (sent or message_seconds(size, machine)),
+            0.0 if last else (sent or times.message_seconds(size, machine)),
             size,
             alive.kept,
             reduction(config, trained_count(model, held), machine, ahead + inputs + weights),
@@ -112,7 +102,7 @@ def pricer(
 def machine_for(config: RunConfig, setting: Setting) -> Machine:
     """The config's device as its kernels find it."""
     products = config.cost.matmul or ("fp8" if config.model.fp8 else precision_of(config).dtype)
-    return machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
+    return times.machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
 
 
 def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:
@@ -148,7 +138,7 @@ def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) 
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
-    summing = reduce_seconds(*on_device(count, machine.sizes), each, machine)
+    summing = times.reduce_seconds(*on_device(count, machine.sizes), each, machine)
     # Bucket by bucket, beside the last backward and the next step's forward.
     return max(0.0, summing - beside) if config.cost.stack == MEGATRON else summing
 
@@ -218,7 +208,7 @@ def seconds_after(
     """Seconds of the optimizer step that follows on the pipeline."""
     device = device_of(config)
     return max(
-        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
+        times.optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
         + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
         for r in ranks
     )
@@ -243,7 +233,9 @@ def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: Paralle
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
     """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
-    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config), config.cost.stack)
+    return times.newton_schulz_seconds(
+        config.optim.muon_ns_steps * moved.operations, device_of(config), config.cost.stack
+    )
 
 
 def step_traffic(

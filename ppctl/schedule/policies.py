@@ -14,19 +14,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule import zero_bubble
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
 from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
-from ppctl.schedule.zero_bubble import (
-    dualpipev,
-    fills_dualpipev,
-    fills_zbv,
-    interleaved_zero_bubble,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zbv_zero_bubble,
-)
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -175,7 +165,7 @@ _ROWS = (
     ),
     Policy(
         "zb_h1",
-        zb_h1,
+        zero_bubble.zb_h1,
         fixed=True,
         splits=True,
         other_names=("ZBH1",),
@@ -184,7 +174,7 @@ _ROWS = (
     ),
     Policy(
         "zb_h2",
-        zb_h2,
+        zero_bubble.zb_h2,
         fixed=True,
         splits=True,
         other_names=("ZBH2",),
@@ -193,7 +183,7 @@ _ROWS = (
     ),
     Policy(
         "interleaved_zero_bubble",
-        interleaved_zero_bubble,
+        zero_bubble.interleaved_zero_bubble,
         chunks=2,
         splits=True,
         other_names=("InterleavedZeroBubble", "zero_bubble"),
@@ -201,28 +191,32 @@ _ROWS = (
     ),
     Policy(
         "zbv_zero_bubble",
-        zbv_zero_bubble,
+        zero_bubble.zbv_zero_bubble,
         **_ON_A_V,
         other_names=("ZBVZeroBubble", "v_schedule", "ZBV"),
-        least_microbatches=fills_zbv,
+        least_microbatches=zero_bubble.fills_zbv,
         use="no bubble but filling and draining for 1F1B's memory, where F, I and W take about the same time",
     ),
     Policy(
-        "v_half", v_half, **_ON_A_V, other_names=("VHalf",), use="half of 1F1B's memory, with about half of its bubble"
+        "v_half",
+        zero_bubble.v_half,
+        **_ON_A_V,
+        other_names=("VHalf",),
+        use="half of 1F1B's memory, with about half of its bubble",
     ),
     Policy(
         "v_min",
-        v_min,
+        zero_bubble.v_min,
         **_ON_A_V,
         other_names=("VMin",),
         use="a third of 1F1B's memory; its bubble grows with the microbatches where F, I and W differ",
     ),
     Policy(
         "dualpipev",
-        dualpipev,
+        zero_bubble.dualpipev,
         **_ON_A_V,
         pairs=True,
-        needs_microbatches=fills_dualpipev,
+        needs_microbatches=zero_bubble.fills_dualpipev,
         use="experts on several ranks: forwards stand beside backwards, to hide exchanges; at least 2 pp microbatches",
     ),
     Policy("forward_only", forward_only, trains=False),
