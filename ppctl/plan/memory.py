@@ -31,11 +31,10 @@ from ppctl.geometry.layers import NUMBERED, Layer, alike
 from ppctl.host.accelerators import MEGATRON, Device, preset
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
-from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
-from ppctl.plan.stages import precision_of
+from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule, receive_slots, send_slots
-from ppctl.schedule.repetition import shorter
+from ppctl.schedule.batching import shorter
 from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}

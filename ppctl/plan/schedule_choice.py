@@ -15,6 +15,7 @@ from ppctl.plan.sizes import CALL, TOO_MUCH, BatchSplit, nearest_divisors
 from ppctl.plan.types import Derived, RankCost
 from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 from ppctl.schedule.action import Schedule
+from ppctl.schedule.batching import shorter
 from ppctl.schedule.executor import Execution
 from ppctl.schedule.pairs import deferred_weights, pair_up
 from ppctl.schedule.passes import lower, run_weights_sooner, without_frozen
@@ -28,7 +29,6 @@ from ppctl.schedule.policies import (
     schedule_policy,
     too_few_microbatches,
 )
-from ppctl.schedule.repetition import shorter
 from ppctl.schedule.simulate import Costs, attempted, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify

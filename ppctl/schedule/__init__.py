@@ -2,7 +2,7 @@
 
 action           the value: actions, channels, Schedule
 policies         every schedule as a function, with zero_bubble and schedule_table
-passes           lowering: messages, gradient sums, capacities; batching, by rounds that repeat (repetition)
+passes           lowering: messages, gradient sums, capacities; batching, by rounds that repeat
 executor         how lists of actions run
 verify           proof that a schedule is complete, ordered and free of deadlock, with pairs
 simulate, trace  a schedule and costs in, a trace out; compare sets all policies side by side

@@ -38,9 +38,10 @@ from ppctl.schedule.batching import (
     MESSAGE_SECONDS,
     batch_messages,
     place_gradient_sync,
+    remember,
+    shorter,
 )
 from ppctl.schedule.pairs import in_halves
-from ppctl.schedule.repetition import remember, shorter
 from ppctl.schedule.simulate import Costs, simulate
 
 

@@ -30,9 +30,9 @@ from ppctl.schedule.action import (
     receive_slots,
     send_slots,
 )
+from ppctl.schedule.batching import shorter
 from ppctl.schedule.executor import Execution, execute
 from ppctl.schedule.pairs import wrong_pairs
-from ppctl.schedule.repetition import shorter
 
 _WAITING_SHOWN = 6
 """How many stuck ranks' rows are shown."""
