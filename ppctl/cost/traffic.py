@@ -103,7 +103,7 @@ def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
     """Traffic of one layer, without recomputation."""
     tensor, h, found = _TensorAxis(setting), model.hidden_size, _nothing()
     if kind.name == "loss":
-        for _ in range(1 + (model.mtp_num_layers or 0)):
+        for _ in range(model.outputs):
             _column_parallel_input(found, tensor, h, waits=False)
             found.forward.add(tensor.numbers(setting.wide * setting.tokens))  # the largest logit, and then the sums
             found.forward.add(tensor.numbers(2 * setting.wide * setting.tokens))

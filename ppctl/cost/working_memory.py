@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import live_more
-from ppctl.cost.layer_parts import feed_forward_parts, outputs
+from ppctl.cost.layer_parts import feed_forward_parts
 from ppctl.cost.setting import Setting
 from ppctl.geometry.expert_reach import expert_runs
 from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName, score_rows
@@ -143,7 +143,7 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     summing = 2 * n * h if setting.sp > 1 else 0  # all tokens and their gradient, which is summed beside the weight's
     scattered = _reading(model, setting._replace(deferred=False), 1) / setting.element  # the output is never deferred
     products = [hidden + weight + summing, scattered if setting.sp > 1 else 0]
-    for done in range(2, outputs(model) + 1):
+    for done in range(2, model.outputs + 1):
         products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + summing)
     blocks = 3 if setting.sizes.tp == 1 else 1
     return max(setting.wide * (blocks * min(LOSS_ROWS, n) * v + n), setting.element * max(products))

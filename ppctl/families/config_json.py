@@ -17,7 +17,6 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.conversions import POSITIONS, Unbuilt
 from ppctl.families.family_table import FAMILIES, Family, Field
-from ppctl.geometry.layers import expert_width, head_dim, query_groups
 
 TRAINING = frozenset(key.attribute for key in keys_with("training").values())
 """Fields about training only: weights do not depend on them."""
@@ -129,7 +128,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     if model.multi_latent_attention:
         forget(("num_query_groups", "kv_channels", "qk_layernorm", "rotary_percent", "add_qkv_bias"))
     else:
-        values |= {"num_query_groups": query_groups(model), "kv_channels": head_dim(model)}
+        values |= {"num_query_groups": model.query_groups, "kv_channels": model.head_dim}
         forget(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
     if model.rotary_scaling_factor is None:
         forget(("rotary_scaling_type", "original_max_position_embeddings", "beta_fast", "beta_slow"))
@@ -139,7 +138,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     if experts is None:
         forget(field.name for field in fields(model) if "moe" in field.name and field.name not in TRAINING)
     else:
-        values |= {"moe_ffn_hidden_size": expert_width(model), "moe_layer_freq": fitted_moe_layer_freq(model)}
+        values |= {"moe_ffn_hidden_size": model.expert_width, "moe_layer_freq": fitted_moe_layer_freq(model)}
         values["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
         grouped = (model.moe_router_num_groups or 1) > 1
         values |= {} if grouped else {"moe_router_num_groups": None, "moe_router_group_topk": None}

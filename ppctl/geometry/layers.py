@@ -155,21 +155,6 @@ def holds_final_norm(model: ModelConfig, layers: Collection[Layer]) -> bool:
     return (Layer("decoder", model.num_layers - 1) if model.mtp_num_layers else Layer("loss")) in layers
 
 
-def head_dim(model: ModelConfig) -> int:
-    """Width of one attention head (not of MLA's)."""
-    return model.kv_channels or model.hidden_size // model.num_attention_heads
-
-
-def query_groups(model: ModelConfig) -> int:
-    """Number of key/value heads."""
-    return model.num_query_groups or model.num_attention_heads
-
-
-def expert_width(model: ModelConfig) -> int:
-    """Inner width of one routed expert."""
-    return model.moe_ffn_hidden_size or model.ffn_hidden_size
-
-
 DEFAULT_MODULES = ("core_attn",)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import head_dim, query_groups
 from ppctl.model.core_attention import Attend, core_attention
 from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.kernels import ON_CPU, Kernels
@@ -29,9 +28,9 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
         self.kernels, self.dropout = kernels, Dropout(model.attention_dropout)
-        dim = self.head_dim = head_dim(model)
+        dim = self.head_dim = model.head_dim
         queries = model.num_attention_heads * dim
-        self.groups = query_groups(model)
+        self.groups = model.query_groups
         self.split: TensorSplit | None = None
         self.shared: Attend | None = None
         keys = self.groups * dim
