@@ -80,7 +80,7 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
         return [Work("embedding", traffic=tokens * 3 * h * element, weights=rows * h, kernels=4)]
     if kind.name == "loss":
         columns = model.vocab_size / tp
-        logits = tokens * columns * (1 + (model.mtp_num_layers or 0))
+        logits = tokens * columns * model.outputs
         # Logits are written, widened, and read twice for a log-softmax.
         return [
             Work("layernorm", traffic=2 * tokens * h * element / setting.sp, kernels=2),
@@ -318,12 +318,6 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
             one = one._replace(input_gradient=again, exchanged_back=sent_again)
         parts.append(one)
     return PartSeconds(*map(sum, zip(*parts, strict=True)))
-
-
-def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
-    """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
-    inputs = max(seconds.input_gradient, copies - seconds.weight_gradient)
-    return seconds._replace(forward=max(seconds.forward, copies), input_gradient=inputs)
 
 
 def message_seconds(size: float, machine: Machine) -> float:

@@ -83,7 +83,9 @@ def pricer(
         alive = stage_activations(model, held, setting, stage)
         copies = alive.offloaded / (machine.device.host_link * machine.efficiency.link)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
-        ahead, inputs, weights, exchanged, exchanged_back = times.beside_copies(whole, copies)
+        # No forward and no backward is over before the copies are.
+        ahead, weights = max(whole.forward, copies), whole.weight_gradient
+        inputs = max(whole.input_gradient, copies - weights)
         return StageCost(
             *(ahead, inputs, weights),
             0.0 if last else (sent or times.message_seconds(size, machine)),
@@ -92,7 +94,7 @@ def pricer(
             reduction(config, trained_count(model, held), machine, ahead + inputs + weights),
             alive.offloaded,
             copies,
-            *(exchanged, exchanged_back, config.cost.overlapped_link),
+            *(whole.exchanged, whole.exchanged_back, config.cost.overlapped_link),
         )
 
     return of_stage

@@ -181,18 +181,14 @@ class StageChange(NamedTuple):
     """Change of the step if the stage's work took a tenth more time."""
 
 
-def mean_seconds(trace: Trace) -> dict[Op, dict[int, float]]:
-    """Operation -> stage -> mean duration."""
-    sums: dict[Op, dict[int, list[float]]] = {op: {} for op in Op}
-    for _, (op, stage, _), start, end in trace.spans:
-        sums[op].setdefault(stage, []).append(end - start)
-    return {op: {stage: sum(of) / len(of) for stage, of in stages.items()} for op, stages in sums.items()}
-
-
 def measured_costs(trace: Trace, schedule: Schedule) -> Costs:
     """Prices by which the schedule can be simulated again: means by operation and stage, medians of messages. If a
     stage ran only unsplit backwards, I and W each count as half of one; if it ran only split ones, B as their sum."""
-    means, stages = mean_seconds(trace), range(schedule.placement.num_stages)
+    durations: dict[Op, dict[int, list[float]]] = {op: {} for op in Op}
+    for _, (op, stage, _), start, end in trace.spans:
+        durations[op].setdefault(stage, []).append(end - start)
+    means = {op: {stage: sum(each) / len(each) for stage, each in of.items()} for op, of in durations.items()}
+    stages = range(schedule.placement.num_stages)
     halves = {op: [means[op].get(s, means[Op.B].get(s, 0.0) / 2) for s in stages] for op in (Op.I, Op.W)}
     whole = [means[Op.B].get(s, halves[Op.I][s] + halves[Op.W][s]) for s in stages]
     channels = message_times([trace.spans])

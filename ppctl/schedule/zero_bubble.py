@@ -245,7 +245,9 @@ class _OpenRow:
         held_down, held_up = forward[down] - weights[down], forward[up] - weights[up]
         room = held_down + held_up < self.most
         due: list[tuple[int, Op, int]] = []
-        if room and held_down < self._most_down() and self._behind(forward, down, down - 1):
+        # Enough room is left for the second stage.
+        most_down = self.most - max(1, -((self.block.forward_up - self.block.gradient_up) // _INTERVAL))
+        if room and held_down < most_down and self._behind(forward, down, down - 1):
             due.append((self.block.forward_down + _INTERVAL * forward[down], Op.F, down))
         if room and self._behind(forward, up, up - 1):
             due.append((self.block.forward_up + _INTERVAL * forward[up], Op.F, up))
@@ -256,10 +258,6 @@ class _OpenRow:
         if due:
             return min(due)[1:]
         return (Op.W, self.owed[0]) if self.owed else None
-
-    def _most_down(self) -> int:
-        """How many activations the first stage may hold, so that enough room is left for the second."""
-        return self.most - max(1, -((self.block.forward_up - self.block.gradient_up) // _INTERVAL))
 
     def _behind(self, through: list[int], stage: int, source: int) -> bool:
         """Whether `stage` has a microbatch left to do that `source` is through with; the model's ends have all."""
