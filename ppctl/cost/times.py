@@ -320,6 +320,17 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
     return PartSeconds(*map(sum, zip(*parts, strict=True)))
 
 
+def host_seconds(size: float, machine: Machine) -> float:
+    """`size` bytes one way between a device and its host."""
+    return size / (machine.device.host_link * machine.efficiency.link)
+
+
+def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
+    """A stage's seconds if no forward and no backward is over before `copies` seconds are."""
+    inputs = max(seconds.input_gradient, copies - seconds.weight_gradient)
+    return seconds._replace(forward=max(seconds.forward, copies), input_gradient=inputs)
+
+
 def message_seconds(size: float, machine: Machine) -> float:
     """A message of `size` bytes to the next pp_rank, in a domain of fast links if all ranks are in one."""
     return machine.device.latency + size / machine.link(machine.sizes.world)

@@ -11,12 +11,23 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost import times
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.parameter_counts import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
 from ppctl.cost.step_traffic import Stages, Sums, once_a_step
-from ppctl.cost.times import Machine, PartSeconds
+from ppctl.cost.times import (
+    Machine,
+    PartSeconds,
+    beside_copies,
+    host_seconds,
+    layer_seconds,
+    layer_work,
+    machine_of,
+    message_seconds,
+    newton_schulz_seconds,
+    optimizer_seconds,
+    reduce_seconds,
+)
 from ppctl.cost.traffic import Traffic, stage_passes
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
@@ -40,8 +51,10 @@ def stage_costs(
     micro_batch_size: int,
     measured: Profile | None = None,
 ) -> tuple[StageCost, ...]:
-    """The cost of every stage from the layers that it holds, in model order. `measured` costs replace the costs from
-    the preset, kind of layer by kind of layer."""
+    """The cost of every stage from the layers that it holds, in model order.
+
+    `measured` costs replace the costs from the preset, kind of layer by kind of layer.
+    """
     price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(own) for own in layers]
     known: dict[Hashable, StageCost] = {}
@@ -65,7 +78,7 @@ def pricer(
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
-        return times.layer_seconds(times.layer_work(model, kind, setting), machine, recomputed)
+        return layer_seconds(layer_work(model, kind, setting), machine, recomputed)
 
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
@@ -81,20 +94,18 @@ def pricer(
             seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
         alive = stage_activations(model, held, setting, stage)
-        copies = alive.offloaded / (machine.device.host_link * machine.efficiency.link)
+        copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
-        # No forward and no backward is over before the copies are.
-        ahead, weights = max(whole.forward, copies), whole.weight_gradient
-        inputs = max(whole.input_gradient, copies - weights)
+        ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)
         return StageCost(
             *(ahead, inputs, weights),
-            0.0 if last else (sent or times.message_seconds(size, machine)),
+            0.0 if last else (sent or message_seconds(size, machine)),
             size,
             alive.kept,
             reduction(config, trained_count(model, held), machine, ahead + inputs + weights),
             alive.offloaded,
             copies,
-            *(whole.exchanged, whole.exchanged_back, config.cost.overlapped_link),
+            *(exchanged, exchanged_back, config.cost.overlapped_link),
         )
 
     return of_stage
@@ -103,7 +114,7 @@ def pricer(
 def machine_for(config: RunConfig, setting: Setting) -> Machine:
     """The config's device as its kernels find it."""
     products = config.cost.matmul or ("fp8" if config.model.fp8 else precision_of(config).dtype)
-    return times.machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
+    return machine_of(device_of(config), products, setting.sizes, config.model, setting.nodes, config.cost.stack)
 
 
 def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:
@@ -139,14 +150,17 @@ def reduction(config: RunConfig, count: Count, machine: Machine, beside: float) 
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
-    summing = times.reduce_seconds(*on_device(count, machine.sizes), each, machine)
+    summing = reduce_seconds(*on_device(count, machine.sizes), each, machine)
     # Bucket by bucket, beside the last backward and the next step's forward.
     return max(0.0, summing - beside) if config.cost.stack == MEGATRON else summing
 
 
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
-    """Stage costs as a schedule's simulation takes them. A chunk's gradients are summed while other chunks compute;
-    only what a rank finishes last, its first chunk, is waited for."""
+    """Stage costs as a schedule's simulation takes them.
+
+    A chunk's gradients are summed while other chunks compute; only what a rank finishes last, its first chunk, is
+    waited for.
+    """
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):
         for channel in (Channel(here.pp_rank, there.pp_rank, "F"), Channel(there.pp_rank, here.pp_rank, "B")):
@@ -209,7 +223,7 @@ def seconds_after(
     """Seconds of the optimizer step that follows on the pipeline."""
     device = device_of(config)
     return max(
-        times.optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
+        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device, config.cost.stack)
         + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
         for r in ranks
     )
@@ -234,9 +248,7 @@ def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: Paralle
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
     """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
-    return times.newton_schulz_seconds(
-        config.optim.muon_ns_steps * moved.operations, device_of(config), config.cost.stack
-    )
+    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config), config.cost.stack)
 
 
 def step_traffic(
