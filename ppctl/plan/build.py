@@ -6,7 +6,7 @@ travel, what waits in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -122,25 +122,25 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         traffic=prices.step_traffic(config, stages, sizes, proof.schedule, batch.micro_batch_size, batch.accumulation),
         limit=device_limit(config, sizes),
         smaller=smaller,
-        derived=(
-            *derivation.derived,
-            *whose_code(model),
-            *decided,
-            *gathered(config, sizes, ranks),
-            *prices.matrix_owners(config, stages, sizes),
-            *offloaded(config, stages, costs, ranks),
-            *exchanged_again(
-                config, sizes, lambda other: rank_pricer(other, stages, sizes, batch.micro_batch_size)(run)
-            ),
-            *checkpoint_copies(config, stages, sizes),
-            *forwards_only(derivation.frozen_stages),
-            *transport(config, sizes.pp, len(plain.pairs)),
-            *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),
-            *(origin(measured, cut.layout.canonical()) or whose_seconds(config)),
-        ),
+        derived=(*derivation.derived, *whose_code(model), *decided, *_in_words(derivation, proof, ranks)),
         provenance=dict(values.provenance),
         problems=tuple(dict.fromkeys([*proof.wrong, *(problem for _, wrong in of_sizes for problem in wrong)])),
     )
+
+
+def _in_words(derivation: Derivation, proof: ProvedSchedule, ranks: Sequence[RankCost]) -> Iterator[Derived]:
+    """The lines of a plan on what its stages do and hold under the schedule."""
+    config, sizes, stages = derivation.values.config, derivation.sizes, derivation.stages
+    micro_batch_size, run = derivation.batch.micro_batch_size, proof.plain if proof.wrong else proof.schedule
+    yield from gathered(config, sizes, ranks)
+    yield from prices.matrix_owners(config, stages, sizes)
+    yield from offloaded(config, stages, derivation.costs, ranks)
+    yield from exchanged_again(config, sizes, lambda other: rank_pricer(other, stages, sizes, micro_batch_size)(run))
+    yield from checkpoint_copies(config, stages, sizes)
+    yield from forwards_only(derivation.frozen_stages)
+    yield from transport(config, sizes.pp, len(proof.plain.pairs))
+    yield from deferred(config, stages, sizes, proof.schedule, micro_batch_size)
+    yield from origin(derivation.measured, derivation.cut.layout.canonical()) or whose_seconds(config)
 
 
 _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
