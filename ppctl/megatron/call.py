@@ -21,7 +21,7 @@ from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_st
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
-from ppctl.weight_gradients.left_whole import tell_what_stays
+from ppctl.weight_gradients.functions import tell_what_stays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
