@@ -52,13 +52,17 @@ class StagePrograms:
         """Weight of the MTP modules' losses in the loss of the step."""
         self.added: dict[int, Tensor] = {}
         """For each microbatch, the loss that the model itself adds."""
-        self.keeping = _keep_activations(session)
-        """The (stage, microbatch) whose activations are kept although layers are recomputed."""
-        self.words = own_words_of(session)
+        split = session.groups.split
+        self.words = None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
+        """The words whose logits the rank has, if tensor-parallel ranks divide them."""
         size, length = session.plan.sizes.cp, session.config.data.seq_length
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
         """The tokens of every sequence whose losses this rank computes; None: all."""
         row = session.plan.schedule.actions[session.own.pp_rank]
+        spared = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
+        flags = checkpoint_flags(row, spared, forwards_in_flight(row))
+        self.keeping = {(action.stage, action.mb) for action, recomputed in flags.items() if not recomputed}
+        """The (stage, microbatch) whose activations are kept although layers are recomputed."""
         self.first = next(action.stage for action in row if action.op is Op.F)
         """The stage that the rank's list begins with."""
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
@@ -171,12 +175,6 @@ def auxiliary_weight(session: Session) -> float:
     return 1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all
 
 
-def own_words_of(session: Session) -> Words | None:
-    """The words whose logits the rank has, if tensor-parallel ranks divide them."""
-    split = session.groups.split
-    return None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
-
-
 def sample_keys(session: Session, step: int) -> Tensor | None:
     """[m, b] int64 on the device: of this rank's samples, by their places in the global batch; None without dropout."""
     model, train = session.config.model, session.config.train
@@ -189,13 +187,6 @@ def sample_keys(session: Session, step: int) -> Tensor | None:
     )
     on_gpu = session.device.type == "cuda"
     return (keys.pin_memory() if on_gpu else keys).to(session.device, non_blocking=on_gpu)
-
-
-def _keep_activations(session: Session) -> frozenset[tuple[int, int]]:
-    row = session.plan.schedule.actions[session.own.pp_rank]
-    partial = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
-    flags = checkpoint_flags(row, partial, forwards_in_flight(row))
-    return frozenset((action.stage, action.mb) for action, recomputed in flags.items() if not recomputed)
 
 
 def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
