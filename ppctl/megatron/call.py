@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ppctl.comm.buffers import Message
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
-from ppctl.megatron.message_shapes import Edges, group_size
+from ppctl.megatron.message_shapes import Edges
 from ppctl.megatron.models import misuse, per_chunk, setting, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.split_products import split_products
@@ -69,7 +69,8 @@ class CallOnRank:
         self._call, self._schedule, self._flags, self._edges = call, schedule, flags, edges
         self._stages = schedule.placement.stages_of(pp_rank)
         self._last = schedule.placement.num_stages - 1
-        self._cp = group_size(call.groups, "cp", setting(call.config, "context_parallel_size", 1))
+        cp_group = getattr(call.groups, "cp", None)
+        self._cp = setting(call.config, "context_parallel_size", 1) if cp_group is None else int(cp_group.size())
         self._plan = sync
         self._store: list[Any] = []
         self._tokens: Tensor | None = None
@@ -79,11 +80,11 @@ class CallOnRank:
         which names the action, if an action fails."""
         call, config = self._call, self._call.config
         with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
-            self._sync = Synchroniser(self._plan, config, call.chunks, self._stages)
+            self._sync = Synchroniser(config, call.chunks, self._stages)
             self._deferral = self._make_deferral()
             with ExitStack() as contexts:
                 self._enter(contexts)
-                self._sync.start()
+                self._sync.run(self._plan.start)
                 run_schedule(
                     self._schedule,
                     [self._program(chunk) for chunk in range(len(call.chunks))],
@@ -94,7 +95,7 @@ class CallOnRank:
                 )
                 if self._deferral is not None:
                     self._deferral.finish(getattr(call.groups, "tp", None))
-                self._sync.end()
+                self._sync.run(self._plan.end)
         self._finalize()
         return self._store
 
@@ -121,9 +122,10 @@ class CallOnRank:
         edges = self._edges(stage)
 
         def forward(mb: int, inputs: Message) -> Message:
-            self._sync.before(Action(Op.F, stage, mb))
+            action = Action(Op.F, stage, mb)
+            self._sync.run(self._plan.before.get(action, ()))
             outputs = self._forward(chunk, mb, list(inputs) or [None] * max(len(edges.receives), 1))
-            self._sync.after(Action(Op.F, stage, mb))
+            self._sync.run(self._plan.after.get(action, ()))
             return outputs
 
         halved: set[int] = set()
@@ -132,10 +134,10 @@ class CallOnRank:
             splits = (stage, mb) in self._schedule.split
             backward = Action((Op.W if mb in halved else Op.I) if splits else Op.B, stage, mb)
             halved.add(mb)
-            self._sync.before(backward)
+            self._sync.run(self._plan.before.get(backward, ()))
             with timed(self._call.config, "backward-compute"):
                 run()
-            self._sync.after(backward)
+            self._sync.run(self._plan.after.get(backward, ()))
 
         tell = partial(tell_what_stays, stage, self._call.chunks[chunk])
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
@@ -183,15 +185,14 @@ class CallOnRank:
 
 
 class Synchroniser(ExitStack):
-    """Runs a plan's events; a context that leaves `no_sync` on every path, exceptions included.
+    """Runs events of a plan; a context that leaves `no_sync` on every path, exceptions included.
 
     `no_sync_func` makes a context; a list of them makes one each, entered together. `grad_sync_func` and
     `param_sync_func` take an iterable of parameters; a list has one function per chunk. The config is only read.
     """
 
-    def __init__(self, plan: SyncPlan, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
+    def __init__(self, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
         super().__init__()
-        self._plan = plan
         no_sync = setting(config, "no_sync_func")
         self._holds = no_sync if isinstance(no_sync, list | tuple) else [no_sync] if no_sync is not None else []
         self._calls: dict[SyncKind, Mapping[int, Callable[[], object]]] = {
@@ -199,23 +200,8 @@ class Synchroniser(ExitStack):
             for kind, name in ((SyncKind.REDUCE, "grad_sync_func"), (SyncKind.GATHER, "param_sync_func"))
         }
 
-    def start(self) -> None:
-        """Run what comes before the first action."""
-        self._run(self._plan.start)
-
-    def before(self, action: Action) -> None:
-        """Run what comes before an action."""
-        self._run(self._plan.before.get(action, ()))
-
-    def after(self, action: Action) -> None:
-        """Run what comes after an action."""
-        self._run(self._plan.after.get(action, ()))
-
-    def end(self) -> None:
-        """Run what comes when all messages are through."""
-        self._run(self._plan.end)
-
-    def _run(self, events: Iterable[Sync]) -> None:
+    def run(self, events: Iterable[Sync]) -> None:
+        """Run these events of the plan."""
         for kind, stage in events:
             if kind is SyncKind.HOLD:
                 for hold in self._holds:

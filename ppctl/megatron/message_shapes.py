@@ -28,12 +28,6 @@ class Edges(NamedTuple):
     sends: tuple[EdgeTensor, ...]
 
 
-def group_size(groups: Any, name: str, default: int) -> int:
-    """The size of a group of a process group collection; `default` without the collection or the group."""
-    group = getattr(groups, name, None)
-    return default if group is None else int(group.size())
-
-
 def get_tensor_shapes(
     *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> list[TensorShape]:
