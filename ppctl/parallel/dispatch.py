@@ -25,8 +25,7 @@ from ppctl.geometry.expert_reach import expert_runs
 from ppctl.parallel.all_to_all import all_to_all, all_to_all_together, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
-from ppctl.tensors.row_copies import RowCopies, copied, set_places, summed, sums
-from ppctl.tensors.row_order import inverse_of, reorder
+from ppctl.tensors.row_copies import RowCopies, copied, inverse_of, reorder, set_places, summed, sums
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 _Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
