@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """All floating tensors of arguments or results in another dtype, as fully_shard does it."""
     if dtype is None:
         return value
-    return tree_map(
-        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, value
-    )
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, value)
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
