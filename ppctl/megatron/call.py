@@ -14,7 +14,7 @@ from ppctl.comm.buffers import Message
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.megatron.message_shapes import Edges
-from ppctl.megatron.models import misuse, per_chunk, setting, timed
+from ppctl.megatron.models import misuse, per_chunk, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.split_products import split_products
 from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
@@ -70,7 +70,7 @@ class CallOnRank:
         self._stages = schedule.placement.stages_of(pp_rank)
         self._last = schedule.placement.num_stages - 1
         cp_group = getattr(call.groups, "cp", None)
-        self._cp = setting(call.config, "context_parallel_size", 1) if cp_group is None else int(cp_group.size())
+        self._cp = getattr(call.config, "context_parallel_size", 1) if cp_group is None else int(cp_group.size())
         self._plan = sync
         self._store: list[Any] = []
         self._tokens: Tensor | None = None
@@ -79,7 +79,7 @@ class CallOnRank:
         """Run the call. Returns what the last stage stored; an empty list on ranks without it. Raises EngineError,
         which names the action, if an action fails."""
         call, config = self._call, self._call.config
-        with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
+        with timed(config, "forward-backward", 1, barrier=getattr(config, "barrier_with_L1_time", True)):
             self._sync = Synchroniser(config, call.chunks, self._stages)
             self._deferral = self._make_deferral()
             with ExitStack() as contexts:
@@ -89,9 +89,9 @@ class CallOnRank:
                     self._schedule,
                     [self._program(chunk) for chunk in range(len(call.chunks))],
                     communicator,
-                    deallocate_pipeline_outputs=bool(setting(config, "deallocate_pipeline_outputs", False)),
-                    variable_shapes=bool(setting(config, "variable_seq_lengths", False)),
-                    timed=None if setting(config, "timers") is None else partial(timed, config),
+                    deallocate_pipeline_outputs=bool(getattr(config, "deallocate_pipeline_outputs", False)),
+                    variable_shapes=bool(getattr(config, "variable_seq_lengths", False)),
+                    timed=None if getattr(config, "timers", None) is None else partial(timed, config),
                 )
                 if self._deferral is not None:
                     self._deferral.finish(getattr(call.groups, "tp", None))
@@ -101,16 +101,16 @@ class CallOnRank:
 
     def _make_deferral(self) -> Deferral | None:
         call = self._call
-        if call.forward_only or not setting(call.config, "defer_embedding_wgrad_compute", False):
+        if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None
-        if not setting(call.config, "gradient_accumulation_fusion", False):
+        if not getattr(call.config, "gradient_accumulation_fusion", False):
             message = "defer_embedding_wgrad_compute adds to main_grad, which gradient_accumulation_fusion makes"
             raise misuse(message, "gradient_accumulation_fusion=True")
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 
     def _enter(self, contexts: ExitStack) -> None:
         contexts.enter_context(self._sync)
-        if not self._call.forward_only and setting(self._call.config, "gradient_accumulation_fusion", False):
+        if not self._call.forward_only and getattr(self._call.config, "gradient_accumulation_fusion", False):
             contexts.enter_context(main_gradients(self._call.chunks))
         if self._deferral is not None:
             contexts.enter_context(self._deferral.applied())
@@ -168,7 +168,7 @@ class CallOnRank:
             # A first stage gets no input whose missing gradient would show that the output is detached.
             check_attached(call.chunks[chunk], outputs)
         self._tokens = num_tokens if self._tokens is None else self._tokens + num_tokens
-        scale = setting(call.config, "grad_scale_func")
+        scale = getattr(call.config, "grad_scale_func", None)
         if stage == self._last and scale is not None and not call.forward_only:
             outputs = [scale(outputs[0]), *outputs[1:]]
         return tuple(outputs)
@@ -176,10 +176,10 @@ class CallOnRank:
     def _finalize(self) -> None:
         """Call `finalize_model_grads_func(chunks, tokens, pg_collection=...)`: the tokens only for losses per token."""
         call = self._call
-        finalize = setting(call.config, "finalize_model_grads_func")
+        finalize = getattr(call.config, "finalize_model_grads_func", None)
         if finalize is None or call.forward_only:
             return
-        tokens = self._tokens if setting(call.config, "calculate_per_token_loss", False) else None
+        tokens = self._tokens if getattr(call.config, "calculate_per_token_loss", False) else None
         more = {} if call.force_all_reduce is None else {"force_all_reduce": call.force_all_reduce}
         finalize(list(call.chunks), tokens, pg_collection=call.groups, **more)
 
@@ -193,10 +193,10 @@ class Synchroniser(ExitStack):
 
     def __init__(self, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
         super().__init__()
-        no_sync = setting(config, "no_sync_func")
+        no_sync = getattr(config, "no_sync_func", None)
         self._holds = no_sync if isinstance(no_sync, list | tuple) else [no_sync] if no_sync is not None else []
         self._calls: dict[SyncKind, Mapping[int, Callable[[], object]]] = {
-            kind: _calls(setting(config, name), name, chunks, stages)
+            kind: _calls(getattr(config, name, None), name, chunks, stages)
             for kind, name in ((SyncKind.REDUCE, "grad_sync_func"), (SyncKind.GATHER, "param_sync_func"))
         }
 
