@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def copied(rows: Tensor, copies: Any) -> Tensor:
-    """The copies of rows, whose gradients are summed; `copies` is a named tuple with the methods of `RowCopies`."""
+    """The copies of rows, whose gradients are summed; `copies` is a named tuple with `RowCopies`' `down` and `up`."""
     out: Tensor = _Moved.apply(rows, copies, False)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
