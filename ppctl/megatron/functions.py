@@ -1,7 +1,5 @@
 """Megatron's forward-backward functions: each names a policy and when gradients are synchronised.
 
-Knows policies, passes and the functions' arguments. Must not know how an action is carried out.
-
 All functions have the same arguments. `forward_step_func(data_iterator, model)` returns a stage's output and a loss
 function (see `forward_step`). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and
 lists with one per chunk if the schedule interleaves. `num_microbatches` counts those of this call. `seq_length` (or

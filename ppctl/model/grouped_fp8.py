@@ -1,7 +1,7 @@
 """Products of all groups' rows with their weights at once, in 8 bits with a scale for each row (decision 89).
 
-Knows how torch's scaled grouped product wants its operands. Must not know how it is called (`linear.py`), nor experts.
-The numbers are those of one product for each group (`Fp8.multiply`), rounded with the same scales.
+Operands are as torch's scaled grouped product wants them (`linear.py` calls it). The numbers are those of one product
+for each group (`Fp8.multiply`), rounded with the same scales.
 """
 
 from __future__ import annotations

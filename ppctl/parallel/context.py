@@ -1,8 +1,7 @@
 """Context parallelism: attention over sequences of which each rank of a group has its halves (`sequence_halves.py`).
 
-Knows a process group, queries, keys and values. Must not know layers, nor how kernels are called: how a block of
-queries attends to a block of keys (`BlockKernel`), and how whole sequences attend, are parameters. Megatron's
-`cp_comm_type` names the ways:
+How a block of queries attends to a block of keys (`BlockKernel`), and how whole sequences attend, are parameters.
+Megatron's `cp_comm_type` names the ways:
 
 * `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of what is at hand.
 * `all_gather` (`GatherAttention`): they are gathered once, beside the blocks of the rank's own.

@@ -1,9 +1,8 @@
 """Expert parallelism: rows travel to the ranks that hold their experts, and their results travel back.
 
-Knows process groups, which experts each row has, and how many rows each expert gets. Must not know routers, experts or
-the pipeline. Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its
-k-th exchange after the same actions. Groups of their own keep exchanges apart from reductions that run beside the
-pipeline. Counts are under way while rows are sorted, if these go straight to their experts.
+Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange
+after the same actions. Groups of their own keep exchanges apart from reductions that run beside the pipeline. Counts
+are under way while rows are sorted, if these go straight to their experts.
 
 For experts on several nodes a row goes to each node once, and comes back as one sum for each run. The ranks of an
 `outer` group have the same place on every node, so that each sends and receives all that its own rows have to do with

@@ -6,8 +6,6 @@
     python -m ppctl.rank.worker --join           every other such rank
         --json                                   rank 0 prints one object on stdout, and all else on stderr
     python -m ppctl.rank.worker --refuse CODE    rank 0 has printed what is wrong: all ranks exit with CODE
-
-Knows the order. Must not know Hydra or how a config was composed.
 """
 
 from __future__ import annotations
