@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ppctl.geometry.layers import score_rows
+from ppctl.model.block_attention import Block
 from ppctl.model.dropout import Dropped, kept_probabilities
 from ppctl.model.linear import without_autocast
 from ppctl.model.packing import Documents
@@ -72,10 +73,9 @@ class DroppedBlock(NamedTuple):
     keys: Tensor
     joins_documents: bool = False
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: object = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """The result, and the log-sums of all scores."""
+        q, k, v, scale, causal, _ = block
         b, heads, s, _ = q.shape
         out, log_sums = v.new_empty(b, heads, s, v.shape[-1]), q.new_empty(b, heads, s, dtype=wide_dtype(q.dtype))
         for rows in _runs(q, k):
@@ -86,19 +86,9 @@ class DroppedBlock(NamedTuple):
             out[:, :, rows] = _by_head(weights @ v, heads)
         return out, log_sums
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scale: float,
-        causal: bool,
-        documents: object = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, of the merged result and log-sums: sums over all keys are gradient x result."""
+        q, k, v, scale, causal, _ = block
         heads, groups, wide = q.shape[1], k.shape[1], wide_dtype(q.dtype)
         of_q = torch.empty_like(q)
         of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)

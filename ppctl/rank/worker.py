@@ -6,6 +6,8 @@
     python -m ppctl.rank.worker --join           every other such rank
         --json                                   rank 0 prints one object on stdout, and all else on stderr
     python -m ppctl.rank.worker --refuse CODE    rank 0 has printed what is wrong: all ranks exit with CODE
+
+Config and plan arrive composed: no rank imports Hydra.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Sums of a weight's gradients, wider than the weight: gradients are added to them, or whole products (decision 84).
-"""
+"""Sums of a weight's gradients, wider than the weight: gradients are added to them, or whole products (decision 84)."""
 
 from __future__ import annotations
 
