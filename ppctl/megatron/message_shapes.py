@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +15,11 @@ TensorShape = tuple[int, ...]
 AdjustShapes = Callable[[list[TensorShape], list[TensorShape]], tuple[list[TensorShape], list[TensorShape]]]
 
 
-class EdgeTensor(NamedTuple):
-    """One tensor of an edge."""
-
-    shape: TensorShape
-    dtype: torch.dtype
-
-
 class Edges(NamedTuple):
-    """The tensors that a stage receives from the stage before and sends to the stage after."""
+    """The tensors, on meta, that a stage receives from the stage before and sends to the stage after."""
 
-    receives: tuple[EdgeTensor, ...]
-    sends: tuple[EdgeTensor, ...]
+    receives: tuple[torch.Tensor, ...]
+    sends: tuple[torch.Tensor, ...]
 
 
 def get_tensor_shapes(
@@ -69,11 +63,8 @@ def edges_of(
             message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}: it returns both lists of shapes"
             raise misuse(message, "return receive_shapes, send_shapes")
         before, after = adjusted
-    dtype = message_dtype(config)
-    return Edges(
-        () if first else tuple(EdgeTensor(tuple(shape), dtype) for shape in before),
-        () if last else tuple(EdgeTensor(tuple(shape), dtype) for shape in after),
-    )
+    made = partial(torch.empty, dtype=message_dtype(config), device="meta")
+    return Edges(() if first else tuple(map(made, before)), () if last else tuple(map(made, after)))
 
 
 def message_dtype(config: Any) -> torch.dtype:
