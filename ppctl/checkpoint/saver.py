@@ -20,7 +20,6 @@ from torch import Tensor
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import problems_of
 from ppctl.checkpoint.local_copies import LocalCopies
-from ppctl.checkpoint.manifest import Manifest, TensorRecord
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.run_state import state_text
 from ppctl.checkpoint.shards import HostMemory, Shard, values_of, whole_shards
@@ -125,16 +124,12 @@ def save_streamed(
     device, by canonical global name; `read` is called for each once. Raises what `read` raises, and OSError: then, as
     after a crash, nothing is left that would be read."""
     parts = [shard.part for shard in whole_shards(tensors)]
-    parts.sort(key=lambda part: -tensors[part.name].element_size())
+    all_parts = [packed_parts(parts)]
     temporary = checkpoint_folder.prepare(directory, step)
-    path = temporary / disk.file_name(0)
     try:
-        record, shards = disk.write_file(path, parts, (values_of(read(part.name)) for part in parts))
-        records = {
-            part.name: TensorRecord(part.whole, part.dtype, (shard,)) for part, shard in zip(parts, shards, strict=True)
-        }
-        disk.seal(temporary, Manifest(step, {path.name: record}, records), state_text(state))
-        return checkpoint_folder.publish(directory, step)
+        (own,) = disk.choose(all_parts)
+        report = disk.write(0, temporary, parts, own, lambda number: values_of(read(parts[number].name)))
+        return disk.commit(directory, step, all_parts, [report], state_text(state))
     except BaseException:
         checkpoint_folder.discard(temporary)
         raise

@@ -20,8 +20,7 @@ from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
-from ppctl.tensors.row_copies import RowCopies, copied, summed
-from ppctl.tensors.row_order import reorder
+from ppctl.tensors.row_copies import RowCopies, copied, reorder, summed
 
 ExchangeRows = Callable[[Tensor, Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
 """`exchange(rows, chosen, weights, counts, experts)`: bring rows [t, h] to where the experts of each live, `chosen`

@@ -7,7 +7,7 @@
         --json                                   rank 0 prints one object on stdout, and all else on stderr
     python -m ppctl.rank.worker --refuse CODE    rank 0 has printed what is wrong: all ranks exit with CODE
 
-Knows the order. Must not know Hydra or how a config was composed.
+Config and plan arrive composed: no rank imports Hydra.
 """
 
 from __future__ import annotations
