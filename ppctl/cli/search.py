@@ -328,7 +328,7 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[str], Search
         best = tries(least * 2**power for power in range(1, 7))
         if best is not None:
             most, least = best.space.values["nodes"], max(tried, default=least)
-            step = max(1, (most - least) // 8)
+            step = -(-(most - least) // 8)
             best = tries(range(least + step, most, step)) or best
     return [f"{nodes:,}" for nodes in sorted(tried)], best
 
