@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -39,12 +39,12 @@ from ppctl.plan.profile import KEY as PROFILE
 from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.schedule_choice import SCHEDULE
 from ppctl.plan.sizes import SEQUENCE
-from ppctl.plan.violations import ConfigValues, Overrides, Violations, parse_overrides
+from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
 from ppctl.search.contradictions import contradictions, planned_problems
 from ppctl.search.refine import refined
-from ppctl.search.space import AXES, SEARCHED, Configuration, SearchSpace
+from ppctl.search.space import AXES, SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
@@ -94,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
         write_atomically(Path(args.write), recipe(search))
         note(f"note: wrote {args.write}; `ppctl train +recipe={pasted(args.write)}` trains it")
     if args.html:
-        title = f"{values.config.recipe or 'a model'} on {search_text.number(search.space.world, 'GPU')}"
-        write_atomically(Path(args.html), page(search, title))
+        write_atomically(Path(args.html), page(search))
         note(f"note: wrote {args.html}")
     again = _refined(args, search, [] if interrupted else listed)
     if args.json:
@@ -113,8 +112,7 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) 
     if not seconds or not listed:
         return None
     answer: dict[str, Any] = {"rows": len(listed[:most]), "plans": 0, "complete": False, "best": None}
-    many = search_text.number(answer["rows"], "row")
-    note(f"note: planning {many} again, for at most {seconds:g} s (--refine SECONDS); Ctrl-C ends it")
+    note(f"note: refining for at most {seconds:g} s (--refine SECONDS); Ctrl-C ends it")
     best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -246,7 +244,8 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    space = SearchSpace(values.overridden(_most_nodes(args)), _kept(args, values))
+    several = {} if args.nodes is None else {"nodes": max(_numbers(args.nodes))}
+    space = SearchSpace(values.overridden(several), _kept(args, values))
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
     wrong = check(space.neutral.config, space.neutral.provenance)
@@ -254,17 +253,9 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
         problems += wrong  # else they are of values that are searched
     violations: Violations = []
     measured = read_profile(values, violations)
-    if violations:
-        codes = {violation.code for violation in violations}
-        problems += (problem for problem in planned_problems(values) if problem.code in codes)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    if problems or violations:
+        raise ConfigError(list(dict.fromkeys([*problems, *(planned_problems(values) if violations else ())])))
     return values, measured
-
-
-def _most_nodes(args: argparse.Namespace) -> Overrides:
-    """The largest number of --nodes."""
-    return {} if args.nodes is None else {"nodes": max(_numbers(args.nodes))}
 
 
 def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
@@ -291,46 +282,41 @@ def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Prob
 def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPlanError:
     """The error of a search that found nothing: what is typed contradicts itself, or does not fit the memory."""
     space, counts = search.space, search.counts
-    total = search_text.number(counts.total, "configuration")
     if not counts.memory and not search.over:
-        own = contradictions(space) or planned_problems(space.values_of(cast(Configuration, space.first)))
-        message = f"of {total} with these values every one is against a rule"
-        return ConfigError(own or [Problem("PP-E229", message, "", space.values.cite(*space.fixed))])
+        return ConfigError(contradictions(space))
     gpus = search_text.number(space.world, "GPU")
-    message = f"none of {total} fits {gpus} of {space.values[LIMIT]}"
+    message = f"none of {search_text.number(counts.total, 'configuration')} fits {gpus} of {space.values[LIMIT]}"
     message += f"; {search_text.number(counts.rules, 'is', 'are')} against a rule" * bool(counts.rules)
     tried, found = _larger(args, search)
-    message += f"; nothing fits {', '.join(tried)} nodes either" * bool(tried)
+    message += f"; nothing fits {', '.join(map(str, sorted(tried)))} nodes either" * bool(tried)
     remedy = ""
     if found is not None:
-        remedy = search_text.line(_on(args, found.space.values["nodes"]), found.space, found.found[0].configuration)
-        message += f"; on {found.space.values['nodes']:,} nodes, {found.space.world:,} GPUs, the remedy fits"
+        nodes = found.space.values["nodes"]
+        remedy = search_text.line(_on(args, nodes), found.space, found.found[0].configuration)
+        message += f"; on {nodes:,} nodes, {found.space.world:,} GPUs, the remedy fits"
     return MemoryPlanError(Problem("PP-E803", message, remedy, space.values.cite("nodes", "gpus_per_node", LIMIT)))
 
 
-def _larger(args: argparse.Namespace, search: Search) -> tuple[list[str], Search | None]:
-    """Numbers of nodes on which nothing fits either, and the search on the least one that was tried with something that
-    fits, if there is one: doublings, and then between the last two."""
-    least, values = search.space.values["nodes"] or 1, search.space.values
-    best, tried = None, list[int]()
+def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search | None]:
+    """Numbers of nodes on which nothing fits either, and the search on the least one that was tried on which something
+    does: doublings, and then between the last two."""
+    values, tried = search.space.values, list[int]()
+    least, best = values["nodes"] or 1, None
 
     def tries(numbers: Iterable[int]) -> Search | None:
         for nodes in numbers:
             more = Search(SearchSpace(values.overridden({"nodes": nodes}), _kept(args, values)), search.tree.measured)
-            for _ in more.run():
-                show(more)
-                if more.found:
-                    return more
+            if any(show(each) or each.found for each in more.run()):
+                return more
             tried.append(nodes)
         return None
 
     with suppress(KeyboardInterrupt), _progress() as show:  # that nothing fits is known by now
-        best = tries(least * 2**power for power in range(1, 7))
-        if best is not None:
+        if best := tries(least * 2**power for power in range(1, 7)):
             most, least = best.space.values["nodes"], max(tried, default=least)
             step = -(-(most - least) // 8)
             best = tries(range(least + step, most, step)) or best
-    return [f"{nodes:,}" for nodes in sorted(tried)], best
+    return tried, best
 
 
 # What is written
@@ -344,13 +330,11 @@ def _recipe_file(override: str) -> str:
 def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
     """Why files cannot be written, before a search of a minute; and a time that is none."""
     for option, name, code in (("--write", Path("found.yaml"), "PP-E127"), ("--html", Path("found.html"), "PP-E129")):
-        if (typed := getattr(args, option[2:])) is None:
-            continue
-        path = Path(typed)
+        path = Path(getattr(args, option[2:]) or "")
         reason = obstacle(path) if path.suffix == name.suffix else f"its name must end in {name.suffix}"
         if not reason and option == "--write" and path.exists():
             reason, name = "it exists, and a search replaces no recipe", path
-        if reason:
+        if reason and getattr(args, option[2:]) is not None:
             yield Problem(code, f"{path} cannot be written: {reason}", pasted(option, unused(name)), PLACE)
     files = [Path(each).resolve() for each in (args.write, args.html, *map(_recipe_file, args.line.overrides)) if each]
     if len(files) != len(set(files)):
@@ -367,12 +351,9 @@ def recipe(search: Search) -> str:
     """The first configuration as a recipe: every value that is no default, with its source."""
     space, first = search.space, search.found[0]
     values, found = space.values_of(first.configuration), {full_name(key) for key in space.words(first.configuration)}
-    gpus, rate = search_text.number(space.world, "GPU"), first.plan.timing.tokens_per_s
-    head = (
-        f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {gpus}, {rate:,.0f} tokens/s planned.\n"
-    )
-    head += f"# {search_text.counts(search)}"
-    lines = [head]
+    gpus, rate = search_text.number(space.world, "GPU"), f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned"
+    lines = [f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {gpus}, {rate}."]
+    lines.append(f"# {search_text.counts(search)}")
     section = ""
     for key, info in text_keys().items():
         source, value = values.source(key), values.config[key]

@@ -24,8 +24,9 @@ _STYLE = (
 )
 
 
-def page(search: Search, title: str) -> str:
+def page(search: Search) -> str:
     """The page, as text. Nothing is fetched when it is opened."""
+    title = f"{search.space.values.config.recipe or 'a model'} on {number(search.space.world, 'GPU')}"
     head = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     head += f"<meta name='viewport' content='width=device-width'><style>{_STYLE}</style></head>"
     head += f"<body><h1>{escape(title)}</h1><p>{escape(counts(search))}</p>"

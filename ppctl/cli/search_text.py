@@ -48,14 +48,9 @@ def counts(search: Search) -> str:
     cut = number(of.memory, "needs", "need") + " more memory than there is"
     cut += f", {number(of.rules, 'is', 'are')} against a rule" * bool(of.rules)
     if not search.proved:
-        seen = (
-            f"of {total} {cut}, {of.undecided:,} had not been decided"
-            if search.counted
-            else (f"of the {total} looked at until then {cut}")
-        )
-        return f"interrupted: {seen}, {planned}; " + (
-            "others may be faster" if of.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
-        )
+        seen = total if search.counted else f"the {total} looked at until then"
+        more = "others may be faster" if of.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
+        return f"interrupted: of {seen} {cut}, {of.undecided:,} had not been decided, {planned}; {more}"
     proof = f"none is more than {CLOSE:.0%} faster than the first under these prices" if search.found else "none fits"
     return f"of {total} {cut}, {number(of.left, 'is', 'are')} slower by their bound, {planned}; {proof}"
 
@@ -104,7 +99,8 @@ def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *,
     said = f"the first {close} are within {BAND:.1%} of each other, the median error of plans ({BAND_SOURCE})"
     if close == 1:
         said = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
-    said += "; interrupted before all were planned" * (not compared)
+    elif not compared:
+        said += "; interrupted before all others were planned"
     for number in sorted({*firsts.values()} - {0}):
         named = [" and ".join(slower) for slower, first in firsts.items() if first == number]
         said += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
@@ -144,11 +140,9 @@ def so_far(search: Search) -> str:
 def refinement(of: Mapping[str, Any]) -> str:
     """Text of what planning rows again has found, from the JSON's `refined`."""
     best, rows = of["best"], "the first row" if of["rows"] == 1 else f"the first {of['rows']} rows"
-    said = f"refined ({number(of['plans'], 'plan')} of {rows}{'' if of['complete'] else ', until its end'}): "
-    if not of["plans"]:
-        return f"{said}none was finished"
+    said = f"refined ({number(of['plans'], 'plan')} of {rows}{'' if of['complete'] else ', ended early'}): "
     if best is None:
-        return f"{said}nothing is faster than the first"
+        return said + ("nothing is faster than the first" if of["plans"] or of["complete"] else "none was finished")
     said += f"number {best['row']} is " * (best["row"] != 1) + f"{best['faster']:.1%} faster than the first"
     return f"{said} with {overrides_text(best['words'])}{_error(best['faster'])}:\n{best['line']}"
 

@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import product
 from math import gcd, prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ppctl.config.argv import ALIASES, LAYOUT, PLACE
+from ppctl.config.argv import ALIASES, PLACE
 from ppctl.config.checks import check
 from ppctl.geometry.layers import DEFAULT_MODULES
 from ppctl.host.devices import machines
@@ -70,11 +69,9 @@ class SearchSpace:
     def _is_fixed(self, key: str, kept: Collection[str]) -> bool:
         return self.values.source(key).startswith(PLACE) or ALIASES.get(key, key) in kept
 
-    def freed(self, keys: Iterable[str], words: Overrides = MappingProxyType({})) -> SearchSpace:
-        """The space with other words typed, and these keys searched as well."""
-        values = self.values.overridden(words)
-        given = {**values.provenance, LAYOUT: self.values.source(LAYOUT)}  # that a layout gives way was not typed
-        other = SearchSpace(ConfigValues(values.config, given))
+    def freed(self, keys: Iterable[str]) -> SearchSpace:
+        """The space in which these keys are searched as well."""
+        other = SearchSpace(self.values)
         other.fixed = self.fixed - {*keys}
         return other
 

@@ -245,13 +245,13 @@ def test_a_file_is_not_written_over_the_recipe_or_twice(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "code", "remedies"),
     [
-        (["tp=3"], "PP-E204", ["tp=2", "tp=4"]),
-        (["tp=4", "pp=4"], "PP-E204", ["tp=1", "pp=1"]),
-        (["gbs=16", "mbs=3"], "PP-E211", ["mbs=2", "mbs=4"]),
-        (["seq=511", "tp=2"], "PP-E208", ["tp=1", "seq=510"]),
-        (["ep=2"], "PP-E206", ["ep=1"]),
-        (["pp=1", "pp_schedule=dualpipev"], "PP-E229", ["pp=2", "pipeline.pp_schedule=1f1b"]),
-        (["vpp=2", "pp_schedule=1f1b", "tp=2", "mbs=1"], "PP-E213", ["vpp=1", "pipeline.pp_schedule="]),
+        (["tp=3"], "PP-E204", ["tp"]),
+        (["tp=4", "pp=4"], "PP-E204", ["tp", "pp"]),
+        (["gbs=16", "mbs=3"], "PP-E211", ["mbs"]),
+        (["seq=511", "tp=2"], "PP-E208", ["tp"]),
+        (["ep=2"], "PP-E206", ["ep"]),
+        (["pp=1", "pp_schedule=dualpipev"], "PP-E229", ["pp", "pipeline.pp_schedule"]),
+        (["vpp=2", "pp_schedule=1f1b", "tp=2", "mbs=1"], "PP-E213", ["vpp", "pipeline.pp_schedule"]),
     ],
 )
 def test_typed_values_that_contradict_each_other_are_one_problem_whose_remedies_leave_something(
@@ -261,7 +261,7 @@ def test_typed_values_that_contradict_each_other_are_one_problem_whose_remedies_
     said = capsys.readouterr().err
     assert said.count("error ") == 1 and f"error {code}: no configuration has " in said
     offered = [line.partition(": ")[2] for line in said.splitlines() if line.strip().startswith(("try: ", "or: "))]
-    assert [way.startswith(word) for way, word in zip(offered, remedies, strict=True)] == [True] * len(remedies)
+    assert [way.partition("=")[0] for way in offered] == remedies
     cited = [line.split(" ")[2] for line in said.splitlines() if " = " in line and "(" in line and line[:2] == "  "]
     typed = [normalise([*SMALL, *words]).overrides]
     names = {word.partition("=")[0] for line in typed for word in line}
