@@ -129,7 +129,8 @@ def _error(share: float) -> str:
 def so_far(search: Search) -> str:
     """The best so far in one line."""
     of = search.counts
-    said = f"{of.total - of.undecided:,} of {number(of.total, 'configuration')} decided on "
+    seen = number(of.total, "configuration") + " seen" * (not search.counted)
+    said = f"{of.total - of.undecided:,} of {seen} decided on "
     said += f"{number(search.space.world, 'GPU')}, {of.planned:,} planned"
     if not search.found:
         return said + "; none fits yet" * bool(of.planned)

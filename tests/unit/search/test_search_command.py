@@ -15,7 +15,7 @@ import pytest
 from ppctl.cli.main import INTERRUPTED, main
 from ppctl.config.argv import full_name, normalise
 from ppctl.launch.planning import planned
-from ppctl.search.branch import Search, Tree
+from ppctl.search.branch import Search
 from ppctl.search.space import SearchSpace
 
 SMALL = (
@@ -327,9 +327,18 @@ def test_an_interrupted_search_tells_what_was_seen_from_what_there_is(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Tree, "divide", interrupted)
+    whole = Search.run
+
+    def once_counted(search: Search) -> Iterator[Search]:
+        for each in whole(search):
+            if each.counted:
+                raise KeyboardInterrupt
+            yield each
+
+    monkeypatch.setattr(Search, "run", once_counted)
     assert main(["search", *SMALL]) == INTERRUPTED
     assert capsys.readouterr().out.startswith(f"interrupted: of {total:,} configurations ")
+    monkeypatch.setattr(Search, "run", whole)
     monkeypatch.setattr(SearchSpace, "count", interrupted)
     assert main(["search", *SMALL]) == INTERRUPTED
     assert capsys.readouterr().out.startswith("interrupted: of the 0 configurations looked at until then ")
