@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.batch_sizes import STEPS, run_length
-from ppctl.config.draft import MICRO_BATCH
+from ppctl.config.batch_sizes import MICRO_BATCH, STEPS, run_length
 from ppctl.config.keys import as_typed, keys_with
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
