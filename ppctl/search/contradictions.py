@@ -42,7 +42,8 @@ def _problem(space: SearchSpace, kept: list[str], others: set[str]) -> Problem:
     nothing = Problem("PP-E229", "together they leave nothing to search", "", values.cite(*typed))
     own = next(iter(planned_problems(space.freed(space.fixed - {*kept}).neutral)), nothing)
     searched = {full_name(each) for key in SEARCHED if key not in kept for each in GROUPS[key]} | {SEQUENCE}
-    cited = [line for line in own.place.splitlines() if line.split(" ")[0] in text_keys().keys() - searched]
+    lines = dict.fromkeys([*own.place.splitlines(), *nothing.place.splitlines()])
+    cited = [line for line in lines if line.split(" ")[0] in text_keys().keys() - searched]
     said = f"no configuration has {overrides_text({key: values[key] for key in typed})}: " if kept else ""
     remedy = "\n".join(overrides_text({key: way}) for key, way in ways.items())
     return replace(own, message=said + own.message, remedy=remedy, place="\n".join(cited))
