@@ -322,11 +322,6 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search
 # What is written
 
 
-def _recipe_file(override: str) -> str:
-    key, _, value = override.partition("=")
-    return value.strip("'\"") if key == "recipe" else ""
-
-
 def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
     """Why files cannot be written, before a search of a minute; and a time that is none."""
     for option, name, code in (("--write", Path("found.yaml"), "PP-E127"), ("--html", Path("found.html"), "PP-E129")):
@@ -336,9 +331,6 @@ def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
             reason, name = "it exists, and a search replaces no recipe", path
         if reason and getattr(args, option[2:]) is not None:
             yield Problem(code, f"{path} cannot be written: {reason}", pasted(option, unused(name)), PLACE)
-    files = [Path(each).resolve() for each in (args.write, args.html, *map(_recipe_file, args.line.overrides)) if each]
-    if len(files) != len(set(files)):
-        yield Problem("PP-E127", "--write, --html and the recipe name one file twice", "--write found.yaml", PLACE)
     alone = [option for option in ("against", "html", "refine", "write") if getattr(args, option)]
     if args.nodes is not None and alone:
         message = f"--{alone[0]} is for one number of nodes, and --nodes searches several"

@@ -236,10 +236,16 @@ def test_lines_keep_text_that_looks_like_a_key_and_are_those_of_their_nodes(
 
 def test_a_file_is_not_written_over_the_recipe_or_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
-    for words in (["--write", f"{tmp_path}/mine.yaml"], ["--html", f"{tmp_path}/a", "--write", f"{tmp_path}/a"]):
+    for words, option in (
+        (["--write", f"{tmp_path}/mine.yaml"], "write"),
+        (["--html", f"{tmp_path}/mine.yaml"], "html"),
+        (["--html", f"{tmp_path}/a.yaml", "--write", f"{tmp_path}/a.yaml"], "html"),
+    ):
         assert main(["search", f"+recipe={tmp_path}/mine.yaml", *SMALL, *words]) == 2
-        assert "name one file twice" in capsys.readouterr().err
+        assert f"cannot be written: it{'s' * (option == 'html')}" in (said := capsys.readouterr().err)
+        assert f"try: --{option} " in said
     assert (tmp_path / "mine.yaml").read_text() == "train: {steps: 3}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +309,8 @@ def test_numbers_of_nodes_on_which_nothing_fits_are_named_and_exit_with_4_if_it_
 def test_a_recipe_that_is_there_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "found.yaml").write_text("train: {steps: 3}\n")
     assert main(["search", *SMALL, "--write", f"{tmp_path}/found.yaml"]) == 2
-    assert f"try: --write {tmp_path}/found-2.yaml" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "it exists, and a search replaces no recipe" in said and f"try: --write {tmp_path}/found-2.yaml" in said
     assert (tmp_path / "found.yaml").read_text() == "train: {steps: 3}\n"
 
 
