@@ -266,7 +266,8 @@ def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
     """Problems that keep a search from being made at all."""
     if values["nodes"] is None and values["gpus_per_node"] is None:
-        yield Problem("PP-E228", "a search needs the number of GPUs", "nodes=1 gpus_per_node=8", PLACE)
+        words = "nodes=1 gpus_per_node=8" if args.nodes is None else "gpus_per_node=8"
+        yield Problem("PP-E228", "a search needs the number of GPUs", words, PLACE)
     if values[LIMIT] is None:
         yield Problem("PP-E228", f"a search needs {LIMIT}, in which plans must fit", f"{LIMIT}=80GiB", PLACE)
     for key, usual in (("layout", "null"), (SCHEDULE, "1f1b")):
