@@ -82,8 +82,9 @@ def run(args: argparse.Namespace) -> int:
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
         raise _nothing(args, search)
-    listed = rows(search)
-    firsts = {} if interrupted else moved(search, listed)
+    listed, firsts = rows(search), dict[tuple[str, ...], int]()
+    with suppress(KeyboardInterrupt):  # the answer is whole without
+        firsts = {} if interrupted else moved(search, listed)
     lines = [search_text.line(args.line.overrides, search.space, row.planned.configuration) for row in listed]
     changes = against(search, asked) if asked is not values and listed else []
     if not args.json:

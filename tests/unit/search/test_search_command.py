@@ -326,6 +326,18 @@ def test_on_a_pipe_the_best_so_far_is_a_line_of_stderr_and_json_stays_json(
     assert last.endswith(f"best so far {rows[0]['tokens_per_s']:,.0f} tokens/s: {page_words(rows[0])}")
 
 
+def test_an_interrupt_after_the_search_leaves_the_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ppctl.cli.search.moved", interrupted)
+    assert main(["search", *SMALL, "--refine", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "none is more than 2% faster" in text.replace("\n  ", " ") and "priced again" not in text
+
+
 def test_an_interrupted_search_tells_what_was_seen_from_what_there_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
