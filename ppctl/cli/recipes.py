@@ -15,6 +15,7 @@ from ppctl.cli.console import aligned, folded, width
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.host.files import unused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +99,8 @@ def copy_to(recipe: Recipe, to: str | None) -> Path:
     if target.suffix != ".yaml":
         target = target / recipe.path.name
     if target.exists():
-        free = next(f for n in range(2, 1000) if not (f := target.with_stem(f"{target.stem}-{n}")).exists())
         message = f"{target} exists, and a copy never overwrites"
-        again = f"ppctl recipes copy {pasted(recipe.name, free)}"
+        again = f"ppctl recipes copy {pasted(recipe.name, unused(target))}"
         raise ConfigError(Problem("PP-E126", message, again, "command line"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

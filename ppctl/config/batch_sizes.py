@@ -18,6 +18,8 @@ from ppctl.config.schema import RunConfig, TrainConfig
 
 STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
 """The length of a run, and its other measures."""
+MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
+"""Two names of one value."""
 
 
 class Segment(NamedTuple):

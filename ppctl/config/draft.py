@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE, Arguments
-from ppctl.config.batch_sizes import LENGTHS, STEPS, run_length
+from ppctl.config.batch_sizes import LENGTHS, MICRO_BATCH, STEPS, run_length
 from ppctl.config.checks import within_limits
 from ppctl.config.keys import as_typed, keys, keys_with, mapping_with, sections, text_keys, value_text
 from ppctl.config.mapping import convert, converted_value, to_values
@@ -24,9 +24,6 @@ from ppctl.config.schema import RunConfig
 from ppctl.config.unknown_words import no_such_key, no_such_option
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.host.files import is_file, read_text
-
-MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
-"""Two names of one value."""
 
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 

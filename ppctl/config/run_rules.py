@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from ppctl.config.batch_sizes import MICRO_BATCH
 from ppctl.config.keys import Finding, keys_with, names_of_keys
 from ppctl.config.quantities import slurm_seconds, steps_of
 from ppctl.config.schema import RunConfig
@@ -38,8 +39,7 @@ def environment(config: RunConfig) -> Iterator[Finding]:
 def samples(config: RunConfig) -> Iterator[Finding]:
     """The size of a sample and of a microbatch."""
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
-        keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
-        yield keys, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
+        yield MICRO_BATCH, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
     length, positions = config.data.seq_length, config.model.max_position_embeddings
     if config.pipeline.pp_seq_len not in (None, length):
         message = f"messages would be made for sequences of {config.pipeline.pp_seq_len}, and the data's have {length}"

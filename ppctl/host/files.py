@@ -44,6 +44,12 @@ def nearest_there(path: Path) -> Path:
     return next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), Path("/"))
 
 
+def unused(path: Path) -> Path:
+    """`path`, or the first with a number behind its name that is not there."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))
+    return next((each for each in (path, *numbered) if not os.path.lexists(each)), path)
+
+
 def _expanded(path: Path | str) -> Path:
     try:
         return Path(path).expanduser()

@@ -72,6 +72,11 @@ class Counts:
     left: int = 0
     """That are in branches whose bound is not below what is known."""
 
+    @property
+    def undecided(self) -> int:
+        """That are still in branches."""
+        return self.total - self.memory - self.rules - self.planned
+
 
 class Branch(NamedTuple):
     """A set of configurations, and the least seconds of a step of any of them."""
@@ -236,8 +241,9 @@ class Search:
         self.found: list[Planned] = []
         self.over: list[Planned] = []
         """Planned, and larger than the device."""
-        self.proved = self.compared = False
-        """Whether nothing is left that is faster by more than CLOSE; and whether other divisions were looked at."""
+        self.proved = self.compared = self.counted = False
+        """Whether nothing is left that is faster by more than CLOSE, other divisions were looked at, and all are in
+        `counts`."""
 
     @property
     def counts(self) -> Counts:
@@ -253,6 +259,7 @@ class Search:
         """Search; yields itself after every plan and every divided branch."""
         tree = self.tree
         tree.root()
+        self.counted = True
         while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
             branch = heappop(tree.heap)
             if branch.level == "plan":
