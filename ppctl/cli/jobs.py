@@ -10,7 +10,7 @@ from ppctl.cli.longer import longer
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
-from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.finding import find_run, last_checkpoint
 from ppctl.runs.rundir import RunDir
 
 add_arguments = add_run_arguments
@@ -51,7 +51,7 @@ def hand_over(run: RunDir) -> None:
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended."""
-    run = named_run(args)
+    run = find_run(args.run, args.dir)  # no remedy is to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
         state = run.status()["state"]
