@@ -91,10 +91,11 @@ def comparison_text(compared: Mapping[str, Any], records: Sequence[Sequence[Mapp
     lines += _curves(records, names, 100 if columns == UNFOLDED else columns)
     if len(names) == 2:
         lines += _steps(compared["steps"])
-    speeds = [f"{name} {_figure(speed, ',.0f')}" for name, speed in zip(names, compared["tokens_per_s"], strict=True)]
-    first, second = compared["tokens_per_s"][:2] if len(names) == 2 else (None, None)
-    faster = f" ({second / first - 1:+.1%})" if first and second else ""
-    return "\n".join([*lines, f"tokens/s, median: {', '.join(speeds)}{faster}"] if len(names) == 2 else lines[:-1])
+        first, second = compared["tokens_per_s"]
+        speeds = [f"{name} {_figure(speed, ',.0f')}" for name, speed in (("A", first), ("B", second))]
+        faster = f" ({second / first - 1:+.1%})" if first and second else ""
+        lines.append(f"tokens/s, median: {', '.join(speeds)}{faster}")
+    return "\n".join(lines).rstrip("\n")
 
 
 def results(compared: Mapping[str, Any]) -> list[list[str]]:

@@ -204,7 +204,7 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
 
 _OVERRIDES_HELP = """\
 overrides are KEY=VALUE, with full names (train.steps=200) or short names:
-  steps gbs mbs seq lr pp vpp tp sp cp ep etp dp layout nodes gpus_per_node
+  steps gbs mbs seq lr seed pp vpp tp sp cp ep etp dp layout nodes gpus_per_node
   pp_schedule pp_schedule_csv recompute
 Megatron's flags for sizes, layout, batch and sequence are accepted, too:
   --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et*3|t*5L'

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ppctl.cli.console import note
-from ppctl.cli.jobs import combined_state, job_of
-from ppctl.cli.runs import STARTED, facts, short_path
+from ppctl.cli.jobs import state_of
+from ppctl.cli.runs import STARTED, short_path
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.runs.run_starts import at_rest
 from ppctl.runs.rundir import RunDir
@@ -28,7 +28,7 @@ def delete(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     A run disappears by one rename, and is then removed: what an interruption leaves, the next `delete` removes.
     """
     remains = [path for path in args.dir.absolute().glob("*/.*.deleted") if _is_own(path)]
-    states = [_state(run) for run in runs]
+    states = [state_of(run) for run in runs]
     if problems := [problem for run, state in zip(runs, states, strict=True) for problem in _problems(run, state)]:
         raise ConfigError(problems)
     if not runs and not remains:
@@ -57,11 +57,6 @@ def delete(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     done = {"deleted": [str(run.path) for run in runs], "bytes": sum(sizes)}
     print(json.dumps(done) if args.json else f"deleted {what}")
     return 0
-
-
-def _state(run: RunDir) -> str:
-    state, job = str(facts(run)["state"]), job_of(run)
-    return combined_state(state, job) if job is not None and job.state else state
 
 
 def _problems(run: RunDir, state: str) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf. Import it lazily.
 
-Offers `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages, over conf/ and
-the recipe directories) and `interpolated` (`${...}`).
+Offers `parse` (the override grammar), `listed_values` (its choices and ranges), `load` (the defaults list: groups,
+`override /group: x`, packages, over conf/ and the recipe directories) and `interpolated` (`${...}`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from hydra import version
@@ -17,7 +18,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
@@ -109,6 +110,18 @@ def parse(text: str) -> Override:
         reason = (str(error) or str(error.__cause__)).splitlines()[0]
         message = f"{text} cannot be read: {reason}; quote a value that holds brackets, commas or blanks"
         raise ConfigError(Problem("PP-E105", message, place="command line")) from None
+
+
+def listed_values(key: str, text: str, most: int) -> list[Any]:
+    """The first values that `text` (`1,2`, `choice(a,b)`, `range(0,1,0.1)`, `sort(2,1)`) lists for `key`: text that was
+    quoted as it stands. Raises ConfigError (PP-E105, PP-E106)."""
+    override = parse(f"{key}={text}")
+    try:
+        values = islice(override.sweep_iterator(), most) if override.is_sweep_override() else [override.value()]
+        return [value.with_quotes() if isinstance(value, QuotedString) else value for value in values]
+    except (HydraException, ValueError) as error:
+        message = f"{key}={text} has no list of values: {str(error).splitlines()[0]}"
+        raise ConfigError(Problem("PP-E106", message, f"{key}=VALUE,VALUE", "command line")) from None
 
 
 def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:

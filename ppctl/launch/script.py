@@ -13,7 +13,7 @@ The modules' names stand in scripts of runs that can still be requeued.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,17 @@ def render(job: SlurmJob) -> str:
         health=_filled("health_check.sbatch", check=_q(launch.health_check), SICK_NODE="PP-E625") if checked else "",
         NO_START="PP-E622",
         REQUEUED_OFTEN="PP-E626",
+    )
+
+
+def render_array(jobs: Sequence[SlurmJob]) -> str:
+    """The script of an array job whose task number n runs the script in the run directory of `jobs[n]`."""
+    shared = [line for line in directives(jobs[0]) if not line.startswith("--output=")]
+    return _filled(
+        "array.sbatch",
+        command=jobs[0].command,
+        directives="".join(f"#SBATCH {line}\n" for line in (*shared, f"--array=0-{len(jobs) - 1}")),
+        runs="\n".join(f"  {_q(job.run)}" for job in jobs),
     )
 
 

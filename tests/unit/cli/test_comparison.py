@@ -80,6 +80,7 @@ def test_the_table_and_the_curves_fit_and_have_one_scale(
     assert max(map(len, lines)) == columns, "the curves use the width"
     table = [line.split() for line in lines if line[:1] in "ABCD" and len(line.split()) > 4]
     assert table[3] == ["D", "0.003", "2", "100", "2.7441", "9.0000", "1,003"]
+    assert [line.split()[0] for line in lines if line.endswith("last")] == ["loss", "grad", "tokens/s"]
     loss = next(n for n, line in enumerate(lines) if line.startswith("loss "))
     drawn = [line.split() for line in lines[loss + 1 : loss + 5]]
     assert [(row[1], row[2]) for row in drawn] == [("4.9900", "2.2466")] * 2 + [
