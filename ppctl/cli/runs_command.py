@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,19 +80,13 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _flat(run: RunDir) -> dict[str, str]:
-    """Key -> its lines in config.yaml, as ppctl writes that file: to parse hundreds of files would take seconds."""
-    values: dict[str, str] = {}
-    section = name = ""
+    """Key -> its text in config.yaml, as ppctl writes that file: to parse hundreds of files would take seconds."""
+    values, section = {}, ""
     with suppress(OSError, UnicodeDecodeError):
-        for line in read_whole(run.path / "config.yaml", follow=False).decode().splitlines():
-            key, _, value = line.partition(":")
-            if line[:1] != " ":
-                section = name = key
-            elif line[2:3] not in (" ", "-"):
-                name = f"{section}.{key.strip()}"
-            else:  # a line of a list or a mapping
-                value = line
-            values[name] = f"{values.get(name, '')} {value.strip()}".strip()
+        text = read_whole(run.path / "config.yaml", follow=False).decode()
+        for top, name, value in re.findall(r"^(?:(\w+):|  (\w+): (.*))", text, re.MULTILINE):
+            section = top or section
+            values[f"{section}.{name}"] = value
     return values
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import aligned, note
-from ppctl.cli.jobs import hand_over, job_of, note_job, state_of
+from ppctl.cli.jobs import job_of, note_job, state_of
 from ppctl.cli.local_run import accepted, command_line, with_gpu_environment, with_paths
-from ppctl.cli.runs import STARTED, program, short_path
+from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
 from ppctl.config.argv import typed_again
 from ppctl.config.schema import RunConfig
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             note(f"note: it would not be submitted: {problem.message}")
         return 0
     _must_have_sbatch(f"{launch.command} --dry-run")
-    run_dir = submit(launch, job)
+    (run_dir,) = submit([SweptRun("", (launch, job))])
     number = str(run_dir.job()["job"])
     if args.json:
         print(json.dumps({"run": str(run_dir.path), "id": run_dir.id, "job": number}))
@@ -142,16 +142,30 @@ def job_to_wait_for(config: RunConfig) -> str | None:
     return job.job
 
 
-def submit(launch: Launch, job: SlurmJob) -> RunDir:
-    """Make the run directory and submit its script. If SLURM refuses, nothing is left behind."""
-    made = new_run(launch, Started("person"))
+def submit(swept: Sequence[SweptRun[tuple[Launch, SlurmJob]]]) -> list[RunDir]:
+    """Submit the script of each run, of several as one array job, and return their directories, which are made where
+    there are none. If SLURM refuses, no new one is left behind."""
+    runs: list[RunDir] = []
     try:
-        made.write_script(render(replace(job, run=str(made.path))))
-        hand_over(made)
+        for each in swept:
+            runs.append(each.run or new_run(each.prepared[0], Started("person")))
+            runs[-1].write_script(render(replace(each.prepared[1], run=str(runs[-1].path))))
+            runs[-1].write_status("queued")
+        script = runs[0].submit_script
+        if len(runs) > 1:
+            script = script.with_name("array.sbatch")
+            runs[0].write_script(render_array(swept[0].prepared[1], [run.path for run in runs]), script.name)
+        number, cluster = slurm.sbatch(script)
     except BaseException:
-        shutil.rmtree(made.path, ignore_errors=True)
+        for each, run in zip(swept, runs, strict=False):
+            if each.run is None:
+                shutil.rmtree(run.path, ignore_errors=True)
+            else:
+                run.write_status(each.state)
         raise
-    return made
+    for task, run in enumerate(runs):
+        note_job(run, f"{number}_{task}" if len(runs) > 1 else number, cluster)
+    return runs
 
 
 def _submit_all(args: argparse.Namespace) -> int:
@@ -160,56 +174,27 @@ def _submit_all(args: argparse.Namespace) -> int:
         message = "--dry-run prints the script of one run; type one value of each key"
         raise ConfigError(Problem("PP-E106", message, f"{typed_again('submit', args.line.overrides)} --dry-run"))
     swept = prepare_all(args, lambda own: prepare(own)[:2])
-    refuse(list(_of_other_size([job for _, job in (each.prepared for each in swept)])))
+    refuse(list(_of_other_size([each.prepared[1] for each in swept])))
     _must_have_sbatch(pasted("ppctl", "train", *args.typed[1:]))
-    find_begun(swept, lambda prepared: prepared[0])
-    states = [state_of(each.run) if each.run else "new" for each in swept]
-    waiting = [each for each, state in zip(swept, states, strict=True) if state not in ("finished", "queued", *STARTED)]
-    if waiting:
-        _submit_array(waiting)
-    lines = [[each.label, "submitted" if each in waiting else state, short_path(each.run.path)]
-             for each, state in zip(swept, states, strict=True) if each.run]  # fmt: skip
-    jobs = [str(each.run.job().get("job")) for each in swept if each.run]
+    find_begun(swept, lambda prepared: prepared[0], state_of)
+    waiting = [each for each in swept if not each.is_settled]
+    for each, run in zip(waiting, submit(waiting) if waiting else [], strict=True):
+        each.run, each.state = run, "submitted"
+    rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
     if args.json:
-        runs = [{"run": str(each.run.path), "id": each.run.id} for each in swept if each.run]
-        print(json.dumps({"runs": [run | {"job": job} for run, job in zip(runs, jobs, strict=True)]}))
+        print(json.dumps({"runs": [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]}))
     else:
-        print(aligned([job, *line] for job, line in zip(jobs, lines, strict=True)))
+        print(aligned([job, each.label, each.state, short_path(run.path)] for each, run, job in rows))
     return 0
 
 
 def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
     """An array job has one size and one time limit."""
-    first, *others = [{line for line in directives(job) if not line.startswith(_OWN)} for job in jobs]
+    own = ("--job-name=", "--output=")
+    first, *others = [{line for line in directives(job) if not line.startswith(own)} for job in jobs]
     if odd := sorted({line for each in others for line in first ^ each}):
         message = f"the runs of an array job have the same options of sbatch, and these differ: {', '.join(odd)}"
         yield Problem("PP-E629", message, " && ".join(job.command for job in jobs), "command line")
-
-
-_OWN = ("--job-name=", "--output=")
-
-
-def _submit_array(swept: Sequence[SweptRun[tuple[Launch, SlurmJob]]]) -> None:
-    """Write each run's script, and submit all as one array. If SLURM refuses, no new run is left behind."""
-    made, jobs = [], []
-    try:
-        for each in swept:
-            launch, job = each.prepared
-            if each.run is None:
-                each.run = new_run(launch, Started("person"))
-                made.append(each.run)
-            jobs.append(replace(job, run=str(each.run.path)))
-            each.run.write_script(render(jobs[-1]))
-            each.run.write_status("queued")
-        runs = [each.run for each in swept if each.run]
-        runs[0].write_script(render_array(jobs), "array.sbatch")
-        number, cluster = slurm.sbatch(runs[0].path / "array.sbatch")
-    except BaseException:
-        for run in made:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
-    for task, run in enumerate(runs):
-        note_job(run, f"{number}_{task}", cluster)
 
 
 def _check_start(run_dir: RunDir) -> int:

@@ -14,9 +14,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 from ppctl.cli.comparison import comparison, comparison_text, labels
 from ppctl.cli.console import UNFOLDED, note, overwrite, width
@@ -37,6 +37,13 @@ from ppctl.runs.rundir import RunDir
 T = TypeVar("T")
 _RESUME = "checkpoint.resume"
 _TASK = "SLURM_ARRAY_TASK_ID"
+_ORDER = ("finished", "queued", *STARTED)
+"""States of runs that a sweep leaves as they are; of several runs with one config the first counts."""
+
+
+def state_here(run: RunDir) -> str:
+    """The state that the run's directory tells."""
+    return str(facts(run)["state"])
 
 
 def add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
@@ -56,6 +63,11 @@ class SweptRun(Generic[T]):
     """Its directory, if it has begun."""
     state: str = "new"
     """`new`, or the state of `run`."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has finished, or has processes or a job already."""
+        return self.state in _ORDER
 
 
 def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], T]) -> list[SweptRun[T]]:
@@ -103,7 +115,9 @@ def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
     return replace(problem, place="\n".join(filter(None, [problem.place, where])))
 
 
-def find_begun(swept: Sequence[SweptRun[T]], launch_of: Callable[[T], Launch]) -> None:
+def find_begun(
+    swept: Sequence[SweptRun[T]], launch_of: Callable[[T], Launch], state_of: Callable[[RunDir], str] = state_here
+) -> None:
     """Find each run's directory by its config, among this user's runs of its name; one that has finished before one
     that goes on, and the newest of others."""
     began: dict[Path, list[tuple[RunDir, dict[str, Any]]]] = {}
@@ -112,11 +126,9 @@ def find_begun(swept: Sequence[SweptRun[T]], launch_of: Callable[[T], Launch]) -
         home = Path(config.log.dir).absolute() / config.log.name
         if home not in began:
             began[home] = list(_begun(home))
-        same = [run for run, values in began[home] if _is_same(values, to_values(config), run)]
-        states = [(str(facts(run)["state"]), run) for run in same]
-        order = ("finished", "queued", *STARTED)
-        for state, run in sorted(states, key=lambda found: order.index(found[0]) if found[0] in order else 9)[:1]:
-            each.state, each.run = state, run
+        same = [(state_of(run), run) for run, values in began[home] if _is_same(values, to_values(config), run)]
+        if same:
+            each.state, each.run = min(same, key=lambda found: _ORDER.index(found[0]) if found[0] in _ORDER else 9)
 
 
 def _begun(home: Path) -> Iterator[tuple[RunDir, dict[str, Any]]]:
@@ -139,17 +151,6 @@ def _is_same(values: dict[str, Any], wanted: dict[str, Any], run: RunDir) -> boo
 # On this machine, one after another
 
 
-@dataclass(slots=True)
-class _Done:
-    """How far a sweep has come."""
-
-    runs: list[RunDir] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    finished: int = 0
-    code: int = 0
-    stopped: bool = False
-
-
 def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[argparse.Namespace], Launch]) -> int:
     """Train the runs of a command line, one after another. Exit codes: 0 all have finished, 1 some failed, and that of
     a run that was stopped: no other one starts behind it."""
@@ -158,49 +159,47 @@ def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[arg
         raise ConfigError(Problem("PP-E106", message, pasted("ppctl", *args.typed), PLACE))
     swept = prepare_all(args, prepare)
     find_begun(swept, lambda launch: launch)
-    done, out = _Done(), sys.stderr if args.json else sys.stdout
+    ended: list[tuple[RunDir, str, int]] = []
+    out, code = sys.stderr if args.json else sys.stdout, 0
     try:
         for number, each in enumerate(swept, start=1):
             print(f"run {number} of {len(swept)}: {each.label}", file=out, flush=True)
-            _train(each, started, done, out)
-            if done.stopped:
+            ended.append(_trained(each, started, out))
+            code = max(code, ended[-1][2])
+            if code in (STOPPED, INTERRUPTED, TERMINATED):
                 break
     except KeyboardInterrupt:
-        done.code, done.stopped = INTERRUPTED, True
+        code = INTERRUPTED
+    code = code if code in (STOPPED, INTERRUPTED, TERMINATED) else min(code, 1)
     if args.json:
-        state = "stopped" if done.stopped else "failed" if done.code else "finished"
-        print(json.dumps({"state": state, "exit_code": done.code, "runs": done.answers}))
-    elif len(done.runs) > 1:
-        print(comparison_text(*comparison(done.runs), width(UNFOLDED)))
-    if done.finished < len(swept):
+        state = "finished" if not code else "failed" if code == 1 else "stopped"
+        print(
+            json.dumps({"state": state, "exit_code": code, "runs": [run.answer(how, left) for run, how, left in ended]})
+        )
+    elif len(ended) > 1:
+        print(comparison_text(*comparison([run for run, *_ in ended]), width(UNFOLDED)))
+    finished = sum(state == "finished" for _, state, _ in ended)
+    if finished < len(swept):
         again = "finished runs are left out, others go on from their checkpoints"
-        note(f"{done.finished} of {len(swept)} runs have finished; go on with ({again}):\n  {_again(args)}")
-    return done.code
+        typed = f"{program()} {pasted(*args.typed)}"
+        note(f"{finished} of {len(swept)} runs have finished; go on with ({again}):\n  {typed}")
+    return code
 
 
-def _again(args: argparse.Namespace) -> str:
-    return f"{program()} {pasted(*args.typed)}"
-
-
-def _train(each: SweptRun[Launch], started: Started, done: _Done, out: Any) -> None:
-    """Train one run to its end, unless it has finished or goes on elsewhere."""
+def _trained(each: SweptRun[Launch], started: Started, out: TextIO) -> tuple[RunDir, str, int]:
+    """Train one run to its end, unless it has finished or goes on elsewhere: its directory, state and exit code."""
     run, launch = each.run, each.prepared
-    checkpoint = last_checkpoint(run) if run is not None and each.state not in ("finished", *STARTED) else None
+    checkpoint = last_checkpoint(run) if run is not None and not each.is_settled else None
     complete = checkpoint is not None and step_of(checkpoint) >= launch.config.train.steps
-    code, state = 0, "finished" if complete else each.state
-    if run is not None and state in ("finished", "queued", *STARTED):
+    if run is not None and (each.is_settled or complete):
+        state = "finished" if complete else each.state
         print(f"{short_path(run.path)}: {state}\n", file=out, flush=True)
-    else:
-        run = run if run is not None and checkpoint is not None else new_run(launch, started)
-        with hold(run, strictly=checkpoint is not None):
-            run = run if checkpoint is None else go_on(run, launch, checkpoint)
-            where = f"{short_path(run.path)} on {launch.config.launch.device}"
-            print(where + (f", from {checkpoint.name}" if checkpoint else "") + "\n", file=out, flush=True)
-            outcome = run_job(run, launch, out)
-        code, state = outcome.exit_code, outcome.state
-        print(file=out)
-    done.stopped = code in (STOPPED, INTERRUPTED, TERMINATED)
-    done.code = code if done.stopped else max(done.code, min(code, 1))
-    done.finished += state == "finished"
-    done.runs.append(run)
-    done.answers.append(run.answer(state, code))
+        return run, state, 0
+    run = run if run is not None and checkpoint is not None else new_run(launch, started)
+    with hold(run, strictly=checkpoint is not None):
+        run = run if checkpoint is None else go_on(run, launch, checkpoint)
+        where = f"{short_path(run.path)} on {launch.config.launch.device}"
+        print(where + (f", from {checkpoint.name}" if checkpoint else "") + "\n", file=out, flush=True)
+        outcome = run_job(run, launch, out)
+    print(file=out)
+    return run, outcome.state, outcome.exit_code

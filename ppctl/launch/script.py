@@ -67,14 +67,12 @@ def render(job: SlurmJob) -> str:
     )
 
 
-def render_array(jobs: Sequence[SlurmJob]) -> str:
-    """The script of an array job whose task number n runs the script in the run directory of `jobs[n]`."""
-    shared = [line for line in directives(jobs[0]) if not line.startswith("--output=")]
+def render_array(job: SlurmJob, runs: Sequence[Path]) -> str:
+    """The script of an array job like `job` whose task number n runs the script in the run directory `runs[n]`."""
+    shared = [line for line in directives(job) if not line.startswith("--output=")]
+    lines = "".join(f"#SBATCH {line}\n" for line in (*shared, f"--array=0-{len(runs) - 1}"))
     return _filled(
-        "array.sbatch",
-        command=jobs[0].command,
-        directives="".join(f"#SBATCH {line}\n" for line in (*shared, f"--array=0-{len(jobs) - 1}")),
-        runs="\n".join(f"  {_q(job.run)}" for job in jobs),
+        "array.sbatch", command=job.command, directives=lines, runs="\n".join(f"  {_q(run)}" for run in runs)
     )
 
 

@@ -10,8 +10,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from ppctl.config.run_rules import not_installed
 from ppctl.config.schema import RunConfig
-from ppctl.config.trackers import not_installed
 from ppctl.errors import Problem, pasted
 from ppctl.host.files import nearest_there
 
@@ -31,24 +31,21 @@ def unusable(config: RunConfig) -> Iterator[Problem]:
     for key, directory in (("log.tensorboard", log.tensorboard_dir), ("log.wandb", log.wandb_dir)):
         if not config[key]:
             continue
+        there = nearest_there(Path(directory or ".").expanduser())
         if find_spec(key.partition(".")[2]) is None:
             yield not_installed(key)
-        elif directory is not None and not _may_write(there := nearest_there(Path(directory).expanduser())):
-            message = f"{key}_dir={directory}: {there} cannot be written"
+        elif not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            message = f"{key}_dir={directory}: {there} is no directory that this user may write"
             yield Problem("PP-E652", message, f"{key}_dir=null", f"{key}_dir")
         elif key == "log.wandb" and (
-            why := _login_refused(tuple((os.environ | config.launch.env).items()), log.wandb_mode)
+            why := _login_refused(frozenset((os.environ | config.launch.env).items()), log.wandb_mode)
         ):
             remedy = f"{pasted(sys.executable)} -m wandb login\nlog.wandb_mode=offline"
             yield Problem("PP-E652", f"Weights & Biases cannot be logged in to: {why}", remedy, key)
 
 
-def _may_write(path: Path) -> bool:
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
-
-
 @cache
-def _login_refused(environ: tuple[tuple[str, str], ...], mode: str | None) -> str:
+def _login_refused(environ: frozenset[tuple[str, str]], mode: str | None) -> str:
     """Why Weights & Biases would not let this user in; empty if it would, or is not asked in this mode."""
     variables = dict(environ)
     if (mode or variables.get("WANDB_MODE", "online")) != "online":

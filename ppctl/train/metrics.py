@@ -9,8 +9,8 @@ import shutil
 from typing import Any, cast
 
 from ppctl.config.mapping import to_mapping
+from ppctl.config.run_rules import not_installed
 from ppctl.config.schema import RunConfig
-from ppctl.config.trackers import not_installed
 from ppctl.errors import ConfigError
 from ppctl.records.step_lines import WIDE, Record, StepLines
 from ppctl.train.callback import Callback
