@@ -45,8 +45,8 @@ def labels(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each of `values` by key the words that set it apart from the others, such as `lr=0.001 seed=2`."""
     rows = {name: row for name, row in differing(values).items() if name not in _NOT_ITS_OWN}
     last = [name.rpartition(".")[2] for name in text_keys()]
-    words = {name: _SHORT.get(name) or (name if last.count(short := name.rpartition(".")[2]) > 1 else short)
-             for name in rows}  # fmt: skip
+    short = {name: _SHORT.get(name, name.rpartition(".")[2]) for name in rows}
+    words = {name: name if last.count(word) > 1 else word for name, word in short.items()}
     return [" ".join(f"{words[name]}={value_text(row[n])}" for name, row in rows.items()) for n in range(len(values))]
 
 
@@ -126,7 +126,7 @@ def _table(compared: Mapping[str, Any], names: Sequence[str], columns: int) -> I
 
 def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str], columns: int) -> Iterator[str]:
     """A line per run and figure; all of a figure have one scale, and as many columns as they have done steps."""
-    steps = max((run[-1]["step"] for run in records if run), default=0)
+    steps = max((run[-1]["step"] for run in records if run), default=0) or 1
     for key, name in CURVES.items():
         values = [[math.nan if record.get(key) is None else record[key] for record in run] for run in records]
         bounds = [value for run in values for value in run if math.isfinite(value)]

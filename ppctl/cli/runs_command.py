@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         message = f"{references[-1]}: `ppctl runs {action}` does not take {'several runs' if args.more else 'a run'}"
         remedy = f"ppctl runs {'compare' if args.more else 'show'} {pasted(*references)}"
         raise ConfigError(Problem("PP-E105", message, remedy))
-    if args.action == "show":
+    if action == "show":
         one = facts(named_run(args))
         print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0
@@ -104,7 +104,7 @@ def _shown(one: dict[str, Any]) -> str:
 def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     if len(runs) < 2:
         message = f"two or more runs are compared, and {len(runs)} {'is' if runs else 'are'} named"
-        raise ConfigError(Problem("PP-E105", message, "ppctl runs compare 'NAME/*'"))
+        raise ConfigError(Problem("PP-E105", message, "ppctl runs compare '*'"))
     if args.html is not None and (reason := obstacle(args.html)):
         message = f"the page cannot be written to {args.html}: {reason}"
         raise ConfigError(Problem("PP-E129", message, "--html runs.html", "command line"))

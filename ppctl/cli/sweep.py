@@ -76,8 +76,7 @@ def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace]
     lines = combinations(args.line)
     values = [dict(override.split("=", 1) for override in line.overrides) for line in lines]
     named = list(zip(labels(values), lines, strict=True))
-    task = os.environ.get(_TASK, "") if args.line.lists else ""
-    if task:
+    if task := os.environ.get(_TASK, ""):
         if not task.isdecimal() or int(task) >= len(named):
             message = f"{_TASK}={task}, and the sweep has {len(named)} runs, counted from 0"
             raise ConfigError(Problem("PP-E106", message, f"sbatch --array=0-{len(named) - 1}", "environment"))
