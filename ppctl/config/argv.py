@@ -87,8 +87,8 @@ class _Sorter:
         self.arguments = Arguments()
         self.values: dict[str, tuple[str, str]] = {}
         """Key -> its quoted value, and the word as it was typed."""
-        self.lists: dict[str, tuple[str, str, list[str]]] = {}
-        """Key -> its values as they were typed, the word, and the values one by one."""
+        self.lists: dict[str, tuple[str, str, str, list[str]]] = {}
+        """Key -> its values as they were typed, the word, and of a loop the variable and its values."""
         self.translated: list[tuple[TranslatedFlag, Problem]] = []
         """Flags of Megatron's that are keys here, and the problem of each alone."""
         self.multirun = False
@@ -189,8 +189,9 @@ class _Sorter:
         earlier = self.values.pop(key, None)  # so that the key has the last word's place, too
         self.lists.pop(key, None)
         if values is not None:
-            self.lists[key] = value, typed, values
-            self.line.append(f'{name}="${_variable(key)}"')
+            variable = f"value{len(self.line) + 1}"
+            self.lists[key] = value, typed, variable, values
+            self.line.append(f'{name}="${variable}"')
             return
         self.line.append(typed)
         quoted = quote(key, value)
@@ -200,25 +201,20 @@ class _Sorter:
 
     def take_lists(self, command: str) -> None:
         """Keep lists of values apart with -m, for a command that trains several runs; else they are a problem."""
-        typed, several = [word for _, word, _ in self.lists.values()], "-m" in self.own
+        typed, several = [word for _, word, *_ in self.lists.values()], "-m" in self.own
         if several and self.multirun and typed:
-            self.arguments.lists = {key: value for key, (value, _, _) in self.lists.items()}
+            self.arguments.lists = {key: value for key, (value, *_) in self.lists.items()}
         elif several and typed:
             message = f"{', '.join(typed)} lists several values, each for a run of its own: -m asks for these"
             remedy = pasted("ppctl", command, "-m", *self.tokens)
             self.arguments.problems.append(Problem("PP-E106", message, remedy, PLACE))
         elif typed or self.multirun:
             line = " ".join(["ppctl", command, *self.line])
-            for key, (_, _, values) in reversed(self.lists.items()):
-                line = f"for {_variable(key)} in {pasted(*values)}; do {line}; done"
+            for *_, variable, values in reversed(self.lists.values()):
+                line = f"for {variable} in {pasted(*values)}; do {line}; done"
             message = f"ppctl {command} takes one config, and {', '.join(typed)} lists several values"
             message = message if typed else "-m asks for several runs, and no key lists several values"
             self.arguments.problems.append(Problem("PP-E106", message, line, PLACE))
-
-
-def _variable(key: str) -> str:
-    """The shell variable of a loop over values of `key`."""
-    return re.sub(r"\W", "_", key)
 
 
 def _reset(name: str) -> str:

@@ -85,7 +85,9 @@ def test_lists_without_m_and_m_without_lists_have_a_remedy_that_works(typed: lis
     assert normalise(remedy, OWN).problems == []
 
 
-def test_a_loop_for_a_command_without_m_names_its_variables_by_their_keys() -> None:
-    (problem,) = normalise(["launch.env.X=1", "steps=1,2", "--micro-batch-size", "3,4"], command="plan").problems
-    assert problem.remedy.startswith("for train_steps in 1 2; do for train_micro_batch_size in 3 4; do ppctl plan")
-    subprocess.run(["bash", "-n", "-c", problem.remedy], check=True)
+def test_a_loop_for_a_command_without_m_has_a_variable_for_each_list() -> None:
+    (problem,) = normalise(["steps=1,2", "gbs=3,4", "steps=5,6"], command="plan").problems
+    script = "ppctl() { echo $*; }; " + problem.remedy
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    last = [dict(word.split("=") for word in line.split()[1:]) for line in said]
+    assert [(each["gbs"], each["steps"]) for each in last] == [("3", "5"), ("3", "6"), ("4", "5"), ("4", "6")]
