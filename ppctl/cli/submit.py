@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import aligned, note
-from ppctl.cli.jobs import job_of, note_job, state_of
+from ppctl.cli.jobs import job_of, note_job
 from ppctl.cli.local_run import accepted, command_line, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
@@ -176,7 +176,7 @@ def _submit_all(args: argparse.Namespace) -> int:
     swept = prepare_all(args, lambda own: prepare(own)[:2])
     refuse(list(_of_other_size([each.prepared[1] for each in swept])))
     _must_have_sbatch(pasted("ppctl", "train", *args.typed[1:]))
-    find_begun(swept, lambda prepared: prepared[0], state_of)
+    find_begun(swept, lambda prepared: prepared[0])
     waiting = [each for each in swept if not each.is_settled]
     for each, run in zip(waiting, submit(waiting) if waiting else [], strict=True):
         each.run, each.state = run, "submitted"

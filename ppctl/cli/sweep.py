@@ -20,11 +20,12 @@ from typing import Any, Generic, TextIO, TypeVar
 
 from ppctl.cli.comparison import comparison, comparison_text, labels
 from ppctl.cli.console import UNFOLDED, note, overwrite, width
+from ppctl.cli.jobs import state_of
 from ppctl.cli.local_run import run_job
-from ppctl.cli.runs import STARTED, facts, program, short_path
+from ppctl.cli.runs import STARTED, program, short_path
 from ppctl.config.argv import PLACE
+from ppctl.config.hydra_source import combinations
 from ppctl.config.mapping import to_values
-from ppctl.config.sweep import combinations
 from ppctl.errors import ConfigError, PpctlError, Problem, listed, pasted
 from ppctl.launch.environment import Started
 from ppctl.launch.outcome import INTERRUPTED, STOPPED, TERMINATED
@@ -39,11 +40,6 @@ _RESUME = "checkpoint.resume"
 _TASK = "SLURM_ARRAY_TASK_ID"
 _ORDER = ("finished", "queued", *STARTED)
 """States of runs that a sweep leaves as they are; of several runs with one config the first counts."""
-
-
-def state_here(run: RunDir) -> str:
-    """The state that the run's directory tells."""
-    return str(facts(run)["state"])
 
 
 def add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
@@ -114,9 +110,7 @@ def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
     return replace(problem, place="\n".join(filter(None, [problem.place, where])))
 
 
-def find_begun(
-    swept: Sequence[SweptRun[T]], launch_of: Callable[[T], Launch], state_of: Callable[[RunDir], str] = state_here
-) -> None:
+def find_begun(swept: Sequence[SweptRun[T]], launch_of: Callable[[T], Launch]) -> None:
     """Find each run's directory by its config, among this user's runs of its name; one that has finished before one
     that goes on, and the newest of others."""
     began: dict[Path, list[tuple[RunDir, dict[str, Any]]]] = {}

@@ -63,7 +63,7 @@ class Arguments:
     sources: dict[str, str] = field(default_factory=dict)
     """Key -> provenance, for a key to which an earlier word gave another value."""
     lists: dict[str, str] = field(default_factory=dict)
-    """Key -> its values as they were typed (`1,2`), one run for each: empty without -m (`config.sweep` reads them)."""
+    """Key -> its values as they were typed (`1,2`), one run for each: empty without -m (`hydra_source` reads them)."""
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:

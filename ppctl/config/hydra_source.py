@@ -1,6 +1,6 @@
 """All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf. Import it lazily.
 
-Offers `parse` (the override grammar), `listed_values` (its choices and ranges), `load` (the defaults list: groups,
+Offers `parse` (the override grammar), `combinations` (its choices and ranges), `load` (the defaults list: groups,
 `override /group: x`, packages, over conf/ and the recipe directories) and `interpolated` (`${...}`).
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from math import prod
 from typing import Any
 
 from hydra import version
@@ -24,7 +25,8 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppctl.config.keys import text_keys
+from ppctl.config.argv import PLACE, Arguments, quote
+from ppctl.config.keys import text_keys, value_text
 from ppctl.config.mapping import leaves, nested
 from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes
 from ppctl.config.yaml_file import YamlFile
@@ -112,16 +114,33 @@ def parse(text: str) -> Override:
         raise ConfigError(Problem("PP-E105", message, place="command line")) from None
 
 
-def listed_values(key: str, text: str, most: int) -> list[Any]:
-    """The first values that `text` (`1,2`, `choice(a,b)`, `range(0,1,0.1)`, `sort(2,1)`) lists for `key`: text that was
-    quoted as it stands. Raises ConfigError (PP-E105, PP-E106)."""
+MOST_RUNS = 256
+"""Runs of one command line with lists of values: all plans are held while all are checked."""
+
+
+def combinations(line: Arguments) -> list[Arguments]:
+    """The command line of each run of one with lists of values, the last list varying fastest; of equal ones the first.
+    Raises ConfigError for what lists nothing in Hydra's grammar (PP-E105, PP-E106), and for too many runs (PP-E106)."""
+    lists = {key: _listed(key, text) for key, text in line.lists.items()}
+    if prod(map(len, lists.values())) > MOST_RUNS:
+        message = f"{' x '.join(f'{len(values)} of {key}' for key, values in lists.items())} are too many runs"
+        raise ConfigError(Problem("PP-E106", f"{message}: at most {MOST_RUNS}", "ppctl explain PP-E106", PLACE))
+    words = [[f"{key}={quote(key, value_text(value))}" for value in values] for key, values in lists.items()]
+    found = dict.fromkeys(product(*words))
+    return [replace(line, overrides=[*line.overrides, *each], lists={}, problems=[*line.problems]) for each in found]
+
+
+def _listed(key: str, text: str) -> list[Any]:
+    """The values that `text` lists, not many more than there may be runs; text that was quoted stays so."""
     override = parse(f"{key}={text}")
     try:
-        values = islice(override.sweep_iterator(), most) if override.is_sweep_override() else [override.value()]
+        values = (
+            islice(override.sweep_iterator(), MOST_RUNS + 1) if override.is_sweep_override() else [override.value()]
+        )
         return [value.with_quotes() if isinstance(value, QuotedString) else value for value in values]
     except (HydraException, ValueError) as error:
         message = f"{key}={text} has no list of values: {str(error).splitlines()[0]}"
-        raise ConfigError(Problem("PP-E106", message, f"{key}=VALUE,VALUE", "command line")) from None
+        raise ConfigError(Problem("PP-E106", message, f"{key}=VALUE,VALUE", PLACE)) from None
 
 
 def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from ppctl.config.argv import normalise
-from ppctl.config.sweep import MOST_RUNS, combinations
+from ppctl.config.hydra_source import MOST_RUNS, combinations
 from ppctl.errors import ConfigError
 
 OWN = {"-m": False, "--multirun": False}
