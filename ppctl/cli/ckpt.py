@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    folder = _folder(args.path, args.dir)
+    folder = _folder(args.path, args.dir, args.typed)
     if folder is None:
         path = Path(args.path).absolute()
         shown = ckpt_text.contents(checkpoint_folder.at(path) or path)
@@ -109,7 +109,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(text: str | None, root: Path) -> Path | None:
+def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
     """The directory of checkpoints that `text` means (None: the newest run's); None if it means one checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
@@ -121,7 +121,7 @@ def _folder(text: str | None, root: Path) -> Path | None:
             return each
     if path.exists():
         return path if path.name == "checkpoints" else None
-    return find_run(text, root).checkpoints
+    return find_run(text, root, typed).checkpoints
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -190,7 +190,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    folder = _folder(args.path, args.dir)
+    folder = _folder(args.path, args.dir, args.typed)
     if folder is None:
         message = f"{args.path} is a single checkpoint, not a run or a directory of checkpoints"
         parent = Path(args.path).absolute().parent

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if args.timeline is not None:
             one = f"ppctl trace {pasted(args.run)} --timeline step.html"
             raise ConfigError(Problem("PP-E129", "--timeline draws one run", one, "command line"))
-        other = _seen(find_run(args.other, args.dir), args)
+        other = _seen(find_run(args.other, args.dir, args.typed), args)
         compared = both(shown, other)
         print(json.dumps(compared) if args.json else compared_text(compared))
         return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
 from ppctl.config.batch_sizes import MICRO_BATCH
 from ppctl.config.keys import Finding, keys_with, names_of_keys
 from ppctl.config.quantities import slurm_seconds, steps_of
 from ppctl.config.schema import RunConfig
+from ppctl.errors import Problem, pasted
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -96,3 +98,10 @@ def _arguments(key: str, arguments: Sequence[str]) -> Iterator[Finding]:
             yield (key,), f"{key}: ppctl sets {option} by {owners[option]}", f"{key}=null"
         elif option in _NEVER:
             yield (key,), f"{key}: with {option} ppctl could not tell how the job goes", f"{key}=null"
+
+
+def not_installed(switch: str) -> Problem:
+    """The problem (PP-E704) of a tracker that the key `switch` turns on, without its package."""
+    package = switch.partition(".")[2]
+    remedy = f"{pasted(sys.executable)} -m pip install {package}"
+    return Problem("PP-E704", f"{switch} is on and {package} is not installed", remedy, switch)

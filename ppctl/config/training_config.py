@@ -154,7 +154,7 @@ class TrainConfig:
         known_as="pipeline_parallel_microbatch_size --batch-size",
     )
     """Sequences per microbatch."""
-    seed: int = key(1234, not_negative(), mathematics=True)
+    seed: int = key(1234, not_negative(), names="seed", mathematics=True)
     """Seed of initial weights and of the order of samples."""
     eval_interval: int = key(0, not_negative())
     """Steps between evaluations; 0 never evaluates. There is also one after the last step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.config.keys import text_keys
+from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
@@ -19,6 +19,8 @@ _LATER = 1e3
 
 _COMPUTED = ("model", "data", "train", "optim")
 _ENDS = ("train.steps", "train.exit_after")
+
+_TRACKED = ("log.tensorboard=true", "log.wandb=true")
 
 WHOLE = ("tp", "cp", "dp", "ep", "etp")
 """Axes that change the order of a sum."""
@@ -35,6 +37,7 @@ def kept_as(steps: int) -> list[str]:
         "log.torch_profile=null",
         "log.tensorboard=false",
         "log.wandb=false",
+        *(f"{name}=null" for name, key in keys_with("needs").items() if key.facts.needs in _TRACKED),
         "train.eval_interval=0",
         "train.exit_after=null",
         "train.check_replicas=0",

@@ -24,7 +24,7 @@ LAZY = {
     "ppctl.checkpoint.arrays": "numpy, for ckpt diff alone",
     "ppctl.config": "the schema, for an option or a problem alone",
     "difflib": "a misspelt command",
-    "statistics": "fractions and decimals, for runs --compare alone",
+    "statistics": "fractions and decimals, for comparing runs alone",
 }
 """What a function of a command may import, and what stands behind it."""
 
