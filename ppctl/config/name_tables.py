@@ -68,8 +68,8 @@ def tables(page: str) -> NameTables:
 
 
 def overrides_of(entry: str, value: str) -> list[tuple[str, str]]:
-    """The keys and values that an entry means for `value`: `KEY` and `KEY={}` take it, `KEY={0}` an item of a list, and other
-    texts stay. Behind `: ` stand values that have other names here, as `adam=adamw`."""
+    """The keys and values that an entry means for `value`: `KEY` and `KEY={}` take it, `KEY={0}` an item of a list;
+    other texts stay. Behind `: ` stand values that have other names here, as `adam=adamw`."""
     targets, _, words = entry.partition(": ")
     value = dict(word.split("=", 1) for word in words.split()).get(value, value)
     items = {f"{{{place}}}": item for place, item in enumerate(value.strip("[]").split(","))} | {"{}": value}

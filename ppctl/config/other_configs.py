@@ -8,7 +8,8 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,6 @@ _TOML = re.compile(r"^\s*\[{1,2}[\w.\-]+\]{1,2}\s*(#.*)?$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]", re.MULTILINE)
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=([^\s()]*|\"[^\"\n]*\")\s*(?:#.*)?$", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::?-([^}]*))?\}?")
-_DEEPEST = 8
 
 
 class Setting(NamedTuple):
@@ -69,19 +69,20 @@ def settings_of(path: Path, system: str | None = None) -> tuple[str, list[Settin
     try:
         tree, lines = _tree(text, system)
         found = system or _recognised(text, tree)
+        if found is None or found == "ppctl":
+            raise _nobodys(file, found)
+        if found != MEGATRON and not isinstance(tree, dict):
+            raise file.error(f"holds no settings of {SYSTEMS[found]}")
+        flags = found == MEGATRON
+        settings = (
+            _flags(text, tree, str(path)) if flags else _leaves(tree.get("ConfigContainer", tree), str(path), lines)
+        )
+        kept = list(islice(settings, _MOST_SETTINGS + 1))
     except (ValueError, RecursionError) as error:
         raise file.error(f"cannot be read: {str(error) or 'it is nested too deeply'}") from None
-    if found is None or found == "ppctl":
-        raise _nobodys(file, found)
-    if found == MEGATRON:
-        settings = _flags(_flag_words(text, tree), str(path))
-    elif isinstance(tree, dict):
-        settings = list(_leaves(tree.get("ConfigContainer", tree), str(path), lines))
-    else:
-        raise file.error(f"holds no settings of {SYSTEMS[found]}")
-    if len(settings) > _MOST_SETTINGS:
+    if len(kept) > _MOST_SETTINGS:
         raise file.error(f"has more than {_MOST_SETTINGS} settings")
-    return found, settings
+    return found, kept
 
 
 def _python(file: YamlFile) -> ConfigError:
@@ -151,30 +152,32 @@ def _flag_words(text: str, tree: Any) -> list[str]:
     lexer.whitespace_split = True
     words = [_expanded(word, variables) for word in lexer]
     # In a script's array a quoted flag and its value are one word.
-    return [part for word in words for part in (word.split() if word.startswith("--") else [word])]
+    return [part.strip("'\"") for word in words for part in (word.split() if word.startswith("--") else [word])]
 
 
-def _expanded(word: str, variables: Mapping[str, set[str]], depth: int = 0) -> str:
+def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
     """`word` with the shell variables that the file sets to one value; others stay as they are."""
 
     def value(found: re.Match[str]) -> str:
         given = variables.get(found[1], set())
-        if len(given) == 1 and depth < _DEEPEST:
-            return _expanded(next(iter(given)), variables, depth + 1)
+        if len(given) == 1:
+            others = {name: values for name, values in variables.items() if name != found[1]}
+            return _expanded(next(iter(given)), others)
         return found[0] if given or found[2] is None else found[2].strip("\"'")
 
     return _VARIABLE.sub(value, word)
 
 
-def _flags(words: Sequence[str], path: str) -> list[Setting]:
+def _flags(text: str, tree: Any, path: str) -> Iterator[Setting]:
     found: list[tuple[str, list[str]]] = []
-    for word in words:
+    is_open = False
+    for word in _flag_words(text, tree):
         name, equals, value = word.partition("=")
         if name.startswith("--") and name[2:3].isalpha():
             found.append((name, [value] if equals else []))
             is_open = not equals
-        elif found and is_open and not re.fullmatch(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", word, re.DOTALL):
+        elif is_open and not re.fullmatch(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", word, re.DOTALL):
             found[-1][1].append(word)
         else:
             is_open = False
-    return [Setting(name, values[0] if len(values) == 1 else values, path) for name, values in found]
+    return (Setting(name, values[0] if len(values) == 1 else values, path) for name, values in found)

@@ -129,7 +129,7 @@ def _stages(given: Given, pp: int, layers: int | None, more: Mapping[str, int]) 
     if pp == 1:
         return Said(used, (), "there is no pipeline parallelism", NOTHING)
     schedule = str(given.get(names[0], "1F1B")).lower()
-    said = [("pipeline.pp_schedule", schedule)]
+    said = [] if given.get(f"{names[0]}_csv") else [("pipeline.pp_schedule", schedule)]
     first, last = [given.count(name, usual) for name, usual in more.items() if usual] or (0, 0)
     rounding = next((given.get(name) for name, usual in more.items() if not usual), None)
     if (parts := given.get(names[2])) is not None:

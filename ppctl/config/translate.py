@@ -45,6 +45,9 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
     """The settings of a file below the words of a command line, which are stronger; `num_layers` is that of the model
     which the line names, if it does. Raises ConfigError for a file that cannot be read."""
     found, settings = settings_of(path, system)
+    if found == AUTOMODEL:  # older files have a section of its own for the pipeline
+        renamed = (each.name.replace("autopipeline.", "distributed.pipeline.") for each in settings)
+        settings = [each._replace(name=name) for each, name in zip(settings, renamed, strict=True)]
     pairs = (override.partition("=") for override in line.overrides)
     typed = {key: unquoted(text) if text[:1] in ("'", '"') else text for key, _, text in pairs}
     values = {setting.name: setting.value for setting in settings}
@@ -53,7 +56,10 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
     if not _ITS_DATA & {*typed, *(key for row in rows for key, _ in row.pairs)}:
         rows = [_NO_DATA._replace(typed=row.typed) if {*dict(row.pairs)} & {*_EVALUATES} else row for row in rows]
     ours = {key: (quote(key, text), f"{row.place} ({row.shown})") for row in rows for key, text in row.pairs}
-    notes, sizes = [], [key for key in keys_with("layout") if key in typed]
+    follows = (
+        {"model.num_layers", "parallel.pipeline_model_parallel_size"} if found in (TORCHTITAN, AUTOMODEL) else set()
+    )
+    notes, sizes = [], [key for key in keys_with("layout") if key in typed and key not in follows]
     if sizes and LAYOUT in ours and LAYOUT not in typed:
         notes.append(f"layout {ours.pop(LAYOUT)[0]} set aside because {' and '.join(sizes)} was typed")
     sources = {key: place if key not in typed else f"{PLACE}, replacing {place}" for key, (_, place) in ours.items()}
@@ -104,7 +110,11 @@ def typed_elsewhere(name: str, text: str) -> TranslatedFlag | None:
 def _of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
     """The meaning of a setting by its system's page; None if the page does not have it."""
     entry = table.entry(SAME, name)
-    if table.is_idle(name, text) or text == "null" or (not entry and text.lower() in OFF and name not in table.idle):
+    if (
+        table.is_idle(name, text)
+        or text in ("null", "")
+        or (not entry and text.lower() in OFF and name not in table.idle)
+    ):
         return _OFF
     pairs = overrides_of(entry, text) if entry else []
     if pairs and all(_takes(key, value) for key, value in pairs):
