@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if not problems or (args.force and only_memory(problems)) else refusal(problems).exit_code
 
 
-def _from_file(args: argparse.Namespace) -> tuple[str, list[dict[str, str]]] | None:
+def _from_file(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]] | None:
     """Put the settings of `--from` below the command line's words; returns what became of them, as text and as data."""
     if args.source is None and not (args.write or args.from_format):
         return None
@@ -91,7 +91,7 @@ def _from_file(args: argparse.Namespace) -> tuple[str, list[dict[str, str]]] | N
         note(f"note: {line}")
     if args.write is not None:
         note(f"note: wrote {args.write}; use it with: {plan_from.write_recipe(found, args)}")
-    return plan_from.table(found, args.source), plan_from.as_data(found)
+    return plan_from.table(found, args.source), [row._asdict() for row in found.rows]
 
 
 def _on_weights(composed: Composed) -> list[str]:

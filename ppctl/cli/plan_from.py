@@ -23,6 +23,9 @@ from ppctl.config.translate import Translation, translation
 from ppctl.errors import ConfigError, Problem, pasted, visible
 from ppctl.launch.planning import composed
 
+_LONGEST = 2000
+"""Letters of one answer on the screen."""
+
 
 def read_from(args: argparse.Namespace) -> Translation:
     """The translation of `--from FILE`, its line with a problem if settings are lost and no recipe is written.
@@ -43,7 +46,7 @@ def read_from(args: argparse.Namespace) -> Translation:
         message = (
             f"{args.source}: {len(found.lost)} not carried over; --write makes a recipe of the others, with a list"
         )
-        rows = aligned([(row.typed, answered(row)) for row in found.lost])
+        rows = aligned([(row.shown, answered(row)[:_LONGEST]) for row in found.lost])
         found.line.problems.append(Problem("PP-E107", message, f"{_again(args)} --write my.yaml", rows))
     return found
 
@@ -66,13 +69,8 @@ def table(found: Translation, file: str) -> str:
     )
     rows = [(row.shown, answered(row)) for row in (*said, *lost)]
     rows += [("left out", f"{why}: {', '.join(names)}") for why, names in reasons.items()]
-    return "\n".join([head, aligned(folded(rows, width(), " "))])
-
-
-def as_data(found: Translation) -> list[dict[str, str]]:
-    """The rows of the table as JSON."""
-    fields = ("typed", "override", "why", "code", "place")
-    return [{field: getattr(row, field) for field in fields} for row in found.rows]
+    cells = [(visible(name, ""), visible(text[:_LONGEST], "")) for name, text in rows]
+    return "\n".join([head, aligned(folded(cells, width(), " "))])
 
 
 def write_recipe(found: Translation, args: argparse.Namespace) -> str:
@@ -113,7 +111,8 @@ def _section(tree: Mapping[str, Any], sources: Mapping[str, str], prefix: str) -
             yield f"{indent}{key}:"
             yield from _section(value, sources, f"{name}.")
         else:
-            yield f"{indent}{key}: {json.dumps(value)}  {_comment(sources.get(name, 'typed'))}"
+            text = visible(json.dumps(value, ensure_ascii=False), "")
+            yield f"{indent}{key}: {text}  {_comment(sources.get(name, 'typed'))}"
 
 
 def _comment(text: str) -> str:

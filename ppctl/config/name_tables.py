@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
-SAME, LATER, MEANINGLESS, OTHERWISE, MODELS, DEFAULTS, SIZES = (
-    "Keys that say the same",
-    "Not in this release",
-    "Without a meaning here",
-    "Said in other terms",
-    "Models",
-    "Their defaults",
-    "Sizes",
-)
+SAME, LATER, MEANINGLESS = "Keys that say the same", "Not in this release", "Without a meaning here"
+OTHERWISE, MODELS, DEFAULTS, SIZES = "Said in other terms", "Models", "Their defaults", "Sizes"
 """Headings. An entry of SAME or MODELS is what `overrides_of` reads; under one of DEFAULTS stands its value."""
 
 OFF = ("null", "false", "none", "disabled", "[]", "{}", "0", "0.0", "")
@@ -44,6 +37,12 @@ class NameTables:
         """Whether the page lists the value as one with which `name` asks for nothing."""
         return any(value in values for one, values in self.idle.items() if _means(one, name))
 
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """The first parts of the names."""
+        names = " ".join(names for table in self.entries.values() for names in table.values()).split()
+        return frozenset(name.partition(".")[0].rstrip("*") for name in names)
+
 
 def _means(listed: str, name: str) -> bool:
     head, star, tail = listed.partition("*")
@@ -58,19 +57,18 @@ def tables(page: str) -> NameTables:
     idle: dict[str, tuple[str, ...]] = {}
     for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
         heading, _, body = section.partition("\n")
-        rows = (entry.split("\n", 1) for entry in f"\n{body}".split("\n* ")[1:])
-        entries[heading] = {entry: " ".join(names.split()) for entry, names in rows}
-        for entry, names in entries[heading].items():
+        for row in f"\n{body}".split("\n* ")[1:]:
+            entry, _, names = row.partition("\n")
             pairs = [name.partition("=") for name in names.split()]
             idle |= {name: tuple(values.split("|")) for name, equals, values in pairs if equals}
-            entries[heading][entry] = " ".join(name for name, _, _ in pairs)
+            entries.setdefault(heading, {})[entry] = " ".join(name for name, _, _ in pairs)
     return NameTables(entries, idle)
 
 
 def overrides_of(entry: str, value: str) -> list[tuple[str, str]]:
     """The keys and values that an entry means for `value`: `KEY` and `KEY={}` take it, `KEY={0}` an item of a list;
-    other texts stay. Behind `: ` stand values that have other names here, as `adam=adamw`."""
-    targets, _, words = entry.partition(": ")
+    other texts stay. Behind `: ` stand values with other names here, as `adam=adamw`, and behind ` -- ` a remark."""
+    targets, _, words = entry.partition(" -- ")[0].partition(": ")
     value = dict(word.split("=", 1) for word in words.split()).get(value, value)
     items = {f"{{{place}}}": item for place, item in enumerate(value.strip("[]").split(","))} | {"{}": value}
     pairs = (target.partition("=") for target in targets.split())

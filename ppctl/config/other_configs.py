@@ -1,6 +1,4 @@
-"""Files of settings that other systems read, as a list of settings: Megatron's flags, torchtitan's TOML and JSON, NeMo
-Automodel's and Megatron-Bridge's YAML. They are read, never run; `settings_of` finds out whose a file is.
-"""
+"""Files of settings that other systems read, as lists: a file's content says whose it is, and nothing of it runs."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.config.keys import value_text
+from ppctl.config.keys import keys, value_text
+from ppctl.config.name_tables import tables
 from ppctl.config.yaml_file import ConfigLoader, UnreadableYaml, YamlFile, read_yaml
 from ppctl.errors import ConfigError, Problem, pasted
 
@@ -26,19 +24,13 @@ SYSTEMS = {
 }
 """Format -> what it is."""
 
-_SECTIONS = {
-    AUTOMODEL: "step_scheduler distributed dist_env packed_sequence loss_fn recipe dataloader clip_grad_norm peft",
-    TORCHTITAN: "parallelism training lr_scheduler activation_checkpoint metrics job debug comm model_spec validator",
-    BRIDGE: "train scheduler logger ddp dist rng mixed_precision tokenizer validation ConfigContainer comm_overlap",
-    "ppctl": "parallel pipeline optim data launch log cost",
-}
-"""Sections by which a tree is recognised."""
-
 _MOST_SETTINGS = 20_000
-_TOML = re.compile(r"^\s*\[{1,2}[\w.\-]+\]{1,2}\s*(#.*)?$", re.MULTILINE)
-_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]", re.MULTILINE)
+_TOML = re.compile(r"\s*(#.*\s*)*\[{1,2}[\w.\-]+\]{1,2}\s*(#.*)?\n")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]")
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=([^\s()]*|\"[^\"\n]*\")\s*(?:#.*)?$", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::?-([^}]*))?\}?")
+_NO_VALUE = re.compile(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", re.DOTALL)
+"""Words of a shell script that end a flag's values."""
 
 
 class Setting(NamedTuple):
@@ -64,50 +56,34 @@ def settings_of(path: Path, system: str | None = None) -> tuple[str, list[Settin
     """
     file = YamlFile(path, str(path))
     if path.suffix == ".py":
-        raise _python(file)
+        message = (
+            f"{path} is a program, which ppctl does not run: give the config that it prints. torchtitan writes it by "
+            "--debug.save_config_file config.json, Megatron-Bridge as run_config.yaml into every checkpoint"
+        )
+        raise ConfigError(Problem("PP-E115", message, "ppctl plan --from outputs/config.json", str(path)))
     text = file.text
     try:
         tree, lines = _tree(text, system)
-        found = system or _recognised(text, tree)
-        if found is None or found == "ppctl":
-            raise _nobodys(file, found)
-        if found != MEGATRON and not isinstance(tree, dict):
-            raise file.error(f"holds no settings of {SYSTEMS[found]}")
-        flags = found == MEGATRON
-        settings = (
-            _flags(text, tree, str(path)) if flags else _leaves(tree.get("ConfigContainer", tree), str(path), lines)
-        )
-        kept = list(islice(settings, _MOST_SETTINGS + 1))
+        tree = tree.get("ConfigContainer", tree) if isinstance(tree, dict) else {}
+        settings = list(_leaves(tree, str(path), lines))
+        found = system or _recognised(text, [setting.name for setting in settings])
+        if found == MEGATRON:
+            settings = _flags(text, tree.get("MODEL_ARGS"), str(path))
     except (ValueError, RecursionError) as error:
         raise file.error(f"cannot be read: {str(error) or 'it is nested too deeply'}") from None
-    if len(kept) > _MOST_SETTINGS:
-        raise file.error(f"has more than {_MOST_SETTINGS} settings")
-    return found, kept
-
-
-def _python(file: YamlFile) -> ConfigError:
-    message = (
-        f"{file.label} is a program, which ppctl does not run: give the config that it prints. torchtitan writes it by "
-        "--debug.save_config_file config.json, Megatron-Bridge as run_config.yaml into every checkpoint"
-    )
-    return ConfigError(Problem("PP-E115", message, "ppctl plan --from outputs/config.json", file.label))
-
-
-def _nobodys(file: YamlFile, found: str | None) -> ConfigError:
-    if found:
-        message, remedy = f"{file.label} is a recipe of ppctl's own", pasted("ppctl", "plan", file.label)
-    else:
-        message = f"{file.label} is not recognised as {', '.join(SYSTEMS.values())}"
-        remedy = pasted("ppctl", "plan", "--from", file.label, "--from-format", MEGATRON)
-    return ConfigError(Problem("PP-E115", message, remedy, file.label))
+    if found is None:
+        message = f"{path} is not recognised as {', '.join(SYSTEMS.values())}, or is a recipe of ppctl's own"
+        raise ConfigError(Problem("PP-E115", message, pasted("ppctl", "plan", path), str(path)))
+    if not 0 < len(settings) <= _MOST_SETTINGS:
+        raise file.error(f"has {len(settings)} settings of {SYSTEMS[found]}, and may have 1 to {_MOST_SETTINGS}")
+    return found, settings
 
 
 def _tree(text: str, system: str | None) -> tuple[Any, dict[str, int]]:
-    """The plain data in a text and the lines of its keys; None for text that is none of JSON, TOML and YAML."""
+    """The plain data in a text and the lines of its keys; None for text with flags that is none of JSON, TOML, YAML."""
     if text.lstrip()[:1] == "{":
         return json.loads(text), {}
-    first = _TOML.search(text)
-    if first is not None and "=" not in re.sub(r"#.*", "", text[: first.start()]).replace("\n", ""):
+    if _TOML.match(text):
         return tomllib.loads(text), {}
     try:
         return read_yaml(text, ConfigLoader)
@@ -117,14 +93,14 @@ def _tree(text: str, system: str | None) -> tuple[Any, dict[str, int]]:
         return None, {}
 
 
-def _recognised(text: str, tree: Any) -> str | None:
-    """The system whose sections a tree has most of; Megatron's for a text with flags."""
-    if not isinstance(tree, dict) or "MODEL_ARGS" in tree:
+def _recognised(text: str, names: list[str]) -> str | None:
+    """The system in whose tables most sections of a file stand; Megatron's for a text with flags alone."""
+    sections = {name.partition(".")[0] for name in names}
+    if "MODEL_ARGS" in sections or not names:
         return MEGATRON if _FLAG.search(text) else None
-    sections = set(map(str, tree.get("ConfigContainer", tree))) | set(tree)
-    scores = {system: len(sections & set(names.split())) for system, names in _SECTIONS.items()}
+    scores = {system: len(sections & tables(f"{system}_keys").sections) for system in (TORCHTITAN, AUTOMODEL, BRIDGE)}
     best = max(scores, key=lambda system: scores[system])
-    return best if scores[best] else None
+    return best if scores[best] and not all(name in keys() for name in names) else None
 
 
 def _leaves(tree: Mapping[Any, Any], path: str, lines: Mapping[str, int], prefix: str = "") -> Iterator[Setting]:
@@ -132,23 +108,35 @@ def _leaves(tree: Mapping[Any, Any], path: str, lines: Mapping[str, int], prefix
         name = f"{prefix}{key}"
         groups = isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value)
         if groups or (isinstance(value, Mapping) and value):
-            inner = dict(enumerate(value)) if groups else value
-            yield from _leaves(inner, path, lines, f"{name}.")
+            yield from _leaves(dict(enumerate(value)) if groups else value, path, lines, f"{name}.")
         else:
             yield Setting(name, value, f"{path}:{lines[name]}" if name in lines else path)
 
 
-# Megatron's flags, in a shell script, a list of flags, or the MODEL_ARGS of a YAML file
+def _flags(text: str, arguments: Mapping[Any, Any] | None, path: str) -> list[Setting]:
+    """Megatron's flags in a shell script, a list of flags, or the MODEL_ARGS of a YAML file."""
+    if arguments is not None:
+        given = [(str(flag), value) for flag, value in arguments.items() if value is not False]
+        return [Setting(flag, [] if value is True else value_text(value), path) for flag, value in given]
+    found: list[tuple[str, list[str]]] = []
+    is_open = False
+    for word in _words(text):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name[2:3].isalpha():
+            found.append((name, [value] if equals else []))
+            is_open = not equals
+        elif is_open and not _NO_VALUE.fullmatch(word):
+            found[-1][1].append(word)
+        else:
+            is_open = False
+    return [Setting(name, values[0] if len(values) == 1 else values, path) for name, values in found]
 
 
-def _flag_words(text: str, tree: Any) -> list[str]:
-    if isinstance(tree, dict):
-        given = [(str(flag), value) for flag, value in tree["MODEL_ARGS"].items() if value is not False]
-        return [word for flag, value in given for word in (flag, *(() if value is True else [value_text(value)]))]
+def _words(script: str) -> list[str]:
     variables: dict[str, set[str]] = {}
-    for name, value in _ASSIGNED.findall(text):
+    for name, value in _ASSIGNED.findall(script):
         variables.setdefault(name, set()).add(value.strip("\"'"))
-    lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars="();|&")
+    lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars="();|&")
     lexer.whitespace_split = True
     words = [_expanded(word, variables) for word in lexer]
     # In a script's array a quoted flag and its value are one word.
@@ -156,28 +144,12 @@ def _flag_words(text: str, tree: Any) -> list[str]:
 
 
 def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
-    """`word` with the shell variables that the file sets to one value; others stay as they are."""
+    """`word` with the shell variables that the file sets to one value, or gives a default; others stay as they are."""
 
     def value(found: re.Match[str]) -> str:
         given = variables.get(found[1], set())
         if len(given) == 1:
-            others = {name: values for name, values in variables.items() if name != found[1]}
-            return _expanded(next(iter(given)), others)
+            return _expanded(*given, {name: values for name, values in variables.items() if name != found[1]})
         return found[0] if given or found[2] is None else found[2].strip("\"'")
 
     return _VARIABLE.sub(value, word)
-
-
-def _flags(text: str, tree: Any, path: str) -> Iterator[Setting]:
-    found: list[tuple[str, list[str]]] = []
-    is_open = False
-    for word in _flag_words(text, tree):
-        name, equals, value = word.partition("=")
-        if name.startswith("--") and name[2:3].isalpha():
-            found.append((name, [value] if equals else []))
-            is_open = not equals
-        elif is_open and not re.fullmatch(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", word, re.DOTALL):
-            found[-1][1].append(word)
-        else:
-            is_open = False
-    return (Setting(name, values[0] if len(values) == 1 else values, path) for name, values in found)

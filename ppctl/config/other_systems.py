@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ppctl.config.keys import value_text
+from ppctl.config.metadata import MOST_STAGES
 from ppctl.config.name_tables import MODELS, SIZES, NameTables, overrides_of
 from ppctl.config.pipeline_config import calculate_virtual_stages
 from ppctl.config.resources import conf_directory
@@ -138,6 +139,8 @@ def _stages(given: Given, pp: int, layers: int | None, more: Mapping[str, int]) 
         return Said(used, tuple(said), "the stages follow from the layers of the model, which has to be typed")
     else:
         weight, per_stage = layers + first + last, given.get(names[1])
+        if max(pp, weight) > MOST_STAGES:
+            return Said(used, tuple(said), "there are more stages or layers than a plan holds")
         stages, _ = calculate_virtual_stages(weight, per_stage, pp, schedule in _SINGLE, rounding)
         counts = [weight // stages + (stage < weight % stages) for stage in range(stages)]
         counts[0], counts[-1] = counts[0] - first, counts[-1] - last

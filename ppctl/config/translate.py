@@ -15,7 +15,8 @@ from ppctl.config.name_tables import DEFAULTS, OFF, SAME, NameTables, overrides_
 from ppctl.config.other_configs import AUTOMODEL, BRIDGE, TORCHTITAN, Setting, settings_of
 from ppctl.config.other_configs import MEGATRON as FLAGS
 from ppctl.config.other_systems import LAYOUT, NO_MODEL, NOTHING, Given, Said, automodel, torchtitan
-from ppctl.errors import pasted
+from ppctl.config.yaml_file import shown
+from ppctl.errors import ConfigError, Problem, pasted
 
 _SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
 _EVALUATES, _ITS_DATA = ("train.eval_interval", "train.eval_steps"), {"data.validation_path", "data.validation_split"}
@@ -52,7 +53,13 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
     typed = {key: unquoted(text) if text[:1] in ("'", '"') else text for key, _, text in pairs}
     values = {setting.name: setting.value for setting in settings}
     given = Given(values, typed, num_layers, tables("megatron_flags" if found == FLAGS else f"{found}_keys"))
-    rows = list((_of_flags if found == FLAGS else _of_tree)(found, settings, given, str(path)))
+    try:
+        rows = list((_of_flags if found == FLAGS else _of_tree)(found, settings, given, str(path)))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        message = f"{path} has a value of another kind than its setting takes: {error}"
+        raise ConfigError(Problem("PP-E115", message, shown(path, None), str(path))) from None
     if not _ITS_DATA & {*typed, *(key for row in rows for key, _ in row.pairs)}:
         rows = [_NO_DATA._replace(typed=row.typed) if {*dict(row.pairs)} & {*_EVALUATES} else row for row in rows]
     ours = {key: (quote(key, text), f"{row.place} ({row.shown})") for row in rows for key, text in row.pairs}
@@ -118,7 +125,7 @@ def _of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
         return _OFF
     pairs = overrides_of(entry, text) if entry else []
     if pairs and all(_takes(key, value) for key, value in pairs):
-        return TranslatedFlag("", _pasted(pairs))
+        return TranslatedFlag("", _pasted(pairs), (entry or "").partition(" -- ")[2])
     unfit = TranslatedFlag("", why=f"{pairs[0][0]} has no such value", code="PP-E108") if pairs else None
     return valueless(table, name, "") or unfit
 

@@ -302,3 +302,33 @@ def test_a_single_setting_with_its_section_is_answered_from_the_tables(typed, re
     assert (problem.code, problem.remedy) == ("PP-E101", remedy)
     assert said in problem.message
     assert remedy or problem.message.endswith("leave it out")
+
+
+WRONG = [
+    "parallelism.pipeline_parallel_degree=2.5", "parallelism.pipeline_parallel_degree=100000000000",
+    "parallelism.pipeline_parallel_layers_per_stage='x'", "parallelism.pipeline_parallel_layers_per_stage=0",
+    "parallelism.pipeline_parallel_first_stage_less_layers=9007199254740000", "parallelism.module_fqns_per_model_part=5",
+    "training.local_batch_size=0", "training.local_batch_size=-1", "training.seq_len='\\u001b[2J'", "model.flavor=[1]",
+    "lr_scheduler.min_lr_factor='abc'", "lr_scheduler.decay_ratio=[1]", "compile.components=3",
+    "training.num_tokens_per_microbatch_per_dp_rank=7", "training.max_norm=nan", "optimizer.lr='${oc.env:X}'",
+    "parallelism.data_parallel_shard_degree=0", "parallelism.expert_parallel_degree=3", "job.dump_folder='\\n\\u007f'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_values_in_a_file_are_problems_or_refused_by_name(wrong: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, _, value = wrong.partition("=")
+    section, _, key = name.rpartition(".")
+    tree = {"model": {"name": "'llama3'", "flavor": "'debugmodel'"}, "parallelism": {"pipeline_parallel_degree": "2"}}
+    tree.setdefault(section, {})[key] = value
+    text = [f"[{part}]\n" + "".join(f"{each} = {said}\n" for each, said in keys.items()) for part, keys in tree.items()]
+    Path("x.toml").write_text("".join(text))
+    code, report, err = plan(capsys, "--from", "x.toml", "--write", "my.yaml")
+    assert code in (0, 2) and "Traceback" not in err
+    assert "\x1b" not in err and "\x7f" not in err
+    if Path("my.yaml").exists():  # and what is written can be read, whatever is wrong with its values
+        again, _, _ = plan(capsys, "my.yaml")
+        assert again == code
+    else:
+        assert code == 2 and report["problems"]
