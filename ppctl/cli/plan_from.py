@@ -46,7 +46,7 @@ def read_from(args: argparse.Namespace) -> Translation:
         message = (
             f"{args.source}: {len(found.lost)} not carried over; --write makes a recipe of the others, with a list"
         )
-        rows = aligned([(row.shown, answered(row)[:_LONGEST]) for row in found.lost])
+        rows = aligned([(row.shown(), answered(row)[:_LONGEST]) for row in found.lost])
         found.line.problems.append(Problem("PP-E107", message, f"{_again(args)} --write my.yaml", rows))
     return found
 
@@ -67,7 +67,7 @@ def table(found: Translation, file: str) -> str:
     head = (
         f"{file}: {SYSTEMS[found.system]}, {len(said)} translated, {len(rest)} left out, {len(lost)} not carried over"
     )
-    rows = [(row.shown, answered(row)) for row in (*said, *lost)]
+    rows = [(row.shown(min(max(width() // 2 - 10, 20), 60)), answered(row)) for row in (*said, *lost)]
     rows += [("left out", f"{why}: {', '.join(names)}") for why, names in reasons.items()]
     cells = [(visible(name, ""), visible(text[:_LONGEST], "")) for name, text in rows]
     return "\n".join([head, aligned(folded(cells, width(), " "))])

@@ -68,10 +68,9 @@ class TranslatedFlag(NamedTuple):
         words = (word.partition("=") for word in shlex.split(self.override))
         return [(key, text) for key, _, text in words]
 
-    @property
-    def shown(self) -> str:
-        """The flag or setting in at most 60 letters."""
-        return self.typed if len(self.typed) <= 60 else f"{self.typed[:57]}..."
+    def shown(self, most: int = 60) -> str:
+        """The flag or setting in at most so many letters."""
+        return self.typed if len(self.typed) <= most else f"{self.typed[: most - 3]}..."
 
 
 def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
@@ -218,6 +217,9 @@ def _other_defaults(given: Mapping[str, str]) -> list[str]:
 def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str = "") -> Problem:
     """The problem of a flag that ppctl does not take; `value` is what was typed for it."""
     place = "command line"
+    if flag == "--from":
+        message = "--from is a flag of ppctl plan, whose --write makes a recipe that every command takes"
+        return Problem("PP-E107", message, f"ppctl plan --from {pasted(value or 'FILE')} --write my.yaml", place)
     if flag in MEGATRON:
         usual = value_text(text_keys()[MEGATRON[flag]].default)
         return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)

@@ -14,10 +14,11 @@ from ppctl.config.metadata import OneOf
 from ppctl.config.name_tables import DEFAULTS, OFF, SAME, NameTables, overrides_of, tables
 from ppctl.config.other_configs import AUTOMODEL, BRIDGE, TORCHTITAN, Setting, settings_of
 from ppctl.config.other_configs import MEGATRON as FLAGS
-from ppctl.config.other_systems import LAYOUT, NO_MODEL, NOTHING, Given, Said, automodel, torchtitan
+from ppctl.config.other_systems import DP, LAYOUT, NO_MODEL, NOTHING, Given, Said, automodel, torchtitan
 from ppctl.config.yaml_file import shown
 from ppctl.errors import ConfigError, Problem, pasted
 
+_BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
 _SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
 _EVALUATES, _ITS_DATA = ("train.eval_interval", "train.eval_steps"), {"data.validation_path", "data.validation_split"}
 _OWN_SECTIONS = ("model.", "parallel.", "optim.")
@@ -62,7 +63,7 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
         raise ConfigError(Problem("PP-E115", message, shown(path, None), str(path))) from None
     if not _ITS_DATA & {*typed, *(key for row in rows for key, _ in row.pairs)}:
         rows = [_NO_DATA._replace(typed=row.typed) if {*dict(row.pairs)} & {*_EVALUATES} else row for row in rows]
-    ours = {key: (quote(key, text), f"{row.place} ({row.shown})") for row in rows for key, text in row.pairs}
+    ours = {key: (quote(key, text), f"{row.place} ({row.shown()})") for row in rows for key, text in row.pairs}
     follows = (
         {"model.num_layers", "parallel.pipeline_model_parallel_size"} if found in (TORCHTITAN, AUTOMODEL) else set()
     )
@@ -175,6 +176,10 @@ def _of_flags(system: str, settings: Sequence[Setting], given: Given, path: str)
             row = TranslatedFlag("", why="Megatron switches it off, too, where tp is 1", code=NOTHING)
         said |= dict(row.pairs)
         yield row._replace(typed=pasted(setting.name, *values), place=setting.place)
+    micro, dp = said.get(_MICRO, "1"), typed.get(DP, "1")
+    if _BATCH not in said and micro.isdigit() and dp.isdigit():
+        batch = f"{_BATCH}={int(micro) * int(dp)}"
+        yield TranslatedFlag(f"{_BATCH} (not given)", batch, "Megatron's is micro_batch_size x dp", place=path)
     for key, theirs in defaults_left(said):
         if not (given.names_model and key.startswith("model.")):
             yield TranslatedFlag(f"{key} (not given)", pasted(f"{key}={theirs}"), "Megatron's default", place=path)

@@ -273,7 +273,7 @@ def test_megatrons_test_recipes_in_yaml_are_flags_too(tmp_path, capsys) -> None:
         "MODEL_ARGS:\n  --num-layers: 12\n  --bf16: true\n  --sft: false\n  --pipeline-model-parallel-size: 4\n"
     )
     code, report, _ = plan(capsys, "--from", str(tmp_path / "model_config.yaml"))
-    assert (code, len(report["stages"])) == (0, 4)
+    assert (code, len(report["stages"]), report["schedule"]["microbatches"]) == (0, 4, 1)  # no global batch: one of mbs
     assert not any("--sft" in row["typed"] for row in report["translation"])
 
 
@@ -305,9 +305,10 @@ def test_a_single_setting_with_its_section_is_answered_from_the_tables(typed, re
 
 
 WRONG = [
-    "parallelism.pipeline_parallel_degree=2.5", "parallelism.pipeline_parallel_degree=100000000000",
+    "parallelism.pipeline_parallel_degree=2.5", "parallelism.pipeline_parallel_degree=9999999999",
     "parallelism.pipeline_parallel_layers_per_stage='x'", "parallelism.pipeline_parallel_layers_per_stage=0",
-    "parallelism.pipeline_parallel_first_stage_less_layers=9007199254740000", "parallelism.module_fqns_per_model_part=5",
+    "parallelism.pipeline_parallel_first_stage_less_layers=90071992547400",
+    "parallelism.module_fqns_per_model_part=5",
     "training.local_batch_size=0", "training.local_batch_size=-1", "training.seq_len='\\u001b[2J'", "model.flavor=[1]",
     "lr_scheduler.min_lr_factor='abc'", "lr_scheduler.decay_ratio=[1]", "compile.components=3",
     "training.num_tokens_per_microbatch_per_dp_rank=7", "training.max_norm=nan", "optimizer.lr='${oc.env:X}'",
@@ -332,3 +333,8 @@ def test_wrong_values_in_a_file_are_problems_or_refused_by_name(wrong: str, tmp_
         assert again == code
     else:
         assert code == 2 and report["problems"]
+
+
+def test_other_commands_point_to_plan(capsys) -> None:
+    assert main(["train", "--from", "x.toml"]) == 2
+    assert "try: ppctl plan --from x.toml --write my.yaml" in capsys.readouterr().err
