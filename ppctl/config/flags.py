@@ -123,7 +123,8 @@ def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
         return TranslatedFlag(typed, why=support.note or key.name, code="PP-E108")
     flag = typed.partition(" ")[0].partition("=")[0]
-    return TranslatedFlag(typed, f"{_SWITCHED_ON[flag]} {override}" if flag in _SWITCHED_ON else override)
+    before = f"{_SWITCHED_ON[flag]} " if flag in _SWITCHED_ON else ""
+    return TranslatedFlag(typed, f"{before}{override}", _REMARKS.get(flag, ""))
 
 
 def _switched_off(typed: str, flag: str) -> TranslatedFlag | None:
@@ -177,6 +178,12 @@ _IN_SAMPLES = {
     "--lr-wsd-decay-samples": "optim.lr_wsd_decay_steps",
 }
 """Flags that count samples -> the key that counts steps."""
+
+_REMARKS = {
+    "--tensorboard-dir": "its files lie in the run's directory",
+    "--wandb-project": "the project is named by log.name",
+}
+"""Flags whose values have no key -> what stands in for them."""
 
 _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 """Flags that switch something else on as well."""

@@ -97,7 +97,8 @@ def _of_tree(system: str, settings: Sequence[Setting], given: Given, path: str) 
         if setting.name not in done:
             done.add(setting.name)
             row = _of_key(given.tables, setting.name, setting.text)
-            row = row or (_of_bridge(setting.name, setting.text) if system == BRIDGE else None) or _UNKNOWN
+            row = row or (_of_bridge(setting.name, setting.text) if system == BRIDGE else None)
+            row = row or (_OFF if setting.text == "null" else _UNKNOWN)
             unsaid = setting.name not in named
             if not (unsaid and said_keys & {*dict(row.pairs)}):
                 said_keys.update(key for key, _ in row.pairs)
@@ -117,18 +118,16 @@ def typed_elsewhere(name: str, text: str) -> TranslatedFlag | None:
 
 def _of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
     """The meaning of a setting by its system's page; None if the page does not have it."""
-    entry = table.entry(SAME, name)
-    if (
-        table.is_idle(name, text)
-        or text in ("null", "")
-        or (not entry and text.lower() in OFF and name not in table.idle)
-    ):
+    entry, row = table.entry(SAME, name), valueless(table, name, "")
+    if entry is None and row is None:
+        return None
+    is_off = text in ("null", "") or (entry is None and text.lower() in OFF and name not in table.idle)
+    if is_off or table.is_idle(name, text):
         return _OFF
     pairs = overrides_of(entry, text) if entry else []
     if pairs and all(_takes(key, value) for key, value in pairs):
         return TranslatedFlag("", _pasted(pairs), (entry or "").partition(" -- ")[2])
-    unfit = TranslatedFlag("", why=f"{pairs[0][0]} has no such value", code="PP-E108") if pairs else None
-    return valueless(table, name, "") or unfit
+    return row or TranslatedFlag("", why=f"{pairs[0][0]} has no such value", code="PP-E108")
 
 
 def _takes(name: str, text: str) -> bool:
@@ -151,7 +150,8 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
     listed = flag in names_of_keys("names") or flag in names_of_keys("known_as")
     if row is None or not (listed or all(key.startswith(_OWN_SECTIONS) for key, _ in row.pairs)):
         return None
-    return _OFF if text == "false" and tables("megatron_flags").entry(SAME, flag) else row
+    fixed = tables("megatron_flags").entry(SAME, flag)
+    return _OFF if text == "null" or (text.lower() in OFF and (fixed or not row.override)) else row
 
 
 # Flags

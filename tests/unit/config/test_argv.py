@@ -153,6 +153,8 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--dataloader-type", "cyclic"], "PP-E109", "drawn by (seed, step)"),
         (["--ckpt-format", "torch_dist"], "PP-E109", "one format of checkpoints"),
         (["--tensorboard-dir", "tb"], "PP-E107", "log.tensorboard=true"),
+        (["--tensorboard-dir", "tb"], "PP-E107", "its files lie in the run's directory"),
+        (["--wandb-project", "p"], "PP-E107", "the project is named by log.name"),
         (["--profile"], "PP-E108", "leave it out"),
         (["--tp-comm-overlap"], "PP-E108", "userbuffers"),
         (["--no-tp-comm-bulk-wgrad"], "PP-E109", "userbuffers"),

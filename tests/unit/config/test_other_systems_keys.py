@@ -58,7 +58,17 @@ def test_the_keys_that_once_changed_their_meaning() -> None:
     assert batch.startswith("ppctl explain train.")
 
 
-@pytest.mark.parametrize("typed", ["model.num_layerz=3", "train.stepz=3", "stepz=3", "optim.lrr=0.1"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "model.num_layerz=3",
+        "checkpoint.keeep=0",
+        "model.add_bias_linearr=false",
+        "train.stepz=3",
+        "stepz=3",
+        "optim.lrr=0.1",
+    ],
+)
 def test_a_key_with_one_wrong_letter_keeps_its_value(typed: str) -> None:
     key, _, text = typed.partition("=")
     assert no_such_key(key, text).remedy.endswith(f"={text}")
