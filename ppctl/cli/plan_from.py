@@ -57,7 +57,7 @@ def _again(args: argparse.Namespace) -> str:
 
 
 def table(found: Translation, file: str) -> str:
-    """What became of every setting: the translated, the lost, and those left out, by their reasons."""
+    """The answers to all settings: the translated, the lost, and those left out, by their reasons."""
     lost = found.lost
     rest = [row for row in found.rows if not row.override and row not in lost]
     reasons: dict[str, list[str]] = {}

@@ -60,7 +60,7 @@ class TranslatedFlag(NamedTuple):
     code: str = "PP-E107"
     """PP-E108 of what this release does not have, PP-E109 of what means nothing here."""
     place: str = ""
-    """Of a file's setting: the file, and the line where it is known."""
+    """The file of a setting, and the line where it is known; empty for a typed flag."""
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -199,7 +199,7 @@ def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str
 
 
 def answered(flag: TranslatedFlag) -> str:
-    """What became of a flag: its override with a remark, or why it has none."""
+    """The answer to a flag: its override with a remark, or why it has none."""
     if flag.override:
         return f"{flag.override}{flag.why and f'  ({flag.why})'}"
     words = {"PP-E108": "not in this release:", "PP-E109": "left out:"}

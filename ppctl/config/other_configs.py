@@ -33,7 +33,7 @@ _NO_VALUE = re.compile(r"[();|&]+|\w+\+?=.*|\$\{?\w+\[.*", re.DOTALL)
 """Words of a shell script that end a flag's values."""
 
 
-class Setting(NamedTuple):
+class FileSetting(NamedTuple):
     """One setting of a file."""
 
     name: str
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
         return value_text(self.value)
 
 
-def settings_of(path: Path, system: str | None = None) -> tuple[str, list[Setting]]:
+def settings_of(path: Path, system: str | None = None) -> tuple[str, list[FileSetting]]:
     """The format of a file, recognised by its content unless `system` names it, and its settings in order.
 
     Raises ConfigError (PP-E115) for a file that cannot be read or is nobody's, and for a Python file.
@@ -103,21 +103,21 @@ def _recognised(text: str, names: list[str]) -> str | None:
     return best if scores[best] and not all(name in keys() for name in names) else None
 
 
-def _leaves(tree: Mapping[Any, Any], path: str, lines: Mapping[str, int], prefix: str = "") -> Iterator[Setting]:
+def _leaves(tree: Mapping[Any, Any], path: str, lines: Mapping[str, int], prefix: str = "") -> Iterator[FileSetting]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         groups = isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value)
         if groups or (isinstance(value, Mapping) and value):
             yield from _leaves(dict(enumerate(value)) if groups else value, path, lines, f"{name}.")
         else:
-            yield Setting(name, value, f"{path}:{lines[name]}" if name in lines else path)
+            yield FileSetting(name, value, f"{path}:{lines[name]}" if name in lines else path)
 
 
-def _flags(text: str, arguments: Mapping[Any, Any] | None, path: str) -> list[Setting]:
+def _flags(text: str, arguments: Mapping[Any, Any] | None, path: str) -> list[FileSetting]:
     """Megatron's flags in a shell script, a list of flags, or the MODEL_ARGS of a YAML file."""
     if arguments is not None:
         given = [(str(flag), value) for flag, value in arguments.items() if value is not False]
-        return [Setting(flag, [] if value is True else value_text(value), path) for flag, value in given]
+        return [FileSetting(flag, [] if value is True else value_text(value), path) for flag, value in given]
     found: list[tuple[str, list[str]]] = []
     is_open = False
     for word in _words(text):
@@ -129,7 +129,7 @@ def _flags(text: str, arguments: Mapping[Any, Any] | None, path: str) -> list[Se
             found[-1][1].append(word)
         else:
             is_open = False
-    return [Setting(name, values[0] if len(values) == 1 else values, path) for name, values in found]
+    return [FileSetting(name, values[0] if len(values) == 1 else values, path) for name, values in found]
 
 
 def _words(script: str) -> list[str]:
@@ -149,7 +149,8 @@ def _expanded(word: str, variables: Mapping[str, set[str]]) -> str:
     def value(found: re.Match[str]) -> str:
         given = variables.get(found[1], set())
         if len(given) == 1:
-            return _expanded(*given, {name: values for name, values in variables.items() if name != found[1]})
+            others = {name: values for name, values in variables.items() if name != found[1]}
+            return _expanded(next(iter(given)), others)
         return found[0] if given or found[2] is None else found[2].strip("\"'")
 
     return _VARIABLE.sub(value, word)

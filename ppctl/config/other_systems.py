@@ -1,4 +1,4 @@
-"""What several settings of torchtitan or NeMo Automodel mean together: model, replicas, batch, stages, learning rate.
+"""Settings of torchtitan and NeMo Automodel that mean something together: model, replicas, batch, stages, rate.
 
 Sources: torchtitan `b5bcd76c` and `238fa995` (the last with TOML), Automodel `36044ad3`; their functions are named in
 `tests/unit/config/test_other_configs.py`.
@@ -31,7 +31,7 @@ _NO_RANKS = "the launcher knows the number of ranks: as few replicas as possible
 
 
 class Said(NamedTuple):
-    """What some settings mean: overrides with a remark, or why there are none."""
+    """The meaning of some settings: overrides with a remark, or why there are none."""
 
     names: tuple[str, ...]
     overrides: tuple[tuple[str, str], ...] = ()
@@ -73,7 +73,7 @@ class Given:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """What both systems have -> its name in this one."""
+        """A size that both systems have -> its name in this one."""
         return self.tables.entries[SIZES]
 
     @property

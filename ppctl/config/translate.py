@@ -12,7 +12,7 @@ from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, TranslatedFlag, takes_
 from ppctl.config.keys import keys_with, names_of_keys, text_keys
 from ppctl.config.metadata import OneOf
 from ppctl.config.name_tables import DEFAULTS, OFF, SAME, NameTables, overrides_of, tables
-from ppctl.config.other_configs import AUTOMODEL, BRIDGE, TORCHTITAN, Setting, settings_of
+from ppctl.config.other_configs import AUTOMODEL, BRIDGE, TORCHTITAN, FileSetting, settings_of
 from ppctl.config.other_configs import MEGATRON as FLAGS
 from ppctl.config.other_systems import DP, LAYOUT, NO_MODEL, NOTHING, Given, Said, automodel, torchtitan
 from ppctl.config.yaml_file import shown
@@ -79,7 +79,7 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
 # Sections and keys
 
 
-def _of_tree(system: str, settings: Sequence[Setting], given: Given, path: str) -> Iterator[TranslatedFlag]:
+def _of_tree(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
     """The rows of torchtitan's, Automodel's or Bridge's settings."""
     named = {setting.name: setting for setting in settings}
     done, said_keys = set[str](), set[str]()
@@ -93,7 +93,7 @@ def _of_tree(system: str, settings: Sequence[Setting], given: Given, path: str) 
         if said.overrides or said.code == NO_MODEL or any(name in named for name in said.names):
             yield TranslatedFlag(typed, _pasted(said.overrides), said.why, said.code, place)
     usual = {} if "model_spec.name" in named else given.tables.entries.get(DEFAULTS, {})
-    for setting in (*settings, *(Setting(name, text, path) for name, text in usual.items())):
+    for setting in (*settings, *(FileSetting(name, text, path) for name, text in usual.items())):
         if setting.name not in done:
             done.add(setting.name)
             row = _of_key(given.tables, setting.name, setting.text)
@@ -157,7 +157,7 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
 # Flags
 
 
-def _of_flags(system: str, settings: Sequence[Setting], given: Given, path: str) -> Iterator[TranslatedFlag]:
+def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
     """The rows of Megatron's flags, and of Megatron's defaults where they are not ours."""
     from ppctl.config.megatron_flags import defaults_left
 
