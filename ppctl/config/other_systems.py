@@ -217,7 +217,8 @@ def automodel(given: Given) -> Iterator[Said]:
     ways = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path")
     said, layers = _model(given, given.some(*(f"model.{way}" for way in ways))[:1])
     yield said
-    pp, dp, why = _sizes(given, given.count("distributed.dp_size", 0), given.count(given.names["ep"], 1))
+    experts = given.count(given.names["ep"], 1) * given.count(given.names["tp"], 1)  # groups of experts lie in dp x cp
+    pp, dp, why = _sizes(given, given.count("distributed.dp_size", 0), experts)
     yield Said(("distributed.dp_size",), ((DP, str(dp)),), why)
     yield _batch(given, pp, dp, (1, 32))
     yield _stages(given, pp, layers, {"distributed.pipeline.round_virtual_stages_to_pp_multiple": 0})
@@ -227,8 +228,8 @@ def automodel(given: Given) -> Iterator[Said]:
     lengths = given.some("packed_sequence.packed_sequence_size", "dataset.seq_length", "dataset.seq_len")
     if length := next((given.count(name, 0) for name in lengths if given.count(name, 0)), 0):
         yield Said(lengths, (("data.seq_length", str(length)),))
-    else:
-        yield Said(lengths, (), "the length of a sample follows from the data there: type seq=N", NOTHING)
+    elif "data.seq_length" not in given.typed:
+        yield Said(lengths, (), "the length of a sample follows from the data there: type seq=N")
 
 
 def _nemo_rate(given: Given) -> Said:

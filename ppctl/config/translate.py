@@ -90,7 +90,7 @@ def _of_tree(system: str, settings: Sequence[FileSetting], given: Given, path: s
             f"{name}={named[name].text}" if name in named else f"{name} (not given)" for name in said.names
         )
         place = next((named[name].place for name in said.names if name in named), path)
-        if said.overrides or said.code == NO_MODEL or any(name in named for name in said.names):
+        if said.overrides or said.code != NOTHING or any(name in named for name in said.names):
             yield TranslatedFlag(typed, _pasted(said.overrides), said.why, said.code, place)
     usual = {} if "model_spec.name" in named else given.tables.entries.get(DEFAULTS, {})
     for setting in (*settings, *(FileSetting(name, text, path) for name, text in usual.items())):

@@ -48,7 +48,7 @@ CASES = [
         (4, 1, 2, 1),
     ),
     # no layers_per_stage: two stages on a rank; dp = 8 / pp 2
-    ("nemo_llama3_1_8b_hellaswag_pp.yaml", ["nodes=1", "gpus_per_node=8"], [8] * 4, LOOPED, (256, 4, 8, 2)),
+    ("nemo_llama3_1_8b_hellaswag_pp.yaml", ["nodes=1", "gpus_per_node=8", "seq=512"], [8] * 4, LOOPED, (256, 4, 8, 2)),
     # ceil(61 / 2) = 31 stages, down to 28 = 4 x 7; 61 = 28 x 2 + 5
     ("nemo_deepseek_v3_te_deepep.yaml", GPUS_256, [3] * 5 + [2] * 23, LOOPED, (256, 1, 4, 1)),
     ("nemo_llama3_70b_pretrain.yaml", [], [4] * 20, LOOPED, (128, 1, 4, 16)),
@@ -338,3 +338,16 @@ def test_wrong_values_in_a_file_are_problems_or_refused_by_name(wrong: str, tmp_
 def test_other_commands_point_to_plan(capsys) -> None:
     assert main(["train", "--from", "x.toml"]) == 2
     assert "try: ppctl plan --from x.toml --write my.yaml" in capsys.readouterr().err
+
+
+def test_replicas_that_nobody_names_are_as_few_as_the_experts_need(tmp_path, capsys) -> None:
+    sizes = "distributed:\n  tp_size: 2\n  sequence_parallel: true\n  cp_size: 2\n  pp_size: 1\n  ep_size: 8\n"
+    model = "model:\n  pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B\noptimizer:\n  _target_: torch.optim.AdamW\n"
+    (tmp_path / "x.yaml").write_text(f"{sizes}{model}step_scheduler:\n  global_batch_size: 32\n  local_batch_size: 4\n")
+    code, report, err = plan(capsys, "--from", str(tmp_path / "x.yaml"))
+    assert (code, "type seq=N" in report["problems"][0]["place"]) == (2, True)
+    code, report, err = plan(capsys, "--from", str(tmp_path / "x.yaml"), "seq=512")
+    # nemo_automodel/components/distributed/mesh_utils.py: ep x ep_shard = dp x cp
+    assert (code, report["parallel"]["dp"], report["parallel"]["ep"]) == (0, 4, 8), err
+    _, typed, _ = plan(capsys, "--from", str(tmp_path / "x.yaml"), "seq=512", "nodes=4", "gpus_per_node=8")
+    assert (typed["parallel"]["dp"], typed["world_size"]) == (8, 32)
