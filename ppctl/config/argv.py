@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -142,7 +141,7 @@ class _Sorter:
         known = translated(flag, value, batch)
         if known is not None:
             self.translated.append((known, self.arguments.problems[-1]))
-            self.line += map(pasted, shlex.split(known.override))
+            self.line += (pasted(f"{key}={text}") for key, text in known.pairs)
 
     def _global_batch(self) -> str:
         """The global batch size wherever it stands on the line; empty if it does not, or if it is grown to."""
@@ -157,9 +156,8 @@ class _Sorter:
         if len(self.translated) > 1:
             single = [problem for _, problem in self.translated]
             flags = [known for known, _ in self.translated]
-            words = [word for known in flags for word in shlex.split(known.override)]
             given = {key: value for key, (value, _) in self.values.items()}
-            given |= {key: value for key, _, value in (word.partition("=") for word in words)}
+            given |= dict(pair for known in flags for pair in known.pairs)
             merged = flags_problem(flags, " ".join(["ppctl", command, *self.line]), given)
             self.arguments.problems = [merged, *(one for one in self.arguments.problems if one not in single)]
 

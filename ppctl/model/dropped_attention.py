@@ -167,8 +167,9 @@ def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _DroppedCall) -> Iterator[
     for queries in _runs(q, k):
         seen = slice(0, queries.stop)
         block = DroppedBlock(dropped, positions, positions[seen])
+        keep = block.kept(queries, q.shape[1], k.shape[1])  # draws need much memory: before there are scores
         shares = block.scores(q, k[:, :, seen], queries, call.scale, causal=True).softmax(-1)
-        yield queries, seen, shares, block.kept(queries, q.shape[1], k.shape[1])
+        yield queries, seen, shares, keep
 
 
 def _runs(q: Tensor, k: Tensor) -> Iterator[slice]:
