@@ -124,7 +124,7 @@ def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
         return TranslatedFlag(typed, why=support.note or key.name, code="PP-E108")
     flag = typed.partition(" ")[0].partition("=")[0]
     before = f"{_SWITCHED_ON[flag]} " if flag in _SWITCHED_ON else ""
-    return TranslatedFlag(typed, f"{before}{override}", _REMARKS.get(flag, ""))
+    return TranslatedFlag(typed, f"{before}{override}")
 
 
 def _switched_off(typed: str, flag: str) -> TranslatedFlag | None:
@@ -179,13 +179,11 @@ _IN_SAMPLES = {
 }
 """Flags that count samples -> the key that counts steps."""
 
-_REMARKS = {
-    "--tensorboard-dir": "its files lie in the run's directory",
-    "--wandb-project": "the project is named by log.name",
+_SWITCHED_ON = {
+    "--cpu-offloading-num-layers": "parallel.cpu_offloading=true",
+    "--tensorboard-dir": "log.tensorboard=true",
+    "--wandb-project": "log.wandb=true",
 }
-"""Flags whose values have no key -> what stands in for them."""
-
-_SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 """Flags that switch something else on as well."""
 
 

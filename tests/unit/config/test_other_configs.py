@@ -81,7 +81,7 @@ LOST = {
     "bridge_llama3_8b.yaml": ["mixed_precision.grad_reduce_in_fp32=false"],
     "megatron_mixtral_8x7b.sh": [
         "--overlap-param-gather", "--overlap-grad-reduce", "--tokenizer-model '$2'", "--data-path '$3'", "--save '$1'",
-        "--load '$1'", "--no-load-optim",
+        "--load '$1'", "--tensorboard-dir '$1/tensorboard'", "--no-load-optim",
     ],
 }  # fmt: skip
 """Settings that are not carried over; of all other files there are none."""
