@@ -13,6 +13,7 @@ from ppctl.config.metadata import (
     MOST_STAGES,
     MOST_TOKENS,
     NOT_EMPTY,
+    PYTHON_NAMES,
     TIME,
     key,
     not_negative,
@@ -189,6 +190,9 @@ class TrainConfig:
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
+    callbacks: list[str] | None = key(None, PYTHON_NAMES)
+    """Classes of your own that follow the run, as [package.module:Class], imported by every rank from where Python
+    finds them (PYTHONPATH) and called in this order (docs/callbacks.md)."""
     nonfinite: str = key("stop", one_of("stop"))
     """The reaction to a non-finite loss or gradient norm: `stop`."""
 

@@ -71,6 +71,7 @@ from ppctl.runs.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
+from ppctl.train.own_callbacks import OwnCallback, load_callbacks
 from ppctl.train.recordings import KeptGradients, StepTraces, TorchProfile
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.saving import Saves
@@ -185,6 +186,7 @@ class _RankProcess:
     def run(self) -> TrainingEnd:
         """Connect, build, warm up, train, and write what came of it. A collective over the world."""
         run, config = self.shared.run, self.shared.config
+        followers = load_callbacks(config.train.callbacks or ())  # before anything else is made
         writer = self._writer()
         device = _device(self.shared, self.own)
         directory = node_directory(self.own, self.store, self.at_end)
@@ -204,7 +206,7 @@ class _RankProcess:
         with self.phases("warm-up"):
             heartbeat.set_state("warming up")
             self._warm_up(session)
-        outcome = self._train(session, writer, heartbeat, alarm)
+        outcome = self._train(session, writer, heartbeat, alarm, followers)
         heartbeat.set_state("generating")
         write_results(self.shared, session, outcome, self.phases, leads=self.leads)
         if self.leads and not self.watched:
@@ -271,9 +273,15 @@ class _RankProcess:
             self.shared.run.write_edges(edges)
 
     def _train(
-        self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
+        self,
+        session: Session,
+        writer: Callable[[], WriterAddress],
+        heartbeat: HeartbeatFile,
+        alarm: Alarm,
+        followers: Sequence[OwnCallback],
     ) -> TrainingEnd:
-        """Load and train, followed by all that saves, records and watches."""
+        """Load and train, followed by all that saves, records and watches, and by the person's own `followers`: what
+        these add to a record is written, and a step that they follow is saved."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()
@@ -294,6 +302,7 @@ class _RankProcess:
             KeptGradients(session, run.gradients),
             ReplicaCheck(session),
             StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
+            *followers,
             *writers,
         )
         start = saves.start(partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints))
