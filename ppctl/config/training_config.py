@@ -32,10 +32,14 @@ class DataConfig:
     """The training data and the length of a sample."""
 
     path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
-    """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
-    rows of {path, weight}; none reads the running interpreter's standard library sources."""
+    """Glob of .txt, .jsonl, .parquet and .arrow files, directory that `datasets` has saved, prefix of a .bin and .idx,
+    or a blend of such with weights, as "[0.3,a,0.7,b]" or rows of {path, weight}; none reads the sources of the running
+    interpreter's standard library."""
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
     """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
+    cache: str | None = key("auto", NOT_EMPTY, verbatim=True)
+    """The directory in which the tokens of text and conversations are kept, so that a tokenizer reads them once:
+    `auto`, ~/.cache/ppctl/tokens; none tokenizes on every rank at each start. `byte` needs none."""
     validation_path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--valid-data-path", verbatim=True)
     """Data for evaluation, in the form of data.path; none holds out a share of data.path."""
     validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
@@ -43,11 +47,11 @@ class DataConfig:
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
     format: str = key(TEXT, one_of(TEXT, CHAT, COMPLETION))
-    """The meaning of a line of a .jsonl file: `text`, of which every token is learned; `chat`, messages, of which the
-    assistant's turns are; `completion`, an object of prompt and completion, of which this is. Rows are then whole
-    conversations, filled up."""
+    """The meaning of a line of a .jsonl file or a row of a table: `text`, of which every token is learned; `chat`,
+    messages, of which the assistant's turns are; `completion`, an object of prompt and completion, of which this is.
+    Rows are then whole conversations, filled up."""
     text_key: str = key("text", NOT_EMPTY, verbatim=True, needs="data.format=text")
-    """For format=text: the field of a .jsonl line that has the text."""
+    """For format=text: the field of a .jsonl line, or the column of a table, that has the text."""
     chat_template: str | None = key(
         None,
         NOT_EMPTY,
@@ -143,6 +147,9 @@ class TrainConfig:
     """The length of the run in samples, in place of steps: as many whole steps as they fill."""
     tokens: float | None = key(None, positive())
     """The length of the run in tokens, in place of steps."""
+    epochs: float | None = key(None, positive(), known_as="num_train_epochs num_epochs --epochs")
+    """The length of the run in passes over the samples of data.path, in place of steps: it sets train.samples. With a
+    blend of weights, in passes after which every sample of every path has come."""
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
     batch_rampup: list[int] | None = key(None, RAMPUP, names="--rampup-batch-size", mathematics=True)

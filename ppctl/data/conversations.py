@@ -1,8 +1,8 @@
-"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned."""
+"""Conversations and prompts with completions: from a line or row to tokens, and which of them are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +13,10 @@ import numpy.typing as npt
 
 from ppctl.config.training_config import CHAT, COMPLETION
 from ppctl.data.chat_template import ChatTemplate, RenderingFailed, Spans
+from ppctl.data.indexed import IndexedWriter
 from ppctl.data.text import Line, encoded, lines
-from ppctl.data.tokenizer import Tokenizer, Tokens
+from ppctl.data.token_cache import Cache
+from ppctl.data.tokenizer import HuggingFaceTokenizer, Tokenizer, Tokens
 from ppctl.errors import Problem
 
 _LIKE = {
@@ -60,11 +62,37 @@ class _Text(NamedTuple):
     place: str
 
 
-def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
-    """Every line of the .jsonl `files` in order: messages, rendered by the template, or without one a prompt and its
-    completion. Raises DataError as `encoded` does."""
-    texts = (_text_of(line, template) for line in lines(files))
+def encode_conversations(
+    files: list[Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    progress: Callable[[int], None] = lambda size: None,
+) -> Iterator[Learned]:
+    """Every line or row of `files` in order: messages, rendered by the template, or without one a prompt and its
+    completion. `progress` is as of `documents`. Raises DataError as `encoded` does."""
+    columns = ("prompt", "completion") if template is None else ("messages", "conversations", "tools")
+    texts = (_text_of(line, template) for line in lines(files, columns, progress))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
+
+
+def kept_conversations(
+    files: list[Path], tokenizer: HuggingFaceTokenizer, template: ChatTemplate | None, cache: Cache
+) -> list[Learned]:
+    """The same conversations out of `cache`, without their texts and places: a token that is learned is kept as its
+    complement, which is negative. Raises as `Cache.tokens` does."""
+
+    def write(writer: IndexedWriter, progress: Callable[[int], None]) -> str:
+        for one in encode_conversations(files, tokenizer, template, progress):
+            own = one.tokens.astype("<i4")
+            writer.add_document(np.where(one.learned, ~own, own), place=one.place)
+        return ""
+
+    form = {"template": None if template is None else template.given, "tokenizer": tokenizer.identity}
+    indexed, _ = cache.tokens(files, form, np.dtype("<i4"), write)
+    ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
+    nowhere = np.zeros(0, dtype=np.int64)
+    pieces = np.split(indexed.tokens, ends[1:-1])
+    return [Learned(np.where(own < 0, ~own, own), own < 0, "", "", nowhere, 0) for own in pieces]
 
 
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:

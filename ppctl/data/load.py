@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,10 +14,11 @@ from ppctl.config.training_config import CHAT, TEXT
 from ppctl.data.blend import Blend
 from ppctl.data.chat_template import ChatTemplate, open_template
 from ppctl.data.conversation_rows import ConversationRows, make_rows
-from ppctl.data.conversations import encode_conversations
+from ppctl.data.conversations import encode_conversations, kept_conversations
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.indexed import as_prefix, bin_path
 from ppctl.data.text import matching
+from ppctl.data.token_cache import Cache, NotKept
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, PpctlError, Problem
 
@@ -49,11 +52,12 @@ class Data(NamedTuple):
     """The token that ends a document, and what follows from it."""
 
 
-def load_data(data: DataConfig) -> Data:
-    """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
+def load_data(data: DataConfig, most: float = float("inf")) -> Data:
+    """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault, and NotKept where
+    more than `most` bytes of files would have to be tokenized."""
     tokenizer = load_tokenizer(data.tokenizer)
     end = document_end(data, tokenizer)
-    load = loader_of(data, tokenizer)
+    load = loader_of(data, tokenizer, Cache.of(data.cache, most))
     if data.validation_path is not None:
         training, held_out = load_all((data.path, data.validation_path), lambda path: load_samples(path, load))
         return Data(training, held_out, end)
@@ -90,32 +94,40 @@ def of_document_ends(data: DataConfig) -> list[str]:
     return [f"data.{key}" for key in keys if getattr(data, key)]
 
 
-def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
+def loader_of(
+    data: DataConfig, tokenizer: Tokenizer, cache: Cache
+) -> Callable[[str | None], Corpus | ConversationRows]:
     """Return the function that reads one path of `data.path`, as `data.format` says."""
     if data.format == TEXT:
-        return lambda path: load_corpus(path, tokenizer, data.text_key)
+        return lambda path: load_corpus(path, tokenizer, data.text_key, cache)
     template = open_template(data.tokenizer, data.chat_template) if data.format == CHAT else None
-    return lambda path: load_conversations(path, data, tokenizer, template)
+    return lambda path: load_conversations(path, data, tokenizer, template, cache)
 
 
 def load_conversations(
-    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None, cache: Cache
 ) -> ConversationRows:
-    """The rows of the .jsonl files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
+    """The rows of the files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
     prefix = None if path is None else as_prefix(path)
     if path is None or prefix is not None:
-        message = f"data.format={data.format} reads .jsonl files, and data.path={path} names none"
+        message = f"data.format={data.format} reads .jsonl files and tables, and data.path={path} names none"
         raise DataError(Problem("PP-E418", message, "data.path='chats/*.jsonl'", place=str(bin_path(prefix or ""))))
     files, description = matching(path)
-    return make_rows(
-        list(encode_conversations(files, tokenizer, template)),
-        description,
+    make = partial(
+        make_rows,
+        description=description,
         vocab_size=tokenizer.vocab_size,
         seq_length=data.seq_length,
         too_long=data.too_long,
         pack=data.pack,
         filling=tokenizer.eos or 0,
     )
+    if cache.directory is not None and isinstance(tokenizer, HuggingFaceTokenizer):
+        kept = kept_conversations(files, tokenizer, template, cache)
+        with suppress(DataError):  # those that are read again have places
+            return make(kept)
+    cache.check_size(files)
+    return make(list(encode_conversations(files, tokenizer, template)))
 
 
 def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:
@@ -143,6 +155,15 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 
 
 # Before a run
+
+
+def count_samples(config: RunConfig, most: float = float("inf")) -> int | None:
+    """The samples of an epoch, after which every one has come; None if more than `most` bytes would have to be
+    tokenized. Raises PpctlError for data that cannot be read."""
+    try:
+        return load_data(config.data, most).training.span(config.data.seq_length)
+    except NotKept:
+        return None
 
 
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from ppctl.errors import ConfigError, DataError, Problem
 from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
@@ -142,6 +143,14 @@ class HuggingFaceTokenizer:
             message = f"data.tokenizer={path}: it is no tokenizer.json: {reason}"
             raise DataError(Problem("PP-E410", message, "data.tokenizer=byte", place=str(file))) from None
         return cls(library, _find_eos(library, file.parent))
+
+    @property
+    def identity(self) -> str:
+        """Names all that its tokens depend on."""
+        import tokenizers
+
+        whole = f"{tokenizers.__version__} {self.eos} {self._library.to_str()}"
+        return xxh3_128(whole.encode()).hexdigest()
 
     @property
     def marks(self) -> list[str]:

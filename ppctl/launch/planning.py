@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Timer
 from typing import Any
 
@@ -12,11 +12,14 @@ from ppctl.config.argv import Arguments
 from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import text_keys
-from ppctl.errors import ConfigError, MemoryPlanError, Problem
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
+_SMALL = 2**22
+"""Bytes of text that a plan tokenizes to count them."""
 
 
 def planned(
@@ -32,7 +35,13 @@ def planned(
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
     """The config that words describe, as far as it could be composed, and its problems."""
     try:
-        return compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens), []
+        return compose(
+            overrides,
+            for_training=for_training,
+            read_model=_read_model,
+            count_tokens=_count_tokens,
+            count_samples=counted_samples if for_training else _quickly_counted,
+        ), []
     except RefusedError as error:
         return error.composed, list(error.problems)
 
@@ -93,6 +102,22 @@ def _count_tokens(tokenizer: str) -> int:
     from ppctl.data.load import load_tokenizer  # numpy
 
     return load_tokenizer(tokenizer).vocab_size
+
+
+def counted_samples(config: RunConfig) -> int | None:
+    """The samples of an epoch of the config's data. Raises PpctlError for data that cannot be read."""
+    from ppctl.data.load import count_samples  # numpy
+
+    return count_samples(config)
+
+
+def _quickly_counted(config: RunConfig) -> int | None:
+    """The same for a plan: None if the data are not tokenized yet and not small, or cannot be read here."""
+    from ppctl.data.load import count_samples  # numpy
+
+    with suppress(PpctlError):
+        return count_samples(config, _SMALL)
+    return None
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:
