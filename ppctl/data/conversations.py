@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from ppctl.config.training_config import CHAT, COMPLETION
 from ppctl.data.chat_template import ChatTemplate, RenderingFailed, Spans
-from ppctl.data.indexed import IndexedWriter
 from ppctl.data.text import Line, encoded, lines
-from ppctl.data.token_cache import Cache
-from ppctl.data.tokenizer import HuggingFaceTokenizer, Tokenizer, Tokens
+from ppctl.data.token_cache import Cache, Progress
+from ppctl.data.tokenizer import Tokenizer, Tokens
 from ppctl.errors import Problem
 
 _LIKE = {
@@ -70,29 +69,26 @@ def encode_conversations(
 ) -> Iterator[Learned]:
     """Every line or row of `files` in order: messages, rendered by the template, or without one a prompt and its
     completion. `progress` is as of `documents`. Raises DataError as `encoded` does."""
-    columns = ("prompt", "completion") if template is None else ("messages", "conversations", "tools")
-    texts = (_text_of(line, template) for line in lines(files, columns, progress))
+    texts = (_text_of(line, template) for line in lines(files, progress))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
 
 
 def kept_conversations(
-    files: list[Path], tokenizer: HuggingFaceTokenizer, template: ChatTemplate | None, cache: Cache
+    files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, cache: Cache
 ) -> list[Learned]:
-    """The same conversations out of `cache`, without their texts and places: a token that is learned is kept as its
-    complement, which is negative. Raises as `Cache.tokens` does."""
+    """The same conversations out of `cache`, without their texts: a token that is learned is kept as its complement,
+    which is negative. Raises as `Cache.tokens` does."""
 
-    def write(writer: IndexedWriter, progress: Callable[[int], None]) -> str:
+    def make(progress: Progress) -> Iterator[tuple[Tokens, str]]:
         for one in encode_conversations(files, tokenizer, template, progress):
             own = one.tokens.astype("<i4")
-            writer.add_document(np.where(one.learned, ~own, own), place=one.place)
-        return ""
+            yield np.where(one.learned, ~own, own), one.place
 
     form = {"template": None if template is None else template.given, "tokenizer": tokenizer.identity}
-    indexed, _ = cache.tokens(files, form, np.dtype("<i4"), write)
-    ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
-    nowhere = np.zeros(0, dtype=np.int64)
-    pieces = np.split(indexed.tokens, ends[1:-1])
-    return [Learned(np.where(own < 0, ~own, own), own < 0, "", "", nowhere, 0) for own in pieces]
+    tokens, lengths, _ = cache.tokens(files, form, np.dtype("<i4"), make)
+    none = np.zeros(0, np.int64)
+    pieces = enumerate(np.split(tokens, np.cumsum(lengths)[:-1]), start=1)
+    return [Learned(np.where(t < 0, ~t, t), t < 0, f"conversation {n:,}", "", none, 0) for n, t in pieces]
 
 
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,15 +12,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ppctl.data.indexed import IndexedWriter, as_prefix, bin_path, idx_path, open_indexed
+from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
 from ppctl.data.sampler import Ids
 from ppctl.data.text import READ_LIBRARY, documents, encode_files, matching, names, standard_library
-from ppctl.data.token_cache import NOWHERE, Cache
-from ppctl.data.tokenizer import HuggingFaceTokenizer, Tokenizer, Tokens, end_mark, token_dtype
+from ppctl.data.token_cache import Cache, Progress
+from ppctl.data.tokenizer import Tokenizer, Tokens, end_mark, token_dtype
 from ppctl.errors import DataError, Problem
 
 WHOLE = 256 * 1024 * 1024
 """Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
+IN_MEMORY = Cache()
 _PAGES, _PAGE = 256, 4096
 """For a larger one: this many pages of this many bytes, evenly spread."""
 
@@ -111,69 +112,45 @@ def held_out_samples(number: int, fraction: float, description: str) -> int:
     return held_out
 
 
-def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", cache: Cache = NOWHERE) -> Corpus:
+def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", cache: Cache = IN_MEMORY) -> Corpus:
     """Read what one path of `data.path` names, or the interpreter's own library if it is None.
 
     `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and of
     .jsonl files and tables, each line or row an object whose `text_key` is a document. Files are read in the order of
-    their names. Tokens that a library makes are kept in `cache`; bytes are as quick to read. Raises DataError naming
-    each file that is at fault, and NotKept.
+    their names; their tokens are kept in `cache`. Raises DataError naming each file that is at fault, and NotKept.
     """
     prefix = None if path is None else as_prefix(path)
     if prefix is not None:
         return _mapped(prefix)
     files, description = standard_library() if path is None else matching(path)
-    if cache.directory is not None and isinstance(tokenizer, HuggingFaceTokenizer):
-        return _kept(files, tokenizer, description, text_key, cache)
-    cache.check_size(files)
-    return _encoded(files, tokenizer, description, text_key)
+    return _encoded(files, tokenizer, description, text_key, cache)
 
 
-def _kept(files: list[Path], tokenizer: HuggingFaceTokenizer, description: str, text_key: str, cache: Cache) -> Corpus:
-    """The same tokens, mapped. A document's place is looked for in the files when it is asked for."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = [end_mark(tokenizer, "text")]
-
-    def write(writer: IndexedWriter, progress: Callable[[int], None]) -> str:
-        digest = hashlib.sha256()
-        for own, place in encode_files(files, tokenizer, progress, text_key):
-            writer.add_document(own, end if len(own) else [], place)
-            if len(own):
-                digest.update(np.append(own, np.array(end, dtype)).astype(dtype, copy=False).data)
-        if not writer.tokens:
-            raise DataError(_no_text(files, description))
-        return digest.hexdigest()
-
-    indexed, digest = cache.tokens(files, {"text": text_key, "tokenizer": tokenizer.identity}, dtype, write)
-    counts = f"{len(indexed.lengths):,} documents, {len(indexed.tokens):,} tokens"
-
-    def place_of(position: int) -> str:
-        number = indexed.document_of(indexed.sequence_at(position))
-        return next(islice(documents(files, text_key=text_key), number, None)).place
-
-    return Corpus(indexed.tokens, digest, f"{description}: {counts}", place_of)
-
-
-def _no_text(files: list[Path], description: str) -> Problem:
-    return Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
-
-
-def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
-    """All documents as one array of tokens, each with its end mark. Raises DataError (PP-E404) if there is no text."""
+def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str, cache: Cache) -> Corpus:
+    """All documents as one array of tokens, each with its end mark. A document's place is looked for in the files when
+    it is asked for. Raises DataError (PP-E404) if there is no text."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
-    made = [(own, place) for own, place in encode_files(files, tokenizer, text_key=text_key) if len(own)]
-    if not made:
-        raise DataError(_no_text(files, description))
-    tokens = np.concatenate([piece for own, _ in made for piece in (own, end)]).astype(dtype, copy=False)
-    ends = np.cumsum([len(own) + 1 for own, _ in made])
-    places = [place for _, place in made]
-    return Corpus(
-        tokens,
-        hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
-        f"{description}: {len(made):,} documents, {len(tokens):,} tokens",
-        lambda position: places[int(np.searchsorted(ends, position, side="right"))],
-    )
+
+    def make(progress: Progress) -> Iterator[tuple[Tokens, str]]:
+        for own, place in encode_files(files, tokenizer, progress, text_key):
+            yield np.append(own, end).astype(dtype, copy=False) if len(own) else own, place
+
+    form = {"text": text_key, "tokenizer": tokenizer.identity}
+    tokens, lengths, digest = cache.tokens(files, form, dtype, make)
+    if not len(tokens):
+        raise DataError(
+            Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
+        )
+    ends = np.cumsum(lengths)
+
+    def place_of(position: int) -> str:
+        number = int(np.searchsorted(ends, position, side="right"))
+        found = next(islice(documents(files, text_key=text_key), number, None))
+        return found.place
+
+    counts = f"{np.count_nonzero(lengths):,} documents, {len(tokens):,} tokens"
+    return Corpus(tokens, digest, f"{description}: {counts}", place_of)
 
 
 def _mapped(prefix: str) -> Corpus:

@@ -81,11 +81,8 @@ class Indexed:
 
     def document_at(self, position: int) -> str:
         """Which document the token at `position` belongs to, for people."""
-        return f"{bin_path(self.prefix)}: document {self.document_of(self.sequence_at(position))}"
-
-    def sequence_at(self, position: int) -> int:
-        """The number of the sequence, from 0, that the token at `position` belongs to."""
-        return int(np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), position, side="right"))
+        sequence = int(np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), position, side="right"))
+        return f"{bin_path(self.prefix)}: document {self.document_of(sequence)}"
 
     def document_of(self, sequence: int) -> int:
         """The number of the document, from 0, that a sequence belongs to."""

@@ -21,6 +21,7 @@ from ppctl.data.text import matching
 from ppctl.data.token_cache import Cache, NotKept
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, PpctlError, Problem
+from ppctl.host.files import cache_directory
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -57,7 +58,7 @@ def load_data(data: DataConfig, most: float = float("inf")) -> Data:
     more than `most` bytes of files would have to be tokenized."""
     tokenizer = load_tokenizer(data.tokenizer)
     end = document_end(data, tokenizer)
-    load = loader_of(data, tokenizer, Cache.of(data.cache, most))
+    load = loader_of(data, tokenizer, Cache(_kept_in(data), most))
     if data.validation_path is not None:
         training, held_out = load_all((data.path, data.validation_path), lambda path: load_samples(path, load))
         return Data(training, held_out, end)
@@ -66,6 +67,12 @@ def load_data(data: DataConfig, most: float = float("inf")) -> Data:
         kept, held_out = training.split(data.seq_length, data.validation_split)
         return Data(kept, held_out, end)
     return Data(training, None, end)
+
+
+def _kept_in(data: DataConfig) -> Path | None:
+    if data.cache is None or data.tokenizer == "byte":  # a file is its own bytes
+        return None
+    return cache_directory() / "tokens" if data.cache == "auto" else Path(data.cache).expanduser()
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -122,12 +129,10 @@ def load_conversations(
         pack=data.pack,
         filling=tokenizer.eos or 0,
     )
-    if cache.directory is not None and isinstance(tokenizer, HuggingFaceTokenizer):
-        kept = kept_conversations(files, tokenizer, template, cache)
-        with suppress(DataError):  # those that are read again have places
-            return make(kept)
-    cache.check_size(files)
-    return make(list(encode_conversations(files, tokenizer, template)))
+    kept = kept_conversations(files, tokenizer, template, cache)
+    with suppress(DataError):
+        return make(kept)
+    return make(list(encode_conversations(files, tokenizer, template)))  # which have places
 
 
 def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:
@@ -158,12 +163,11 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 
 
 def count_samples(config: RunConfig, most: float = float("inf")) -> int | None:
-    """The samples of an epoch, after which every one has come; None if more than `most` bytes would have to be
-    tokenized. Raises PpctlError for data that cannot be read."""
-    try:
+    """The samples of an epoch, after which every one has come. With `most`, None if more bytes would have to be
+    tokenized or the data cannot be read here; else raises PpctlError for these."""
+    with suppress(NotKept, *([PpctlError] if most < float("inf") else [])):
         return load_data(config.data, most).training.span(config.data.seq_length)
-    except NotKept:
-        return None
+    return None
 
 
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:

@@ -7,12 +7,12 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ppctl.data.tables import TABLES, require_pyarrow, rows, saved_files
+from ppctl.data.tables import TABLES, rows, saved_files
 from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem, listed, pasted
 
@@ -42,17 +42,14 @@ def standard_library() -> tuple[list[Path], str]:
 
 
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
-    """The files that can be read and that `pattern` means, in the order of their names, and a line that describes them;
-    of a directory that `datasets` has saved its own. `form` is how messages write the pattern. Raises DataError if
-    there are no files, and ConfigError (PP-E424) if they are tables and pyarrow is missing."""
+    """The readable files that `pattern` means, in the order of their names or as `datasets` has saved them, and a line
+    that describes them. `form` is how messages write the pattern. Raises DataError if there are no files."""
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
     paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
     once = {os.path.realpath(name): Path(name) for name in reversed(paths) if not os.path.isdir(name)}
     everything = saved_files(Path(expanded), form) or sorted(once.values())
     files = [file for file in everything if file.suffix in READABLE]
-    if any(file.suffix in TABLES for file in files):
-        require_pyarrow(form.format(pattern))
     if not files:
         raise DataError(_no_match(pattern, expanded, everything, form))
     left_out = len(everything) - len(files)
@@ -94,7 +91,7 @@ def documents(
     """All documents in order, empty ones too, and what is wrong if one cannot be read: a .txt file, or the `text_key`
     of every row of a table and of every line of a .jsonl file that is not blank. `progress` takes the bytes read since
     its last call."""
-    for item in _read_all(files, progress, {text_key}):
+    for item in _read_all(files, progress):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
 
@@ -110,12 +107,9 @@ class Line(NamedTuple):
         return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
 
 
-def lines(
-    files: list[Path], columns: Collection[str], progress: Callable[[int], None] = lambda size: None
-) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files and tables in order, of these with `columns` only, and what is wrong if a line or a
-    file is none."""
-    for item in _read_all(files, progress, columns):
+def lines(files: list[Path], progress: Callable[[int], None]) -> Iterator[Line | Problem]:
+    """The objects in .jsonl files and tables in order, and what is wrong if a line or a file is none."""
+    for item in _read_all(files, progress):
         if isinstance(item, Document):
             message = f"{item.place} is text, and conversations are read from .jsonl files and tables"
             yield Problem("PP-E418", message, "data.format=text", item.place)
@@ -123,16 +117,10 @@ def lines(
             yield item
 
 
-def _read_all(
-    files: list[Path], progress: Callable[[int], None], columns: Collection[str]
-) -> Iterator[Document | Line | Problem]:
+def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     for file in files:
         try:
-            if file.suffix in TABLES:
-                for number, row in enumerate(rows(file, columns, progress)):
-                    yield Line(row, f"{file}: row {number}")
-            else:
-                yield from _read(file, progress)
+            yield from _read(file, progress)
         except ValueError as error:  # pyarrow's of a table: lines and texts are problems of their own
             yield Problem("PP-E402", f"{file} is damaged: {error}", remedy=f"ls -l {pasted(file)}")
         except OSError as error:
@@ -142,6 +130,9 @@ def _read_all(
 def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     if not stat.S_ISREG(file.stat().st_mode):
         yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l {pasted(file)}")
+        return
+    if file.suffix in TABLES:
+        yield from (Line(row, f"{file}: row {number}") for number, row in enumerate(rows(file, progress)))
         return
     if file.suffix != ".jsonl":
         data = file.read_bytes()

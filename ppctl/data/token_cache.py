@@ -1,4 +1,4 @@
-"""Text that a tokenizer has read is kept: tokens in a .bin and .idx, in a directory that is named by what they are.
+"""Tokens that a library makes of text are kept: as a .bin and .idx, in a directory that is named by what they are.
 
     CACHE/KEY/tokens/data.bin, data.idx, digest    KEY: of the files' bytes, the tokenizer and the form of the data
     CACHE/KEY/<random>.tmp/                        being written, or left by a killed process: never read
@@ -10,84 +10,92 @@ write, and the first to rename its directory to `tokens` has made them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128
 
 from ppctl import __version__
-from ppctl.data.indexed import Indexed, IndexedWriter, open_indexed
+from ppctl.data.indexed import IndexedWriter, open_indexed
+from ppctl.data.tokenizer import Tokens
 from ppctl.errors import DataError, Problem
-from ppctl.host.files import TAKEN, cache_directory, lock, open_regular, read_text, write_atomically
+from ppctl.host.files import TAKEN, lock, open_regular, read_text, write_atomically
 
-AUTO = "auto"
 _RULE = 1
 """Raised when ppctl makes other tokens of the same text, or keeps them in another way."""
 _PIECE = 2**24
 _FRESH_S = 2.0
 """A file that was changed so shortly ago may be changed again without another time."""
 
-Write = Callable[[IndexedWriter, Callable[[int], None]], str]
-"""Writes all documents, tells how many bytes it has read since it last did, and returns the tokens' digest."""
+Progress = Callable[[int], None]
+"""Takes the bytes of files that were read since its last call."""
+Make = Callable[[Progress], Iterator[tuple[Tokens, str]]]
+"""The tokens of every document in order, empty ones too, and its place for messages."""
 
 
 class NotKept(Exception):
     """The tokens are not there, and making them takes longer than the caller waits."""
 
 
-class Cache(NamedTuple):
-    """Where tokens are kept."""
+class Encoded(NamedTuple):
+    """All tokens, the number of tokens of each document, and the SHA-256 of the tokens."""
 
-    directory: Path | None
-    """None: nowhere."""
+    tokens: Tokens
+    lengths: npt.NDArray[np.int64]
+    digest: str
+
+
+class Cache(NamedTuple):
+    """Where tokens are kept: in memory alone without a directory."""
+
+    directory: Path | None = None
     most: float = float("inf")
     """Bytes of files that are tokenized if their tokens are not kept."""
 
-    @classmethod
-    def of(cls, value: str | None, most: float = float("inf")) -> Cache:
-        """Read `data.cache`."""
-        own = cache_directory() / "tokens" if value == AUTO else None if value is None else Path(value).expanduser()
-        return cls(own, most)
-
-    def check_size(self, files: Sequence[Path]) -> None:
-        """Raise NotKept if there is more to tokenize than the caller waits for."""
-        if sum(file.stat().st_size for file in files if file.exists()) > self.most:
-            raise NotKept
-
-    def tokens(self, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], write: Write) -> Kept:
-        """The tokens of `files` in a form, made by `write` unless they are there. `form` is all that they depend on
-        besides the files' bytes. Raises DataError: PP-E425 if they cannot be kept, and what `write` raises."""
-        assert self.directory is not None
+    def tokens(self, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make) -> Encoded:
+        """The tokens of `files`, made by `make` unless they are kept. `form` is all that they depend on besides the
+        files' bytes. Raises NotKept, DataError (PP-E425) if they cannot be kept, and what `make` raises."""
+        if self.directory is None:
+            self._check_size(files)
+            pieces = [own for own, _ in make(lambda size: None)]
+            tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
+            return Encoded(tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest())
         try:
-            what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True)
-            home = self.directory / xxh3_128(f"{what}\n{self._content(self.directory, files)}".encode()).hexdigest()
+            what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True) + self._content(files)
+            home = self.directory / xxh3_128(what.encode()).hexdigest()
             if not (home / "tokens").is_dir():
-                self.check_size(files)
-                _make(home, files, dtype, write)
-            digest = read_text(home / "tokens" / "digest")
+                self._check_size(files)
+                _make(home, files, dtype, make)
+            digest, indexed = read_text(home / "tokens/digest"), open_indexed(str(home / "tokens/data"))
         except OSError as error:
             message = f"tokens cannot be kept in {self.directory}: {error.filename}: {error.strerror or error}"
             raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
-        return Kept(open_indexed(str(home / "tokens" / "data")), digest)
+        ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
+        return Encoded(indexed.tokens, np.diff(ends), digest)
 
-    def _content(self, directory: Path, files: Sequence[Path]) -> str:
+    def _check_size(self, files: Sequence[Path]) -> None:
+        if sum(file.stat().st_size for file in files if file.exists()) > self.most:
+            raise NotKept
+
+    def _content(self, files: Sequence[Path]) -> str:
         """The digest of the bytes of `files`, which are read only if none was noted since they have changed."""
+        assert self.directory is not None
         before = _times(files)
-        noted = directory / "seen" / xxh3_128("\n".join(before).encode()).hexdigest()
+        noted = self.directory / "seen" / xxh3_128(before.encode()).hexdigest()
         with suppress(OSError, UnicodeDecodeError):
-            if re.fullmatch("[0-9a-f]{32}", text := read_text(noted)):
-                return text
-        self.check_size(files)
+            return read_text(noted)
+        self._check_size(files)
         digest = xxh3_128()
         for file in files:
             with open_regular(file) as stream:
@@ -96,21 +104,11 @@ class Cache(NamedTuple):
             digest.update(f"\n{file.stat().st_size}\n".encode())
         if _times(files) == before and max(file.stat().st_mtime for file in files) < time.time() - _FRESH_S:
             noted.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(noted, digest.hexdigest(), durable=False)
+            write_atomically(noted, digest.hexdigest())
         return digest.hexdigest()
 
 
-NOWHERE = Cache(None)
-
-
-class Kept(NamedTuple):
-    """Tokens that are kept, and their digest."""
-
-    indexed: Indexed
-    digest: str
-
-
-def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], write: Write) -> None:
+def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> None:
     """Write the tokens, unless another process has. Raises OSError, and DataError (PP-E402) if files change."""
     home.mkdir(parents=True, exist_ok=True)
     held = lock(home)
@@ -123,48 +121,39 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], write: Write)
             shutil.rmtree(left, ignore_errors=True)
         if final.is_dir():
             return
-        before = _times(files)
+        before, digest = _times(files), hashlib.sha256()
         with IndexedWriter(draft / "data", dtype) as writer:
-            told = _Told(files, home)
-            digest = write(writer, told)
+            for own, place in make(_told(files, home)):
+                writer.add_document(own, place=place)
+                digest.update(np.ascontiguousarray(own, dtype).data)
         if _times(files) != before:
-            message = "files changed while they were tokenized"
-            raise DataError(Problem("PP-E402", message, "start again when the data are complete", str(files[0].parent)))
-        (draft / "digest").write_text(digest)
+            message, place = "files changed while they were tokenized", str(files[0].parent)
+            raise DataError(Problem("PP-E402", message, "start again when the data are complete", place))
+        (draft / "digest").write_text(digest.hexdigest())
         with suppress(FileExistsError):
             os.rename(draft, final)
-        told.end(writer.tokens)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if held is not None:
             os.close(held)
 
 
-def _times(files: Sequence[Path]) -> list[str]:
-    return [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+def _times(files: Sequence[Path]) -> str:
+    found = [(file.resolve(), file.stat()) for file in files]
+    return "\n".join(f"{path} {each.st_size} {each.st_mtime_ns}" for path, each in found)
 
 
-class _Told:
-    """Says on stderr how far tokenizing is: on a terminal every second in one line, else every half minute."""
+def _told(files: Sequence[Path], home: Path) -> Progress:
+    """Says on stderr that files are tokenized, and how far that is: after 2 s, then less and less often."""
+    total, done, began = sum(file.stat().st_size for file in files), 0, time.monotonic()
+    print(f"note: tokenizing {total / 1e6:,.1f} MB once, into {home}", file=sys.stderr, flush=True)
+    said = began
 
-    def __init__(self, files: Sequence[Path], home: Path) -> None:
-        self.total, self.done, self.began = sum(file.stat().st_size for file in files), 0, time.monotonic()
-        self._live = sys.stderr.isatty()
-        self._every, self._said = 1.0 if self._live else 30.0, self.began
-        self._say(f"note: tokenizing {self.total / 1e6:,.1f} MB in {len(files):,} files once, into {home}", "\n")
+    def read(size: int) -> None:
+        nonlocal done, said
+        done, now = done + size, time.monotonic()
+        if now - said >= max(2.0, (now - began) / 20):
+            said, left = now, (now - began) * (total / max(done, 1) - 1)
+            print(f"note: tokenizing: {done / total:.0%}, about {left:,.0f} s left", file=sys.stderr, flush=True)
 
-    def __call__(self, size: int) -> None:
-        """Count bytes that were read."""
-        self.done += size
-        now = time.monotonic()
-        if now - self._said >= self._every and self.done:
-            self._said, share = now, min(self.done / max(self.total, 1), 1.0)
-            left = (now - self.began) * (1 / share - 1)
-            self._say(f"note: tokenizing: {share:4.0%}, about {left:,.0f} s left ", "\r" if self._live else "\n")
-
-    def end(self, tokens: int) -> None:
-        """Say that the tokens are there."""
-        self._say(f"note: {tokens:,} tokens in {time.monotonic() - self.began:.1f} s", "\n")
-
-    def _say(self, text: str, end: str) -> None:
-        print(text, end=end, file=sys.stderr, flush=True)
+    return read

@@ -73,6 +73,7 @@ class ByteTokenizer:
     pad = 258
     vocab_size = 259
     """One more than the largest id."""
+    identity = "byte"
     marks: Sequence[str] = ()
     """Special tokens as text; first the tokens that usually end a document."""
 
@@ -149,8 +150,7 @@ class HuggingFaceTokenizer:
         """Names all that its tokens depend on."""
         import tokenizers
 
-        whole = f"{tokenizers.__version__} {self.eos} {self._library.to_str()}"
-        return xxh3_128(whole.encode()).hexdigest()
+        return xxh3_128(f"{tokenizers.__version__} {self.eos} {self._library.to_str()}".encode()).hexdigest()
 
     @property
     def marks(self) -> list[str]:

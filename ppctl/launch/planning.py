@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from threading import Timer
 from typing import Any
 
@@ -13,7 +14,7 @@ from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import text_keys
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
+from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
 
@@ -40,7 +41,7 @@ def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False
             for_training=for_training,
             read_model=_read_model,
             count_tokens=_count_tokens,
-            count_samples=counted_samples if for_training else _quickly_counted,
+            count_samples=counted_samples if for_training else partial(counted_samples, most=_SMALL),
         ), []
     except RefusedError as error:
         return error.composed, list(error.problems)
@@ -104,20 +105,11 @@ def _count_tokens(tokenizer: str) -> int:
     return load_tokenizer(tokenizer).vocab_size
 
 
-def counted_samples(config: RunConfig) -> int | None:
-    """The samples of an epoch of the config's data. Raises PpctlError for data that cannot be read."""
+def counted_samples(config: RunConfig, most: float = float("inf")) -> int | None:
+    """The samples of an epoch of the config's data, as `data.load.count_samples`."""
     from ppctl.data.load import count_samples  # numpy
 
-    return count_samples(config)
-
-
-def _quickly_counted(config: RunConfig) -> int | None:
-    """The same for a plan: None if the data are not tokenized yet and not small, or cannot be read here."""
-    from ppctl.data.load import count_samples  # numpy
-
-    with suppress(PpctlError):
-        return count_samples(config, _SMALL)
-    return None
+    return count_samples(config, most)
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

@@ -17,9 +17,6 @@ from ppctl.engine.stage import StageProgram
 from ppctl.errors import ConfigError, Problem, TrainingError, pasted
 from ppctl.train.callback import ASKED, WITHOUT_RESULT, Callback
 
-_PLAIN = int | float | str | None
-_MOST_FRAMES = 8
-
 
 class OwnCallback(Callback):
     """Calls a person's callback. An error in it is raised as TrainingError (PP-E735) with its class, method and frames;
@@ -44,7 +41,7 @@ class OwnCallback(Callback):
         before = set(record)
         self._call("log_metrics", record)
         for key in record.keys() - before:
-            if not isinstance(record[key], _PLAIN):
+            if not isinstance(record[key], int | float | str | None):
                 kind = type(record[key]).__name__
                 raise self._failed("log_metrics", f"record[{key!r}] is no number or text, but {kind}")
 
@@ -82,24 +79,25 @@ def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
             loaded.append(OwnCallback(name, callback))
         except (Exception, SystemExit) as error:
             message = f"{name} of train.callbacks cannot be used: {type(error).__name__}: {error}"
-            problems.append(Problem("PP-E778", message, _way_out(module, names, name), _frames(error)))
+            problems.append(
+                Problem("PP-E778", message, _way_out(module, [each for each in names if each != name]), _frames(error))
+            )
     if problems:
         raise ConfigError(problems)
     return loaded
 
 
-def _way_out(module: str, names: Sequence[str], name: str) -> str:
+def _way_out(module: str, without: Sequence[str]) -> str:
     """Where the module is, if it lies in the working directory, which ranks do not search; and the list without it."""
     here, top = Path.cwd(), module.partition(".")[0]
-    rest = [other for other in names if other != name]
-    without = pasted(f"train.callbacks={'[' + ','.join(rest) + ']' if rest else 'null'}")
-    if importlib.util.find_spec(top) is not None or not any((here / each).exists() for each in (top, f"{top}.py")):
-        return without
-    path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
-    return f"{pasted(f'launch.env.PYTHONPATH={path}')}\n{without}"
+    ways = [pasted(f"train.callbacks={'[' + ','.join(without) + ']' if without else 'null'}")]
+    if importlib.util.find_spec(top) is None and ((here / top).exists() or (here / f"{top}.py").exists()):
+        path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+        ways.insert(0, pasted(f"launch.env.PYTHONPATH={path}"))
+    return "\n".join(ways)
 
 
 def _frames(error: BaseException) -> str:
     """The last frames of the traceback below this file, as Python writes them."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
-    return "".join(traceback.format_list(frames[-_MOST_FRAMES:])).rstrip()
+    return "".join(traceback.format_list(frames[-8:])).rstrip()

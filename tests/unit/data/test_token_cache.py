@@ -158,13 +158,12 @@ def test_a_process_that_is_killed_halfway_leaves_nothing_that_is_read_or_stays(h
 def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_refused(home: Path) -> None:
     file = home / "text.jsonl"
 
-    def write(writer, progress):
-        writer.add_document(np.array([1, 2]))
+    def make(progress):
+        yield np.array([1, 2]), "here"
         file.write_text(file.read_text() + "\n\n")
-        return "digest"
 
     with pytest.raises(DataError, match="PP-E402: files changed while they were tokenized"):
-        Cache(home / "cache").tokens([file], {}, token_dtype(300), write)
+        Cache(home / "cache").tokens([file], {}, token_dtype(300), make)
     assert not list(home.glob("cache/*/*"))[1:]  # of one entry, an empty directory at most
     (home / "a_file").write_text("")
     with pytest.raises(DataError, match="PP-E425") as caught:
