@@ -42,10 +42,11 @@ class Saver:
         *,
         keep: int,
         keep_every: int = 0,
+        keep_best: int = 0,
         process_group: dist.ProcessGroup | None = None,
         writer: NodeWriter | None = None,
     ) -> None:
-        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        self.directory, self._kept = directory, (keep, keep_every, keep_best)
         self.ranks = AgreeingRanks(process_group)
         self._writer = writer
         self._parts: list[TensorPart] | None = None
@@ -89,7 +90,7 @@ class Saver:
         self.ranks.agree(
             what,
             lambda: None,
-            lambda _: self._do(what, disk.retain, directory, step, self.keep, self.keep_every),
+            lambda _: self._do(what, disk.retain, directory, step, *self._kept),
         )
         return path
 
@@ -171,6 +172,7 @@ class BackgroundSaver:
         *,
         keep: int,
         keep_every: int = 0,
+        keep_best: int = 0,
         process_group: dist.ProcessGroup | None = None,
         address: WriterAddress = NO_WRITER,
         local: LocalCopies | None = None,
@@ -180,7 +182,12 @@ class BackgroundSaver:
         self.memory = HostMemory(list(shards), None if local is None else local.own.values)
         self._writer = NodeWriter(address, rank, self.memory.descriptor, self.memory.size, warn)
         self._saver = Saver(
-            directory, keep=keep, keep_every=keep_every, process_group=process_group, writer=self._writer
+            directory,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            process_group=process_group,
+            writer=self._writer,
         )
         self._thread: Thread | None = None
         self._saved: deque[Saved] = deque()

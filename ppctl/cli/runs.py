@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args)
     if args.action == "show":
-        one = facts(named_run(args))
+        chosen = named_run(args)
+        best = checkpoint_folder.best(checkpoint_folder.complete(chosen.checkpoints))[:1]
+        one = facts(chosen) | {"best": str(best[0]) if best else None}
         print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0
     if args.run is not None:

@@ -14,6 +14,8 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 WATCHED = ("log.trace", "log.torch_profile", "log.gradients")
 """Keys that name steps of which more is kept."""
 
+_NO_BEST = "checkpoint.keep_best=0"
+
 _NEVER = (
     *("--parsable", "--wrap", "-a", "--array", "--test-only"),
     *("-W", "--wait", "--kill-on-bad-exit", "-K", "-l", "--label"),
@@ -70,6 +72,15 @@ def local_copies(config: RunConfig) -> Iterator[Finding]:
         message = "set both the directory and the interval of copies in memory, or neither"
         remedy = "checkpoint.local_every=10" if checkpoint.local is not None else "checkpoint.local=/dev/shm/ppctl"
         yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
+
+
+def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
+    """Checkpoints that are kept by their evaluation: one without would never be the best."""
+    evaluated, saved = config.train.eval_interval, config.checkpoint.interval
+    if config.checkpoint.keep_best and (not evaluated or not saved or saved % evaluated):
+        message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
+        fitting = f"checkpoint.interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else ""
+        yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, fitting or _NO_BEST
 
 
 def submission(config: RunConfig) -> Iterator[Finding]:

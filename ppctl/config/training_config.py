@@ -214,6 +214,8 @@ class CheckpointConfig:
     """Number of checkpoints to keep; 0 keeps all."""
     keep_every: int = key(0, not_negative())
     """Also keep the checkpoints of every N-th step; 0 for none."""
+    keep_best: int = key(0, not_negative(), known_as="load_best_model_at_end")
+    """Also keep the N checkpoints with the lowest eval_loss. Needs an interval that is a multiple of eval_interval."""
     async_: bool = key(True, names="--async-save")
     """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
     as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""

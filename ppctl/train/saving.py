@@ -62,7 +62,7 @@ class Saves(Callback):
         self._saver: Saver | None = None
         self._background: BackgroundSaver | None = None
         if not config.in_background:
-            self._saver = Saver(directory, keep=config.keep, keep_every=config.keep_every)
+            self._saver = Saver(directory, keep=config.keep, keep_every=config.keep_every, keep_best=config.keep_best)
             return
         with connecting_on_first_use():
             self._group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
@@ -83,6 +83,7 @@ class Saves(Callback):
                 session_shards(self.session),
                 keep=config.keep,
                 keep_every=config.keep_every,
+                keep_best=config.keep_best,
                 process_group=self._group,
                 address=self._writer(),
                 local=self.local,
@@ -179,7 +180,8 @@ class Saves(Callback):
         self._run.enter("saving", step - 1)
         began, order = time.perf_counter(), self._run.start.sample_order
         shards = session_shards(self.session)
-        state = state_of(self.session, step, result.record["consumed_samples"], order)
+        record = result.record
+        state = state_of(self.session, step, record["consumed_samples"], order, record.get("eval_loss"))
         with _as_training_error():
             if self._background is None:
                 assert self._saver is not None
