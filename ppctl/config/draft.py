@@ -49,7 +49,7 @@ CountTokens = Callable[[str], int]
 """From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
 CountSamples = Callable[[RunConfig], int | None]
-"""The samples of an epoch; None if counting takes longer than the caller waits. Raises PpctlError."""
+"""The samples of an epoch; None if the data need not be here, and are not. Raises PpctlError."""
 
 
 @dataclass(slots=True)
@@ -191,19 +191,19 @@ class Draft:
         if any(self._strength(key) == own for key in others):
             message = f"the length of the run is given by {EPOCHS} and by {others[0]}: set one of them"
             self.problems.append(Problem("PP-E103", message, f"{EPOCHS}=null", self.place(EPOCHS)))
-        if others or count_samples is None:
-            self.put(EPOCHS, None, f"derived: {others[0]} is set") if others else None
+        if others:
+            self.put(EPOCHS, None, f"derived: {others[0]} is set")
             return
         for key in LENGTHS:
             self.put(key, None, f"derived: {EPOCHS} is set")
         try:
-            number = count_samples(self.config())
+            number = None if count_samples is None else count_samples(self.config())
         except PpctlError as error:
             self.problems += error.problems
             return
         if number is None:
-            also = f"until then this plan has {STEPS}={self.values[STEPS]}"
-            self.notes.append(f"{EPOCHS}={epochs:g}: the steps follow from the data, which train counts first; {also}")
+            also = f"this plan has {STEPS}={self.values[STEPS]}"
+            self.notes.append(f"{EPOCHS}={epochs:g}: the steps follow from data that cannot be read here; {also}")
             return
         self.put(LENGTHS[0], max(1, round(epochs * number)), f"derived: {EPOCHS}={epochs:g} of {number:,} samples")
 

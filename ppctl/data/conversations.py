@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ppctl.config.training_config import CHAT, COMPLETION
 from ppctl.data.chat_template import ChatTemplate, RenderingFailed, Spans
 from ppctl.data.text import Line, encoded, lines
-from ppctl.data.token_cache import Cache, Progress
+from ppctl.data.token_cache import Progress, encoded_once
 from ppctl.data.tokenizer import Tokenizer, Tokens
 from ppctl.errors import Problem
 
@@ -62,10 +62,7 @@ class _Text(NamedTuple):
 
 
 def encode_conversations(
-    files: list[Path],
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    progress: Callable[[int], None] = lambda size: None,
+    files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, progress: Progress = lambda size: None
 ) -> Iterator[Learned]:
     """Every line or row of `files` in order: messages, rendered by the template, or without one a prompt and its
     completion. `progress` is as of `documents`. Raises DataError as `encoded` does."""
@@ -74,10 +71,10 @@ def encode_conversations(
 
 
 def kept_conversations(
-    files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, cache: Cache
+    files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, cache: Path | None
 ) -> list[Learned]:
-    """The same conversations out of `cache`, without their texts: a token that is learned is kept as its complement,
-    which is negative. Raises as `Cache.tokens` does."""
+    """Those conversations out of `cache`, without their texts: a token that is learned is kept as its complement,
+    which is negative. Raises as `encoded_once` does."""
 
     def make(progress: Progress) -> Iterator[tuple[Tokens, str]]:
         for one in encode_conversations(files, tokenizer, template, progress):
@@ -85,7 +82,7 @@ def kept_conversations(
             yield np.where(one.learned, ~own, own), one.place
 
     form = {"template": None if template is None else template.given, "tokenizer": tokenizer.identity}
-    tokens, lengths, _ = cache.tokens(files, form, np.dtype("<i4"), make)
+    tokens, lengths, _ = encoded_once(cache, files, form, np.dtype("<i4"), make)
     none = np.zeros(0, np.int64)
     pieces = enumerate(np.split(tokens, np.cumsum(lengths)[:-1]), start=1)
     return [Learned(np.where(t < 0, ~t, t), t < 0, f"conversation {n:,}", "", none, 0) for n, t in pieces]

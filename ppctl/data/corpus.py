@@ -15,13 +15,12 @@ import numpy.typing as npt
 from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
 from ppctl.data.sampler import Ids
 from ppctl.data.text import READ_LIBRARY, documents, encode_files, matching, names, standard_library
-from ppctl.data.token_cache import Cache, Progress
+from ppctl.data.token_cache import Progress, encoded_once
 from ppctl.data.tokenizer import Tokenizer, Tokens, end_mark, token_dtype
 from ppctl.errors import DataError, Problem
 
 WHOLE = 256 * 1024 * 1024
 """Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
-IN_MEMORY = Cache()
 _PAGES, _PAGE = 256, 4096
 """For a larger one: this many pages of this many bytes, evenly spread."""
 
@@ -112,12 +111,12 @@ def held_out_samples(number: int, fraction: float, description: str) -> int:
     return held_out
 
 
-def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", cache: Cache = IN_MEMORY) -> Corpus:
+def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", cache: Path | None = None) -> Corpus:
     """Read what one path of `data.path` names, or the interpreter's own library if it is None.
 
     `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and of
     .jsonl files and tables, each line or row an object whose `text_key` is a document. Files are read in the order of
-    their names; their tokens are kept in `cache`. Raises DataError naming each file that is at fault, and NotKept.
+    their names; their tokens are kept in `cache`, if there is one. Raises DataError naming each file that is at fault.
     """
     prefix = None if path is None else as_prefix(path)
     if prefix is not None:
@@ -126,7 +125,7 @@ def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", 
     return _encoded(files, tokenizer, description, text_key, cache)
 
 
-def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str, cache: Cache) -> Corpus:
+def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str, cache: Path | None) -> Corpus:
     """All documents as one array of tokens, each with its end mark. A document's place is looked for in the files when
     it is asked for. Raises DataError (PP-E404) if there is no text."""
     dtype = token_dtype(tokenizer.vocab_size)
@@ -137,7 +136,7 @@ def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key
             yield np.append(own, end).astype(dtype, copy=False) if len(own) else own, place
 
     form = {"text": text_key, "tokenizer": tokenizer.identity}
-    tokens, lengths, digest = cache.tokens(files, form, dtype, make)
+    tokens, lengths, digest = encoded_once(cache, files, form, dtype, make)
     if not len(tokens):
         raise DataError(
             Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
@@ -146,8 +145,7 @@ def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key
 
     def place_of(position: int) -> str:
         number = int(np.searchsorted(ends, position, side="right"))
-        found = next(islice(documents(files, text_key=text_key), number, None))
-        return found.place
+        return next(islice(documents(files, text_key=text_key), number, None)).place
 
     counts = f"{np.count_nonzero(lengths):,} documents, {len(tokens):,} tokens"
     return Corpus(tokens, digest, f"{description}: {counts}", place_of)

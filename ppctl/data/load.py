@@ -18,7 +18,6 @@ from ppctl.data.conversations import encode_conversations, kept_conversations
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.indexed import as_prefix, bin_path
 from ppctl.data.text import matching
-from ppctl.data.token_cache import Cache, NotKept
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, PpctlError, Problem
 from ppctl.host.files import cache_directory
@@ -53,12 +52,11 @@ class Data(NamedTuple):
     """The token that ends a document, and what follows from it."""
 
 
-def load_data(data: DataConfig, most: float = float("inf")) -> Data:
-    """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault, and NotKept where
-    more than `most` bytes of files would have to be tokenized."""
+def load_data(data: DataConfig) -> Data:
+    """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
     tokenizer = load_tokenizer(data.tokenizer)
     end = document_end(data, tokenizer)
-    load = loader_of(data, tokenizer, Cache(_kept_in(data), most))
+    load = loader_of(data, tokenizer)
     if data.validation_path is not None:
         training, held_out = load_all((data.path, data.validation_path), lambda path: load_samples(path, load))
         return Data(training, held_out, end)
@@ -67,12 +65,6 @@ def load_data(data: DataConfig, most: float = float("inf")) -> Data:
         kept, held_out = training.split(data.seq_length, data.validation_split)
         return Data(kept, held_out, end)
     return Data(training, None, end)
-
-
-def _kept_in(data: DataConfig) -> Path | None:
-    if data.cache is None or data.tokenizer == "byte":  # a file is its own bytes
-        return None
-    return cache_directory() / "tokens" if data.cache == "auto" else Path(data.cache).expanduser()
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -101,10 +93,11 @@ def of_document_ends(data: DataConfig) -> list[str]:
     return [f"data.{key}" for key in keys if getattr(data, key)]
 
 
-def loader_of(
-    data: DataConfig, tokenizer: Tokenizer, cache: Cache
-) -> Callable[[str | None], Corpus | ConversationRows]:
+def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
     """Return the function that reads one path of `data.path`, as `data.format` says."""
+    cache = None if data.cache is None or data.tokenizer == "byte" else Path(data.cache).expanduser()
+    if data.cache == "auto" and cache is not None:
+        cache = cache_directory() / "tokens"
     if data.format == TEXT:
         return lambda path: load_corpus(path, tokenizer, data.text_key, cache)
     template = open_template(data.tokenizer, data.chat_template) if data.format == CHAT else None
@@ -112,7 +105,7 @@ def loader_of(
 
 
 def load_conversations(
-    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None, cache: Cache
+    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None, cache: Path | None
 ) -> ConversationRows:
     """The rows of the files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
     prefix = None if path is None else as_prefix(path)
@@ -162,12 +155,9 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 # Before a run
 
 
-def count_samples(config: RunConfig, most: float = float("inf")) -> int | None:
-    """The samples of an epoch, after which every one has come. With `most`, None if more bytes would have to be
-    tokenized or the data cannot be read here; else raises PpctlError for these."""
-    with suppress(NotKept, *([PpctlError] if most < float("inf") else [])):
-        return load_data(config.data, most).training.span(config.data.seq_length)
-    return None
+def count_samples(config: RunConfig) -> int:
+    """The samples of an epoch, after which every one has come. Raises PpctlError for data that cannot be read."""
+    return load_data(config.data).training.span(config.data.seq_length)
 
 
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:

@@ -62,11 +62,7 @@ def _no_match(pattern: str, expanded: str, not_readable: list[Path], form: str) 
     if os.path.isdir(expanded):
         prefixes = sorted(glob.glob(os.path.join(glob.escape(expanded), "*.idx")))
         inside = pasted(form.format(prefixes[0][:-4] if prefixes else f"{pattern.rstrip('/')}/**/*.txt"))
-        return Problem(
-            "PP-E401",
-            f"{named} is a directory; it takes files, by name or glob, and what `datasets` has saved",
-            remedy=inside,
-        )
+        return Problem("PP-E401", f"{named} is a directory; it takes files, by name or glob", remedy=inside)
     remedy = READ_LIBRARY if form.startswith("data.") else f"ls {pasted(Path(expanded).absolute().parent)}"
     if not_readable:
         message = f"{named} matches none of {', '.join(READABLE)}; only these are read"

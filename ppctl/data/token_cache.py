@@ -44,10 +44,6 @@ Make = Callable[[Progress], Iterator[tuple[Tokens, str]]]
 """The tokens of every document in order, empty ones too, and its place for messages."""
 
 
-class NotKept(Exception):
-    """The tokens are not there, and making them takes longer than the caller waits."""
-
-
 class Encoded(NamedTuple):
     """All tokens, the number of tokens of each document, and the SHA-256 of the tokens."""
 
@@ -56,56 +52,44 @@ class Encoded(NamedTuple):
     digest: str
 
 
-class Cache(NamedTuple):
-    """Where tokens are kept: in memory alone without a directory."""
+def encoded_once(
+    cache: Path | None, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make
+) -> Encoded:
+    """The tokens of `files`, made by `make` unless they are kept in `cache` (None: only in memory). `form` is all that
+    they depend on besides the files' bytes. Raises DataError (PP-E425) if they cannot be kept, and what `make` raises.
+    """
+    if cache is None:
+        pieces = [own for own, _ in make(lambda size: None)]
+        tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
+        return Encoded(tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest())
+    try:
+        what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True) + _content(cache, files)
+        home = cache / xxh3_128(what.encode()).hexdigest()
+        if not (home / "tokens").is_dir():
+            _make(home, files, dtype, make)
+        digest, indexed = read_text(home / "tokens/digest"), open_indexed(str(home / "tokens/data"))
+    except OSError as error:
+        message = f"tokens cannot be kept in {cache}: {error.filename}: {error.strerror or error}"
+        raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
+    ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
+    return Encoded(indexed.tokens, np.diff(ends), digest)
 
-    directory: Path | None = None
-    most: float = float("inf")
-    """Bytes of files that are tokenized if their tokens are not kept."""
 
-    def tokens(self, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make) -> Encoded:
-        """The tokens of `files`, made by `make` unless they are kept. `form` is all that they depend on besides the
-        files' bytes. Raises NotKept, DataError (PP-E425) if they cannot be kept, and what `make` raises."""
-        if self.directory is None:
-            self._check_size(files)
-            pieces = [own for own, _ in make(lambda size: None)]
-            tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
-            return Encoded(tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest())
-        try:
-            what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True) + self._content(files)
-            home = self.directory / xxh3_128(what.encode()).hexdigest()
-            if not (home / "tokens").is_dir():
-                self._check_size(files)
-                _make(home, files, dtype, make)
-            digest, indexed = read_text(home / "tokens/digest"), open_indexed(str(home / "tokens/data"))
-        except OSError as error:
-            message = f"tokens cannot be kept in {self.directory}: {error.filename}: {error.strerror or error}"
-            raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
-        ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
-        return Encoded(indexed.tokens, np.diff(ends), digest)
-
-    def _check_size(self, files: Sequence[Path]) -> None:
-        if sum(file.stat().st_size for file in files if file.exists()) > self.most:
-            raise NotKept
-
-    def _content(self, files: Sequence[Path]) -> str:
-        """The digest of the bytes of `files`, which are read only if none was noted since they have changed."""
-        assert self.directory is not None
-        before = _times(files)
-        noted = self.directory / "seen" / xxh3_128(before.encode()).hexdigest()
-        with suppress(OSError, UnicodeDecodeError):
-            return read_text(noted)
-        self._check_size(files)
-        digest = xxh3_128()
-        for file in files:
-            with open_regular(file) as stream:
-                while piece := stream.read(_PIECE):
-                    digest.update(piece)
-            digest.update(f"\n{file.stat().st_size}\n".encode())
-        if _times(files) == before and max(file.stat().st_mtime for file in files) < time.time() - _FRESH_S:
-            noted.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(noted, digest.hexdigest())
-        return digest.hexdigest()
+def _content(cache: Path, files: Sequence[Path]) -> str:
+    """The digest of the bytes of `files`, which are read only if none was noted since they have changed."""
+    before, digest = _times(files), xxh3_128()
+    noted = cache / "seen" / xxh3_128(before.encode()).hexdigest()
+    with suppress(OSError, UnicodeDecodeError):
+        return read_text(noted)
+    for file in files:
+        with open_regular(file) as stream:
+            while piece := stream.read(_PIECE):
+                digest.update(piece)
+        digest.update(f"\n{file.stat().st_size}\n".encode())
+    if _times(files) == before and max(file.stat().st_mtime for file in files) < time.time() - _FRESH_S:
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(noted, digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> None:
@@ -146,14 +130,14 @@ def _times(files: Sequence[Path]) -> str:
 def _told(files: Sequence[Path], home: Path) -> Progress:
     """Says on stderr that files are tokenized, and how far that is: after 2 s, then less and less often."""
     total, done, began = sum(file.stat().st_size for file in files), 0, time.monotonic()
-    print(f"note: tokenizing {total / 1e6:,.1f} MB once, into {home}", file=sys.stderr, flush=True)
     said = began
+    print(f"note: tokenizing {total / 1e6:,.1f} MB once, into {home}", file=sys.stderr, flush=True)
 
     def read(size: int) -> None:
         nonlocal done, said
         done, now = done + size, time.monotonic()
         if now - said >= max(2.0, (now - began) / 20):
-            said, left = now, (now - began) * (total / max(done, 1) - 1)
-            print(f"note: tokenizing: {done / total:.0%}, about {left:,.0f} s left", file=sys.stderr, flush=True)
+            said = now
+            print(f"note: tokenizing: {done / total:.0%} in {now - began:,.0f} s", file=sys.stderr, flush=True)
 
     return read

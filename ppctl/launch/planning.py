@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from threading import Timer
 from typing import Any
 
@@ -14,13 +13,11 @@ from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import text_keys
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, MemoryPlanError, Problem
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
 
 _PATIENCE_S = 1.0
-_SMALL = 2**22
-"""Bytes of text that a plan tokenizes to count them."""
 
 
 def planned(
@@ -36,12 +33,13 @@ def planned(
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
     """The config that words describe, as far as it could be composed, and its problems."""
     try:
+        count = counted_samples if for_training else _counted_if_here
         return compose(
             overrides,
             for_training=for_training,
             read_model=_read_model,
             count_tokens=_count_tokens,
-            count_samples=counted_samples if for_training else partial(counted_samples, most=_SMALL),
+            count_samples=count,
         ), []
     except RefusedError as error:
         return error.composed, list(error.problems)
@@ -105,11 +103,17 @@ def _count_tokens(tokenizer: str) -> int:
     return load_tokenizer(tokenizer).vocab_size
 
 
-def counted_samples(config: RunConfig, most: float = float("inf")) -> int | None:
-    """The samples of an epoch of the config's data, as `data.load.count_samples`."""
+def counted_samples(config: RunConfig) -> int:
+    """The samples of an epoch of the config's data. Raises PpctlError for data that cannot be read."""
     from ppctl.data.load import count_samples  # numpy
 
-    return count_samples(config, most)
+    return count_samples(config)
+
+
+def _counted_if_here(config: RunConfig) -> int | None:
+    with suppress(PpctlError):  # a plan is made where the data need not be
+        return counted_samples(config)
+    return None
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

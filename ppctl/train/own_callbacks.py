@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppctl.engine.stage import StageProgram
 from ppctl.errors import ConfigError, Problem, TrainingError, pasted
 from ppctl.train.callback import ASKED, WITHOUT_RESULT, Callback
 
@@ -24,26 +23,12 @@ class OwnCallback(Callback):
 
     def __init__(self, name: str, callback: Callback) -> None:
         self.name, self._callback = name, callback
-        for method in {*WITHOUT_RESULT} - {"log_metrics"}:
+        for method in ("stage_program", *WITHOUT_RESULT):
             setattr(self, method, partial(self._call, method))
-
-    def stage_program(self, program: StageProgram, first: int) -> StageProgram:
-        """The program that the callback returns."""
-        returned: StageProgram = self._call("stage_program", program, first)
-        return returned
 
     def stop_requested(self) -> int:
         """ASKED if the callback returns something that is true."""
         return ASKED if self._call("stop_requested") else 0
-
-    def log_metrics(self, record: dict[str, Any]) -> None:
-        """Let the callback add figures, and refuse those that metrics.jsonl cannot hold."""
-        before = set(record)
-        self._call("log_metrics", record)
-        for key in record.keys() - before:
-            if not isinstance(record[key], int | float | str | None):
-                kind = type(record[key]).__name__
-                raise self._failed("log_metrics", f"record[{key!r}] is no number or text, but {kind}")
 
     def close(self, error: BaseException | None) -> None:
         """Let the callback end."""
@@ -55,14 +40,16 @@ class OwnCallback(Callback):
             traceback.print_exc()
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        """The method's result. What it has added to a record must be what metrics.jsonl can hold."""
         try:
-            return getattr(self._callback, method)(*arguments)
+            result = getattr(self._callback, method)(*arguments)
+            for key, value in arguments[0].items() if method == "log_metrics" else ():
+                if not isinstance(value, int | float | str | list | None):
+                    raise TypeError(f"record[{key!r}] is no number or text, but {type(value).__name__}")
+            return result
         except (Exception, SystemExit) as error:
-            raise self._failed(method, f"{type(error).__name__}: {error}", _frames(error)) from error
-
-    def _failed(self, method: str, why: str, frames: str = "") -> TrainingError:
-        message = f"{self.name} of train.callbacks failed in {method}: {why}"
-        return TrainingError(Problem("PP-E735", message, "train.callbacks=null", frames))
+            message = f"{self.name} of train.callbacks failed in {method}: {type(error).__name__}: {error}"
+            raise TrainingError(Problem("PP-E735", message, "train.callbacks=null", _frames(error))) from error
 
 
 def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
@@ -79,22 +66,16 @@ def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
             loaded.append(OwnCallback(name, callback))
         except (Exception, SystemExit) as error:
             message = f"{name} of train.callbacks cannot be used: {type(error).__name__}: {error}"
-            problems.append(
-                Problem("PP-E778", message, _way_out(module, [each for each in names if each != name]), _frames(error))
-            )
+            rest = ",".join(other for other in names if other != name)
+            ways = [pasted(f"train.callbacks={f'[{rest}]' if rest else 'null'}")]
+            here, top = Path.cwd(), module.partition(".")[0]
+            if importlib.util.find_spec(top) is None and list(here.glob(f"{top}*")):  # ranks do not search it
+                path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+                ways.insert(0, pasted(f"launch.env.PYTHONPATH={path}"))
+            problems.append(Problem("PP-E778", message, "\n".join(ways), _frames(error)))
     if problems:
         raise ConfigError(problems)
     return loaded
-
-
-def _way_out(module: str, without: Sequence[str]) -> str:
-    """Where the module is, if it lies in the working directory, which ranks do not search; and the list without it."""
-    here, top = Path.cwd(), module.partition(".")[0]
-    ways = [pasted(f"train.callbacks={'[' + ','.join(without) + ']' if without else 'null'}")]
-    if importlib.util.find_spec(top) is None and ((here / top).exists() or (here / f"{top}.py").exists()):
-        path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
-        ways.insert(0, pasted(f"launch.env.PYTHONPATH={path}"))
-    return "\n".join(ways)
 
 
 def _frames(error: BaseException) -> str:

@@ -117,7 +117,7 @@ def failing(tmp_path: Path) -> Path:
         pytest.param("Leaves", ["failed in pre_update: SystemExit: 0", "sys.exit(0)"], marks=pytest.mark.whole),
         pytest.param(
             "AddsATensor",
-            ["log_metrics: record['loss_again'] is no number or text, but Tensor"],
+            ["log_metrics: TypeError: record['loss_again'] is no number or text, but Tensor"],
             marks=pytest.mark.whole,
         ),
     ],

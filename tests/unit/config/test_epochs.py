@@ -53,20 +53,12 @@ def test_another_length_beside_it_is_refused(text: str, other: str) -> None:
     assert planned([*SMALL, text, "train.epochs=null", other])[2] == []
 
 
-def test_a_plan_says_that_large_text_is_counted_first_and_is_not_kept_waiting(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(b"x" * (2**22 + 1))
-    words = [*SMALL, f"data.path={tmp_path}/text.txt", "train.epochs=1"]
-    composed, plan, problems = planned(words)
-    assert problems == [] and plan is not None
-    (said,) = (line for line in composed.notes if "train.epochs" in line)
-    assert "follow from the data" in said and composed.config.train.samples is None
-    counted = planned(words, for_training=True)[0].config.train
-    assert counted.samples == 2**18 and counted.steps == 2**15
-
-
-def test_data_that_cannot_be_read_are_refused_by_train_alone(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_are_refused_by_train_and_a_plan_says_that_it_knows_no_steps(tmp_path: Path) -> None:
     words = [*SMALL, f"data.path={tmp_path}/nothing.txt", "train.epochs=1"]
-    assert planned(words)[2] == []
+    composed, _, problems = planned(words)
+    assert problems == [] and composed.config.train.samples is None
+    (said,) = (line for line in composed.notes if "train.epochs" in line)
+    assert said.endswith(f"cannot be read here; this plan has train.steps={composed.config.train.steps}")
     assert [each.code for each in planned(words, for_training=True)[2]] == ["PP-E401"]
 
 

@@ -17,8 +17,8 @@ from chats import CHATML, tokenizer_directory
 
 from ppctl.config.schema import DataConfig
 from ppctl.data.corpus import load_corpus
-from ppctl.data.load import count_samples, load_data, load_tokenizer
-from ppctl.data.token_cache import Cache, NotKept
+from ppctl.data.load import load_data, load_tokenizer
+from ppctl.data.token_cache import encoded_once
 from ppctl.data.tokenizer import token_dtype
 from ppctl.errors import DataError
 from ppctl.host.files import lock
@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def load(home: Path, cache: Path | None, *, files: str = "text.jsonl", key: str = "text"):
-    return load_corpus(str(home / files), load_tokenizer(str(home)), key, Cache(cache))
+    return load_corpus(str(home / files), load_tokenizer(str(home)), key, cache)
 
 
 def test_kept_tokens_are_those_of_the_files_with_digest_description_and_places(home: Path) -> None:
@@ -122,10 +122,9 @@ KILLED = """
 import sys
 from ppctl.data.corpus import load_corpus
 from ppctl.data.load import load_tokenizer
-from ppctl.data.token_cache import Cache
 from pathlib import Path
 home = Path(sys.argv[1])
-load_corpus(str(home / "text.jsonl"), load_tokenizer(str(home)), "text", Cache(home / "cache"))
+load_corpus(str(home / "text.jsonl"), load_tokenizer(str(home)), "text", home / "cache")
 """
 
 
@@ -163,7 +162,7 @@ def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_
         file.write_text(file.read_text() + "\n\n")
 
     with pytest.raises(DataError, match="PP-E402: files changed while they were tokenized"):
-        Cache(home / "cache").tokens([file], {}, token_dtype(300), make)
+        encoded_once(home / "cache", [file], {}, token_dtype(300), make)
     assert not list(home.glob("cache/*/*"))[1:]  # of one entry, an empty directory at most
     (home / "a_file").write_text("")
     with pytest.raises(DataError, match="PP-E425") as caught:
@@ -215,18 +214,3 @@ def test_another_template_is_another_entry(chat: DataConfig, home: Path) -> None
     first = load_data(chat).training.digest
     (home / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|im_end|>\n"))
     assert load_data(chat).training.digest != first
-
-
-# Counted for a plan
-
-
-def test_a_plan_counts_what_is_kept_or_small(home: Path) -> None:
-    data = DataConfig(path=str(home / "text.jsonl"), tokenizer=str(home), seq_length=8, cache=str(home / "cache"))
-    os.utime(home / "text.jsonl", (1e9, 1e9))
-    config = type("Config", (), {"data": data})()
-    with pytest.raises(NotKept):
-        load_data(data, 10)
-    assert count_samples(config, 10) is None
-    counted = count_samples(config)
-    assert counted == load_data(data).training.num_samples(8) == 6
-    assert count_samples(config, 10) == counted
