@@ -200,8 +200,11 @@ class TrainConfig:
     callbacks: list[str] | None = key(None, PYTHON_NAMES)
     """Classes of your own that follow the run, as [package.module:Class], imported by every rank from where Python
     finds them (PYTHONPATH) and called in this order (docs/callbacks.md)."""
-    nonfinite: str = key("stop", one_of("stop"))
-    """The reaction to a non-finite loss or gradient norm: `stop`."""
+    on_bad_step: str = key("stop", one_of("stop", "skip"), names="train.nonfinite")
+    """The reaction to a gradient norm that is not finite, or too large by `spike_factor`: `stop` ends the run before
+    the update; `skip` leaves the update out and goes on behind the step's samples, at most ten times in a row."""
+    spike_factor: float = key(0.0, not_negative())
+    """A norm is too large above this many times the median of the last 100 updates' (of 20 at least); 0: none is."""
 
 
 @dataclass(kw_only=True, slots=True)
