@@ -122,7 +122,7 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
 
 
 def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_samples: CountSamples | None) -> Composed:
-    draft.adjust(count_samples)
+    draft.adjust(count_samples, for_training=for_training)
     config, wrong = convert(draft.values, draft.place)
     named = {problem.place.partition(" (")[0]: problem for problem in wrong}
     # A value that was derived from a wrong one is wrong too: one problem is enough.

@@ -48,8 +48,8 @@ data.tokenizer. Raises PpctlError."""
 CountTokens = Callable[[str], int]
 """From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
-CountSamples = Callable[[RunConfig], int | None]
-"""The samples of an epoch; None if the data need not be here, and are not. Raises PpctlError."""
+CountSamples = Callable[[RunConfig], int]
+"""The samples of an epoch. Raises PpctlError."""
 
 
 @dataclass(slots=True)
@@ -93,13 +93,13 @@ class Draft:
         """The config so far, with usual values in place of wrong ones."""
         return within_limits(convert(self.values, self.place)[0], self.covered)
 
-    def adjust(self, count_samples: CountSamples | None = None) -> None:
+    def adjust(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
         """Make the values of keys fit each other, once all values are there."""
         self._resolve()
         self._read_layout_file()
         self._find_schedule_file()
         self._unite_micro_batch()
-        self._count_epochs(count_samples)
+        self._count_epochs(count_samples, for_training=for_training)
         self._count_steps()
 
     def _resolve(self) -> None:
@@ -181,9 +181,9 @@ class Draft:
         elif own < strongest:
             self.put(STEPS, run_length(self.config()), f"derived: {given[0]}")
 
-    def _count_epochs(self, count_samples: CountSamples | None) -> None:
+    def _count_epochs(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
         """Set train.samples by the run's epochs, unless another measure of its length is stronger; as strong a one is
-        refused. What a resumed run has counted stays, unless this command line has another number of epochs."""
+        refused. What a resumed run has counted stays, unless other epochs are typed. Plans do without data."""
         epochs, own = self.values[EPOCHS], self._strength(EPOCHS)
         if epochs is None or (EPOCHS not in self.typed and self.source(LENGTHS[0]).startswith(f"derived: {EPOCHS}")):
             return
@@ -193,17 +193,16 @@ class Draft:
             self.problems.append(Problem("PP-E103", message, f"{EPOCHS}=null", self.place(EPOCHS)))
         if others:
             self.put(EPOCHS, None, f"derived: {others[0]} is set")
+        if others or count_samples is None:
             return
         for key in LENGTHS:
             self.put(key, None, f"derived: {EPOCHS} is set")
         try:
-            number = None if count_samples is None else count_samples(self.config())
+            number = count_samples(self.config())
         except PpctlError as error:
-            self.problems += error.problems
-            return
-        if number is None:
-            also = f"this plan has {STEPS}={self.values[STEPS]}"
-            self.notes.append(f"{EPOCHS}={epochs:g}: the steps follow from data that cannot be read here; {also}")
+            self.problems += error.problems if for_training else ()
+            unknown = f"the steps follow from data that cannot be read here; this plan has {STEPS}={self.values[STEPS]}"
+            self.notes.append(f"{EPOCHS}={epochs:g}: {unknown}")
             return
         self.put(LENGTHS[0], max(1, round(epochs * number)), f"derived: {EPOCHS}={epochs:g} of {number:,} samples")
 

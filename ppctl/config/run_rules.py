@@ -14,8 +14,6 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 WATCHED = ("log.trace", "log.torch_profile", "log.gradients")
 """Keys that name steps of which more is kept."""
 
-_NO_BEST = "checkpoint.keep_best=0"
-
 _NEVER = (
     *("--parsable", "--wrap", "-a", "--array", "--test-only"),
     *("-W", "--wait", "--kill-on-bad-exit", "-K", "-l", "--label"),
@@ -79,8 +77,8 @@ def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
     evaluated, saved = config.train.eval_interval, config.checkpoint.interval
     if config.checkpoint.keep_best and (not evaluated or not saved or saved % evaluated):
         message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
-        fitting = f"checkpoint.interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else ""
-        yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, fitting or _NO_BEST
+        fitting = f"interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else "keep_best=0"
+        yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, f"checkpoint.{fitting}"
 
 
 def submission(config: RunConfig) -> Iterator[Finding]:

@@ -84,9 +84,8 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong if one cannot be read: a .txt file, or the `text_key`
-    of every row of a table and of every line of a .jsonl file that is not blank. `progress` takes the bytes read since
-    its last call."""
+    """All documents in order, empty ones too, and what is wrong if one cannot be read: .txt files, and the `text_key`
+    of each row and each line that is not blank. `progress` takes the bytes read since its last call."""
     for item in _read_all(files, progress):
         yield _document(item, text_key) if isinstance(item, Line) else item
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Timer
 from typing import Any
 
@@ -13,7 +13,7 @@ from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import text_keys
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
+from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
 
@@ -33,13 +33,12 @@ def planned(
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
     """The config that words describe, as far as it could be composed, and its problems."""
     try:
-        count = counted_samples if for_training else _counted_if_here
         return compose(
             overrides,
             for_training=for_training,
             read_model=_read_model,
             count_tokens=_count_tokens,
-            count_samples=count,
+            count_samples=counted_samples,
         ), []
     except RefusedError as error:
         return error.composed, list(error.problems)
@@ -108,12 +107,6 @@ def counted_samples(config: RunConfig) -> int:
     from ppctl.data.load import count_samples  # numpy
 
     return count_samples(config)
-
-
-def _counted_if_here(config: RunConfig) -> int | None:
-    with suppress(PpctlError):  # a plan is made where the data need not be
-        return counted_samples(config)
-    return None
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

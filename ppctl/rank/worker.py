@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -178,6 +178,7 @@ class _RankProcess:
     at_end: ExitStack
     watched: bool
     """Whether ppctl's own launcher (`launch/watch.py`) watches and reports the job."""
+    followers: list[OwnCallback] = field(default_factory=list)
 
     @property
     def leads(self) -> bool:
@@ -186,7 +187,7 @@ class _RankProcess:
     def run(self) -> TrainingEnd:
         """Connect, build, warm up, train, and write what came of it. A collective over the world."""
         run, config = self.shared.run, self.shared.config
-        followers = load_callbacks(config.train.callbacks or ())  # before anything else is made
+        self.followers.extend(load_callbacks(config.train.callbacks or ()))  # before anything else is made
         writer = self._writer()
         device = _device(self.shared, self.own)
         directory = node_directory(self.own, self.store, self.at_end)
@@ -206,7 +207,7 @@ class _RankProcess:
         with self.phases("warm-up"):
             heartbeat.set_state("warming up")
             self._warm_up(session)
-        outcome = self._train(session, writer, heartbeat, alarm, followers)
+        outcome = self._train(session, writer, heartbeat, alarm)
         heartbeat.set_state("generating")
         write_results(self.shared, session, outcome, self.phases, leads=self.leads)
         if self.leads and not self.watched:
@@ -273,15 +274,10 @@ class _RankProcess:
             self.shared.run.write_edges(edges)
 
     def _train(
-        self,
-        session: Session,
-        writer: Callable[[], WriterAddress],
-        heartbeat: HeartbeatFile,
-        alarm: Alarm,
-        followers: Sequence[OwnCallback],
+        self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
     ) -> TrainingEnd:
-        """Load and train, followed by all that saves, records and watches, and by the person's own `followers`: what
-        these add to a record is written, and a step that they follow is saved."""
+        """Load and train, followed by all that saves, records and watches, and by the person's `followers`: what these
+        add to a record is written, and a step that they follow is saved."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()
@@ -302,7 +298,7 @@ class _RankProcess:
             KeptGradients(session, run.gradients),
             ReplicaCheck(session),
             StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
-            *followers,
+            *self.followers,
             *writers,
         )
         start = saves.start(partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints))

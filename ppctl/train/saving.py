@@ -21,6 +21,7 @@ from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.records.json_reader import finite
 from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
@@ -180,8 +181,8 @@ class Saves(Callback):
         self._run.enter("saving", step - 1)
         began, order = time.perf_counter(), self._run.start.sample_order
         shards = session_shards(self.session)
-        record = result.record
-        state = state_of(self.session, step, record["consumed_samples"], order, record.get("eval_loss"))
+        state = state_of(self.session, step, result.record["consumed_samples"], order)
+        state["eval_loss"] = finite(result.record.get("eval_loss"))
         with _as_training_error():
             if self._background is None:
                 assert self._saver is not None

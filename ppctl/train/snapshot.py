@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
@@ -105,19 +104,12 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
             start += one.size
 
 
-def state_of(
-    session: Session,
-    step: int,
-    consumed_samples: int,
-    sample_order: int = SAMPLE_ORDER,
-    eval_loss: float | None = None,
-) -> dict[str, Any]:
+def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
     """The state saved beside the tensors after `step` completed steps. `consumed_samples` and `sample_order` are the
-    position in the data, and the rule that says which samples come next; `eval_loss` is that of this step."""
+    position in the data, and the rule that says which samples come next."""
     return {
         "step": step,
         "consumed_samples": consumed_samples,
-        "eval_loss": eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
         "sample_order": sample_order,
         "seed": session.config.train.seed,
         "seq_length": session.config.data.seq_length,
