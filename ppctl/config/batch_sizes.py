@@ -18,8 +18,6 @@ from ppctl.config.schema import RunConfig, TrainConfig
 
 STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
 """The length of a run, and its other measures."""
-EPOCHS = "train.epochs"
-"""The measure that becomes one of samples, once the data are counted."""
 
 
 class Segment(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE, Arguments
-from ppctl.config.batch_sizes import EPOCHS, LENGTHS, STEPS, run_length
+from ppctl.config.batch_sizes import LENGTHS, STEPS, run_length
 from ppctl.config.checks import within_limits
 from ppctl.config.keys import as_typed, keys, keys_with, mapping_with, sections, text_keys, value_text
 from ppctl.config.mapping import convert, converted_value, to_values
@@ -30,6 +30,7 @@ MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 
+EPOCHS = "train.epochs"
 RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
 
 DEFAULT = "default"
@@ -193,18 +194,18 @@ class Draft:
             self.problems.append(Problem("PP-E103", message, f"{EPOCHS}=null", self.place(EPOCHS)))
         if others:
             self.put(EPOCHS, None, f"derived: {others[0]} is set")
-        if others or count_samples is None:
             return
         for key in LENGTHS:
             self.put(key, None, f"derived: {EPOCHS} is set")
         try:
-            number = count_samples(self.config())
+            number = count_samples(self.config()) if count_samples is not None else 0
         except PpctlError as error:
-            self.problems += error.problems if for_training else ()
+            number, self.problems = 0, [*self.problems, *(error.problems if for_training else ())]
+        if number:
+            self.put(LENGTHS[0], max(1, round(epochs * number)), f"derived: {EPOCHS}={epochs:g} of {number:,} samples")
+        else:
             unknown = f"the steps follow from data that cannot be read here; this plan has {STEPS}={self.values[STEPS]}"
             self.notes.append(f"{EPOCHS}={epochs:g}: {unknown}")
-            return
-        self.put(LENGTHS[0], max(1, round(epochs * number)), f"derived: {EPOCHS}={epochs:g} of {number:,} samples")
 
     def _strength(self, key: str) -> int:
         """Order of sources: derived and default, files, command line."""

@@ -155,11 +155,6 @@ def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loa
 # Before a run
 
 
-def count_samples(config: RunConfig) -> int:
-    """The samples of an epoch, after which every one has come. Raises PpctlError for data that cannot be read."""
-    return load_data(config.data).training.span(config.data.seq_length)
-
-
 def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
     """The record of the data in env.json, and its problems: reads all text and maps the rest, and looks for tokens
     beyond the vocabulary as the ranks will (`check_vocabulary`)."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,24 +43,16 @@ Make = Callable[[Progress], Iterator[tuple[Tokens, str]]]
 """The tokens of every document in order, empty ones too, and its place for messages."""
 
 
-class Encoded(NamedTuple):
-    """All tokens, the number of tokens of each document, and the SHA-256 of the tokens."""
-
-    tokens: Tokens
-    lengths: npt.NDArray[np.int64]
-    digest: str
-
-
 def encoded_once(
     cache: Path | None, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make
-) -> Encoded:
-    """The tokens of `files`, made by `make` unless they are kept in `cache` (None: only in memory). `form` is all that
-    they depend on besides the files' bytes. Raises DataError (PP-E425) if they cannot be kept, and what `make` raises.
-    """
+) -> tuple[Tokens, npt.NDArray[np.int64], str]:
+    """All tokens of `files`, the number of each document's, and the SHA-256 of all: made by `make` unless they are kept
+    in `cache` (None: only in memory). `form` is all that they depend on besides the files' bytes. Raises DataError
+    (PP-E425) if they cannot be kept, and what `make` raises."""
     if cache is None:
         pieces = [own for own, _ in make(lambda size: None)]
         tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
-        return Encoded(tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest())
+        return tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest()
     try:
         what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True) + _content(cache, files)
         home = cache / xxh3_128(what.encode()).hexdigest()
@@ -71,7 +63,7 @@ def encoded_once(
         message = f"tokens cannot be kept in {cache}: {error.filename}: {error.strerror or error}"
         raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
     ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
-    return Encoded(indexed.tokens, np.diff(ends), digest)
+    return indexed.tokens, np.diff(ends), digest
 
 
 def _content(cache: Path, files: Sequence[Path]) -> str:
@@ -111,8 +103,11 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -
             message, place = "files changed while they were tokenized", str(files[0].parent)
             raise DataError(Problem("PP-E402", message, "start again when the data are complete", place))
         (draft / "digest").write_text(digest.hexdigest())
-        with suppress(FileExistsError):
+        try:
             os.rename(draft, final)
+        except OSError:
+            if not final.is_dir():  # else another process has made them, where there are no locks
+                raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if held is not None:
@@ -128,7 +123,7 @@ def _told(files: Sequence[Path], home: Path) -> Progress:
     """Says on stderr that files are tokenized, and how far that is: after 2 s, then less and less often."""
     total, done, began = sum(file.stat().st_size for file in files), 0, time.monotonic()
     said = began
-    print(f"note: tokenizing {total / 1e6:,.1f} MB once, into {home}", file=sys.stderr, flush=True)
+    print(f"note: tokenizing {total:,} bytes once, into {home}", file=sys.stderr, flush=True)
 
     def read(size: int) -> None:
         nonlocal done, said

@@ -103,10 +103,10 @@ def _count_tokens(tokenizer: str) -> int:
 
 
 def counted_samples(config: RunConfig) -> int:
-    """The samples of an epoch of the config's data. Raises PpctlError for data that cannot be read."""
-    from ppctl.data.load import count_samples  # numpy
+    """The samples of an epoch, after which every one has come. Raises PpctlError for data that cannot be read."""
+    from ppctl.data.load import load_data  # numpy
 
-    return count_samples(config)
+    return load_data(config.data).training.span(config.data.seq_length)
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

@@ -276,8 +276,7 @@ class _RankProcess:
     def _train(
         self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
     ) -> TrainingEnd:
-        """Load and train, followed by all that saves, records and watches, and by the person's `followers`: what these
-        add to a record is written, and a step that they follow is saved."""
+        """Load and train, followed by all that saves, records and watches, and by the person's `followers`."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()

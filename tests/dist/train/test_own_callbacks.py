@@ -58,6 +58,7 @@ def test_the_pages_callbacks_follow_and_stop_a_run_and_nothing_but_ranks_imports
             assert "a callback of train.callbacks asked for it" in shown.stdout
 
 
+@pytest.mark.whole
 def test_names_that_cannot_be_imported_are_refused_with_a_remedy_that_works(page: Path) -> None:
     words = (*SMALL, "train.steps=1")
     refused = ppctl(*words, "train.callbacks=[own_callbacks:Patience]", cwd=page, PYTHONSAFEPATH="1")
@@ -109,17 +110,14 @@ def failing(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("Raises", ["failed in post_step: ZeroDivisionError: division by zero", "in helper", "return 1 / 0"]),
-        pytest.param("Closes", ["failed in post_step: ZeroDivisionError"], marks=pytest.mark.whole),
-        pytest.param("Leaves", ["failed in pre_update: SystemExit: 0", "sys.exit(0)"], marks=pytest.mark.whole),
-        pytest.param(
-            "AddsATensor",
-            ["log_metrics: TypeError: record['loss_again'] is no number or text, but Tensor"],
-            marks=pytest.mark.whole,
-        ),
+        ("Closes", ["failed in post_step: ZeroDivisionError"]),
+        ("Leaves", ["failed in pre_update: SystemExit: 0", "sys.exit(0)"]),
+        ("AddsATensor", ["log_metrics: TypeError: record['loss_again'] is no number or text, but Tensor"]),
     ],
 )
 def test_an_error_is_told_with_class_method_and_frames_and_checkpoints_stay(
@@ -159,3 +157,26 @@ def test_each_name_that_leads_to_no_callback_is_named(
     (problem,) = caught.value.problems
     assert says in problem.message
     assert problem.remedy == "'train.callbacks=[failing:Raises]'"
+
+
+def test_an_error_has_class_method_and_frames_and_does_not_hide_the_one_that_ends_the_run(
+    failing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ppctl.errors import TrainingError
+    from ppctl.train.callback import ASKED, StepResult
+    from ppctl.train.own_callbacks import load_callbacks
+
+    monkeypatch.syspath_prepend(str(failing))
+    (one,) = load_callbacks(["failing:Closes"])
+    with pytest.raises(
+        TrainingError, match=r"PP-E735: failing:Closes of train\.callbacks failed in post_step"
+    ) as caught:
+        one.post_step(StepResult(3, {}, None, False, (0.0, 0.0, 0.0, 0.0)))
+    assert "in helper" in caught.value.problems[0].place and "own_callbacks" not in caught.value.problems[0].place
+    one.close(caught.value)
+    assert "RuntimeError: in close" in capsys.readouterr().err
+    with pytest.raises(TrainingError, match="failed in close"):
+        one.close(None)
+    assert one.stop_requested() == 0
+    one._callback.stop_requested = lambda: "yes"
+    assert one.stop_requested() == ASKED

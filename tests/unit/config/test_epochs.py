@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from command import TINY
 
-from ppctl.config.compose import override
+from ppctl.config.compose import compose, override
 from ppctl.config.schema import RunConfig
 from ppctl.data.indexed import IndexedWriter
 from ppctl.launch.planning import counted_samples, planned
@@ -79,3 +79,9 @@ def test_of_a_mapped_file_the_index_says_it_however_large_it_is(tmp_path: Path) 
     composed = planned([*SMALL, f"data.path={tmp_path}/big", "train.epochs=1"])[0]
     assert composed.config.train.samples == (3 * 2**22 - 1) // 16
     assert composed.provenance["train.steps"] == "derived: train.samples"
+
+
+def test_who_composes_without_a_reader_of_data_is_told_that_no_steps_are_known(text: str) -> None:
+    assert any(
+        "train.epochs=1: the steps follow from data" in line for line in compose([*SMALL, text, "train.epochs=1"]).notes
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,21 @@ def test_files_that_change_meanwhile_and_a_directory_that_cannot_be_written_are_
     with pytest.raises(DataError, match="PP-E425") as caught:
         load(home, home / "a_file")
     assert caught.value.problems[0].remedy == "data.cache=null"
+
+
+def test_where_there_are_no_locks_the_first_who_is_ready_has_made_them(home: Path) -> None:
+    load(home, home / "elsewhere")
+    (made,) = home.glob("elsewhere/*/tokens")
+    file = home / "text.jsonl"
+
+    def make(progress):
+        (place,) = (each.parent for each in home.glob("cache/*/*.tmp"))
+        shutil.copytree(made, place / "tokens")  # another process, meanwhile
+        yield np.array([1, 2], token_dtype(300)), "here"
+
+    tokens, _, _ = encoded_once(home / "cache", [file], {}, token_dtype(300), make)
+    assert tokens.tolist() == load(home, None).tokens.tolist()
+    assert [each.name for each in home.glob("cache/*/*") if each.parent.name != "seen"] == ["tokens"]
 
 
 # Conversations
