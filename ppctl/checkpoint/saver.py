@@ -163,6 +163,7 @@ class BackgroundSaver:
     `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
     thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) if there is no memory.
+    `keeps` says which checkpoints stay, as to `Saver`.
     """
 
     def __init__(
@@ -170,25 +171,16 @@ class BackgroundSaver:
         directory: Path,
         shards: Iterable[Shard],
         *,
-        keep: int,
-        keep_every: int = 0,
-        keep_best: int = 0,
         process_group: dist.ProcessGroup | None = None,
         address: WriterAddress = NO_WRITER,
         local: LocalCopies | None = None,
         warn: Callable[[Problem], None],
+        **keeps: int,
     ) -> None:
         rank, self.local = dist.get_rank() if dist.is_initialized() else 0, local
         self.memory = HostMemory(list(shards), None if local is None else local.own.values)
         self._writer = NodeWriter(address, rank, self.memory.descriptor, self.memory.size, warn)
-        self._saver = Saver(
-            directory,
-            keep=keep,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            process_group=process_group,
-            writer=self._writer,
-        )
+        self._saver = Saver(directory, process_group=process_group, writer=self._writer, **keeps)
         self._thread: Thread | None = None
         self._saved: deque[Saved] = deque()
         self._error: CheckpointError | None = None

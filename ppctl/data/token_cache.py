@@ -74,7 +74,7 @@ def _content(cache: Path, files: Sequence[Path]) -> str:
         return read_text(noted)
     for file in files:
         with open_regular(file) as stream:
-            digest.update(hashlib.file_digest(stream, xxh3_128).digest())  # type: ignore[arg-type]  # of its hash
+            digest.update(hashlib.file_digest(stream, xxh3_128).digest())
     if _times(files) == before and max(file.stat().st_mtime for file in files) < time.time() - _FRESH_S:
         noted.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(noted, digest.hexdigest())

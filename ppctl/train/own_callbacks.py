@@ -1,7 +1,4 @@
-"""A person's own callbacks: classes in modules that `train.callbacks` names and every rank imports (docs/callbacks.md).
-
-Nothing else imports them: only the process that trains, and only names of the run's config.
-"""
+"""A person's own callbacks: classes that `train.callbacks` names, which ranks alone import (docs/callbacks.md)."""
 
 from __future__ import annotations
 
