@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
     words = "also keep those of every M-th step"
     prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
+    words = "also keep the K with the lowest eval_loss (default: 1)"
+    prune.add_argument("--keep-best", type=int, default=1, metavar="K", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
     ckpt_convert.add_parsers(actions)
@@ -199,7 +201,7 @@ def _prune(args: argparse.Namespace) -> int:
         kept = checkpoint_folder.complete(folder)
         needed = _needed(folder, kept)
         last = max(map(checkpoint_folder.step_of, kept))
-        old = checkpoint_folder.expired(folder, last, args.keep, args.keep_every)
+        old = checkpoint_folder.expired(folder, last, args.keep, args.keep_every, args.keep_best)
         doomed = [path for path in old if path not in needed]
         sizes = {path: ckpt_text.brief(path)["bytes"] for path in doomed}
         try:

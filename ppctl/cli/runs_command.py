@@ -18,6 +18,7 @@ from ppctl.cli.runs_delete import delete
 from ppctl.cli.timeline import obstacle
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.files import read_whole, write_atomically
+from ppctl.runs import checkpoint_folder
 from ppctl.runs.finding import find_runs, list_runs
 from ppctl.runs.rundir import RunDir
 
@@ -55,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         remedy = f"ppctl runs {'compare' if args.more else 'show'} {pasted(*references)}"
         raise ConfigError(Problem("PP-E105", message, remedy))
     if action == "show":
-        one = facts(named_run(args))
+        chosen = named_run(args)
+        best = checkpoint_folder.best(checkpoint_folder.complete(chosen.checkpoints))[:1]
+        one = facts(chosen) | {"best": str(best[0]) if best else None}
         print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0
     runs = list_runs(args.dir)

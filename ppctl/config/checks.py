@@ -61,6 +61,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     run_rules.watched_steps,
     parallel_rules.exchanging_layers,
     run_rules.local_copies,
+    run_rules.best_checkpoints,
 )
 """The rules between values, in the order in which their findings are reported."""
 

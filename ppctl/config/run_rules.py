@@ -74,6 +74,15 @@ def local_copies(config: RunConfig) -> Iterator[Finding]:
         yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
 
 
+def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
+    """Checkpoints that are kept by their evaluation: one without would never be the best."""
+    evaluated, saved = config.train.eval_interval, config.checkpoint.interval
+    if config.checkpoint.keep_best and (not evaluated or not saved or saved % evaluated):
+        message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
+        fitting = f"interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else "keep_best=0"
+        yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, f"checkpoint.{fitting}"
+
+
 def submission(config: RunConfig) -> Iterator[Finding]:
     """Time limits, lines of the batch script, and options that ppctl sets itself."""
     launch = config.launch

@@ -41,6 +41,7 @@ _LEFT_AT_DEFAULTS = (
     *("parallel.sequence_parallel", "parallel.hierarchical_context_parallel_sizes", "parallel.expert_dispatch"),
     *("data.path", "data.tokenizer", "data.format", "data.chat_template", "data.pack"),
     *("model.mtp_loss_scaling_pieces", "train.batch_rampup", "train.samples", "train.tokens"),
+    "train.epochs",
     *("optim.warmup_tokens", "optim.lr_decay_style", "optim.lr_decay_steps", "optim.lr_decay_tokens"),
     *("optim.lr_wsd_decay_steps", "optim.lr_pieces"),
     *("launch.nodes", "launch.gpus_per_node", "launch.device_memory"),

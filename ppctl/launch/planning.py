@@ -12,6 +12,7 @@ from ppctl.config.argv import Arguments
 from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import text_keys
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
@@ -32,7 +33,13 @@ def planned(
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
     """The config that words describe, as far as it could be composed, and its problems."""
     try:
-        return compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens), []
+        return compose(
+            overrides,
+            for_training=for_training,
+            read_model=_read_model,
+            count_tokens=_count_tokens,
+            count_samples=counted_samples,
+        ), []
     except RefusedError as error:
         return error.composed, list(error.problems)
 
@@ -85,6 +92,13 @@ def _count_tokens(tokenizer: str) -> int:
     from ppctl.data.load import load_tokenizer  # numpy
 
     return load_tokenizer(tokenizer).vocab_size
+
+
+def counted_samples(config: RunConfig) -> int:
+    """The samples of an epoch, after which every one has come. Raises PpctlError for data that cannot be read."""
+    from ppctl.data.load import load_data  # numpy
+
+    return load_data(config.data).training.span(config.data.seq_length)
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

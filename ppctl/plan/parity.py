@@ -32,6 +32,8 @@ def kept_as(steps: int) -> list[str]:
         f"train.steps={steps}",
         "train.samples=null",
         "train.tokens=null",
+        "train.epochs=null",
+        "train.callbacks=null",
         f"log.gradients=1:{steps + 1}",
         "log.trace=null",
         "log.torch_profile=null",

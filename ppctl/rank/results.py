@@ -34,7 +34,7 @@ from ppctl.runs.run_starts import slurm_start, start_name
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
-from ppctl.train.callback import Callback, TrainingEnd
+from ppctl.train.callback import ASKED_WORDS, Callback, TrainingEnd
 from ppctl.train.generate import write_sample
 from ppctl.train.metrics import Screen, TensorBoard, WeightsAndBiases
 from ppctl.train.session import Session
@@ -119,7 +119,7 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
     )
     run.write_status(state, step=outcome.step, message=outcome.why)
     start = slurm_start()
-    if outcome.stopped and start is not None:
+    if outcome.stopped and start is not None and outcome.why != ASKED_WORDS:
         run.write_requeue_mark(start, str(outcome.why))
 
 
