@@ -9,19 +9,21 @@ pipeline fills. Must not know which configurations there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
-from ppctl.cost.activations import stage_activations
+from ppctl.cost.activations import stage_activations, stage_pieces
 from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
 from ppctl.cost.state import State, state_bytes
 from ppctl.cost.times import optimizer_seconds
 from ppctl.errors import ScheduleError
-from ppctl.geometry.layers import Layer, holds_final_norm, layer_kinds, parse_layers
+from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds, parse_layers
+from ppctl.host.accelerators import MEGATRON
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.memory_limit import device_limit
@@ -35,7 +37,6 @@ from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, 
 from ppctl.schedule.policies import POLICIES, Policy
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
-from ppctl.search.space import Configuration
 from ppctl.topology import ParallelSizes
 
 FILLED, STEADY = 3, 6
@@ -58,6 +59,7 @@ class Cut:
             for stage, held in enumerate(self.layers)
         ]
         """Stage -> a key: stages with equal keys have equal costs."""
+        self.kinds = [Counter(layer_kinds(model, held)) for held in self.layers]
         self.trained = [trained_count(model, held) for held in self.layers]
         self.untrained = [
             untrained_bytes(model, held, weight=precision.weight, gradient=precision.gradient) for held in self.layers
@@ -83,6 +85,15 @@ class FullestMoment(NamedTuple):
     """Chunk -> whether it has made weight gradients, and will make more."""
 
 
+class Filled(NamedTuple):
+    """A rank at its fullest moment."""
+
+    rank: int
+    moment: FullestMoment
+    layers: dict[Kind, int]
+    """Kind of layer -> how many microbatches all layers of this kind hold together."""
+
+
 def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
     """Microbatches of so many rounds, which end as all `num_microbatches` do."""
     row = POLICIES[policy]
@@ -93,26 +104,32 @@ def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
 class Rounds:
     """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
 
-    def __init__(self, values: ConfigValues, policy: str, vpp: int, number: int) -> None:
-        self.values, self.number = values, number
-        self._make = partial(compute_only, values, Choice(policy), vpp)
+    def __init__(self, values: ConfigValues, policy: str, cut: Cut, number: int) -> None:
+        self.values, self.number, self.cut, self.row = values, number, cut, POLICIES[policy]
+        self._make = partial(compute_only, values, Choice(policy), cut.vpp)
         self.plain = self._make(number)
         self.every = policy == _ALL_AT_ONCE
         self._lowered: dict[int, Schedule] = {}
 
-    def lowered(self, number: int, frozen: int) -> Schedule:
+    def lowered(self, number: int) -> Schedule:
         """With its messages, for `number` microbatches."""
         if number not in self._lowered:
-            self._lowered[number] = presumed(self.values, self._make(number), frozen).schedule
+            self._lowered[number] = presumed(self.values, self._make(number), self.cut.frozen).schedule
         return self._lowered[number]
 
     @cached_property
-    def fullest(self) -> list[FullestMoment]:
-        """The fullest moment of every rank."""
-        return [
-            _fullest(row, self.plain.placement.stages_of(rank), self.number)
-            for rank, row in enumerate(self.plain.actions)
-        ]
+    def filled(self) -> list[Filled]:
+        """Of ranks with alike stages the one that holds most."""
+        ranks: dict[Hashable, Filled] = {}
+        for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
+            moment, layers = _fullest(row, own, self.number), Counter[Kind]()
+            for stage, begun in zip(own, moment.begun, strict=True):
+                for kind, number in self.cut.kinds[stage].items() if stage >= self.cut.frozen else ():
+                    layers[kind] += number * (bool(begun) if self.every else begun)
+            key = tuple(self.cut.like[stage] for stage in own)
+            if key not in ranks or sum(ranks[key].moment.begun) < sum(moment.begun):
+                ranks[key] = Filled(rank, moment, dict(layers))
+        return list(ranks.values())
 
 
 def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> FullestMoment:
@@ -134,9 +151,9 @@ class StagePrices:
     """Costs of stages on ranks that divide the model in one way, with one microbatch size and recomputation."""
 
     def __init__(
-        self, values: ConfigValues, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None
+        self, values: ConfigValues, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None, whole: Cut
     ) -> None:
-        self.config = values.config
+        self.config, self.whole = values.config, whole.layers[0]
         self.setting = setting_of(values.config, sizes, micro_batch_size)
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
         self._costs: dict[Hashable, StageCost] = {}
@@ -147,6 +164,20 @@ class StagePrices:
         if like not in self._costs:
             self._costs[like] = self._price(stage, layers, last)
         return self._costs[like]
+
+    @cached_property
+    def sample(self) -> dict[Kind, float]:
+        """The least bytes of a sample that a layer of a kind keeps in microbatches of this size, and so in smaller
+        ones; without those of which it depends on the layers around it."""
+        train, whole = self.config.train, self.whole
+        if train.recompute_num_layers or train.recompute_stages is not None:
+            return {}
+        pieces = stage_pieces(self.config.model, whole, self.setting, 0).by_place
+        kept: dict[Kind, float] = {}
+        for place, kind in enumerate(layer_kinds(self.config.model, whole)):
+            if place in pieces:
+                kept[kind] = min(kept.get(kind, inf), pieces[place].stays / self.setting.micro_batch_size)
+        return kept
 
     def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
         """Bytes that live beside what a stage keeps while its backward runs."""
@@ -167,6 +198,8 @@ class Division:
         self._machine = machine_for(config, setting)
         self.partial = setting.allocator.backward
         """Whether gradients that ranks share are counted only while they are there."""
+        self.by_layers = config.cost.stack == MEGATRON
+        """Whether weights and gradients under `full` sharding are there for a layer at a time."""
         self._states: dict[Hashable, tuple[list[State], float]] = {}
 
     def state(self, cut: Cut, own: Sequence[int], sharding: str) -> State:
@@ -176,11 +209,22 @@ class Division:
         weights = state.weights + sum(cut.untrained[stage] for stage in own)
         return State(weights, state.gradients, 0 if self.config.optim.name == "muon" else state.optimizer)
 
-    @staticmethod
-    def certain(state: State, sharding: str) -> int:
+    def certain(self, state: State, sharding: str) -> int:
         """Bytes that are there together at some moment under any schedule: all weights, when the first microbatch runs
-        on a rank's last stage."""
-        return state.total if sharding == "none" else state.optimizer + state.weights
+        on a rank's last stage, unless they come and go layer by layer."""
+        if sharding == "none":
+            return state.total
+        return state.optimizer + (0 if self.by_layers and sharding == "full" else state.weights)
+
+    def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, sample: Mapping[Kind, float]) -> float:
+        """Bytes of the rank that holds most at its fullest moment, of its state and of what layers keep of samples."""
+        states, _ = self.states(rounds.cut, rounds.row.placement, sharding)
+        samples = batch[0] * (batch[1] if rounds.every else 1)
+        return max(
+            self.certain(states[each.rank], sharding)
+            + samples * sum(number * sample.get(kind, 0.0) for kind, number in each.layers.items())
+            for each in rounds.filled
+        )
 
     def reduce_s(self, trained: Count, cost: StageCost) -> float:
         """Seconds that a stage of this cost waits for the sums of its gradients."""
@@ -203,6 +247,12 @@ class Division:
             *(weights, state.gradients if sharding == "none" else 0, state.optimizer),
             *(self.device, self.config.cost.stack),
         )
+
+
+def hides(config: RunConfig, row: Policy) -> bool:
+    """Whether a policy's schedules have pairs that hide exchanges: not in batches, for which the whole rank waits."""
+    own = row.placement == "v" or config.parallel.overlap_moe_expert_parallel_comm
+    return row.pairs and own and not in_batches(config)
 
 
 class PipelineBounds:
@@ -242,7 +292,7 @@ class PipelineBounds:
 
     def _call(self, num_microbatches: int, row: Policy) -> float:
         frozen, costs = self.cut.frozen, self.costs
-        alone = 1.0 - self._hidden * row.pairs
+        alone = 1.0 - self._hidden * hides(self.share.config, row)
         hops = [0.0 if self._is_local(stage, row.placement) else each.message_s for stage, each in enumerate(costs)]
         forwards = [alone * each.forward_s for each in costs]
         backwards = [0.0 if stage < frozen else alone * each.backward_s for stage, each in enumerate(costs)]
@@ -271,7 +321,7 @@ class PipelineBounds:
             return 0.0
         try:
             spent = [
-                step_time(simulate(rounds.lowered(each, self.cut.frozen), costs))
+                step_time(simulate(rounds.lowered(each), costs))
                 for each in (number, number - pp)[: 1 + bool(more)]
             ]
         except ScheduleError:
@@ -284,21 +334,14 @@ class PipelineBounds:
         spots = [(stage, place.rank_of(stage), place.chunk_of(stage)) for stage in range(len(self.costs))]
         return [StageSpec(*spot, held, (), (), 0, 0, 0) for spot, held in zip(spots, self.cut.layers, strict=True)]
 
-    def least(self, placement: str, sharding: str) -> float:
-        """Bytes of the rank that holds most, of its state and one microbatch, which is on all its stages at once."""
-        states, _ = self.division.states(self.cut, placement, sharding)
-        return max(
-            self.division.certain(state, sharding) + sum(self.costs[stage].activation_bytes for stage in own)
-            for own, state in zip(self.cut.ranks[placement], states, strict=True)
-        )
-
-    def peak(self, rounds: Rounds, num_microbatches: int, of: Configuration) -> float:
+    def peak(self, rounds: Rounds, num_microbatches: int, sharding: str) -> float:
         """Bytes of the rank that holds most at its fullest moment."""
-        row, every = POLICIES[of.schedule], num_microbatches if rounds.every else 0
-        states, _ = self.division.states(self.cut, row.placement, of.data_parallel_sharding)
+        row, every = rounds.row, num_microbatches if rounds.every else 0
+        states, _ = self.division.states(self.cut, row.placement, sharding)
+        ranks = self.cut.ranks[row.placement]
         return max(
-            self._held(own, state, moment, every, row.splits, of.data_parallel_sharding)
-            for own, state, moment in zip(self.cut.ranks[row.placement], states, rounds.fullest, strict=True)
+            self._held(ranks[rank], states[rank], moment, every, row.splits, sharding)
+            for rank, moment, _ in rounds.filled
         )
 
     def _held(
@@ -312,6 +355,8 @@ class PipelineBounds:
             held += self.share.beside(self.cut.layers[runs], runs, self.cut.like[runs])
         if sharding == "none" or (sharding != "full" and not division.partial):
             return held + state.weights + state.gradients
+        if division.by_layers and sharding == "full":
+            return held
         sizes = [self.elements[stage] for stage in own]
         summed = sum(size for size, here in zip(sizes, moment.summing, strict=True) if here)
         gathered = sum(size for size, number in zip(sizes, moment.begun, strict=True) if number)
