@@ -9,7 +9,7 @@ pipeline fills. Must not know which configurations there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
@@ -22,12 +22,20 @@ from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrain
 from ppctl.cost.state import State, state_bytes
 from ppctl.cost.times import optimizer_seconds
 from ppctl.errors import ScheduleError
-from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds, parse_layers
+from ppctl.geometry.layers import (
+    Kind,
+    Layer,
+    holds_final_norm,
+    layer_kinds,
+    parse_layers,
+    recomputed_modules,
+    recomputed_runs,
+)
 from ppctl.host.accelerators import MEGATRON
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.memory_limit import device_limit
-from ppctl.plan.prices import machine_for, pricer, reduction, simulation_costs
+from ppctl.plan.prices import kind_pricer, machine_for, pricer, reduction, simulation_costs
 from ppctl.plan.profile import Profile
 from ppctl.plan.schedule_choice import Choice, compute_only, presumed
 from ppctl.plan.stages import precision_of
@@ -156,6 +164,7 @@ class StagePrices:
         self.config, self.whole = values.config, whole.layers[0]
         self.setting = setting_of(values.config, sizes, micro_batch_size)
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
+        self._of_kind = kind_pricer(values.config, self.setting, machine_for(values.config, self.setting), measured)
         self._costs: dict[Hashable, StageCost] = {}
         self._beside: dict[Hashable, int] = {}
 
@@ -166,7 +175,7 @@ class StagePrices:
         return self._costs[like]
 
     @cached_property
-    def sample(self) -> dict[Kind, float]:
+    def sample_bytes(self) -> dict[Kind, float]:
         """The least bytes of a sample that a layer of a kind keeps in microbatches of this size, and so in smaller
         ones; without those of which it depends on the layers around it."""
         train, whole = self.config.train, self.whole
@@ -178,6 +187,22 @@ class StagePrices:
             if place in pieces:
                 kept[kind] = min(kept.get(kind, inf), pieces[place].stays / self.setting.micro_batch_size)
         return kept
+
+    def sample_seconds(self, *, hidden: bool) -> dict[Kind, tuple[float, float]]:
+        """The least seconds of a sample's forward and backward in a layer of a kind, in microbatches of this size and
+        so in smaller ones; `hidden` without exchanges."""
+        train, kinds = self.config.train, layer_kinds(self.config.model, self.whole)
+        chosen = train.recompute_stages is None
+        again = {layer for run in recomputed_runs(train, 0, self.whole) for layer in run if chosen}
+        once = {kind for kind, layer in zip(kinds, self.whole, strict=True) if layer not in again}
+        modules, least = recomputed_modules(train, 0) if chosen else (), {}
+        for kind in dict.fromkeys(kinds):
+            cost = self._of_kind(kind, modules if kind in once else None)
+            ahead, back = cost.forward, cost.input_gradient + cost.weight_gradient
+            if hidden:
+                ahead, back = ahead - cost.exchanged, back - cost.exchanged_back
+            least[kind] = ahead / self.setting.micro_batch_size, back / self.setting.micro_batch_size
+        return least
 
     def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
         """Bytes that live beside what a stage keeps while its backward runs."""
@@ -217,7 +242,7 @@ class Division:
         return state.optimizer + (0 if self.by_layers and sharding == "full" else state.weights)
 
     def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, sample: Mapping[Kind, float]) -> float:
-        """Bytes of the rank that holds most at its fullest moment, of its state and of what layers keep of samples."""
+        """Bytes of the rank that holds most at its fullest moment, of its state and of what layers keep of a sample."""
         states, _ = self.states(rounds.cut, rounds.row.placement, sharding)
         samples = batch[0] * (batch[1] if rounds.every else 1)
         return max(
@@ -255,6 +280,42 @@ def hides(config: RunConfig, row: Policy) -> bool:
     return row.pairs and own and not in_batches(config)
 
 
+Pace = tuple[float, float]
+"""Seconds that a schedule call takes at least: once, and for every microbatch."""
+
+
+def called(each: Iterable[Pace], num_microbatches: int) -> float:
+    """The seconds of a call by the slowest of these paces."""
+    return max(once + num_microbatches * more for once, more in each)
+
+
+def paces(
+    cut: Cut,
+    row: Policy,
+    forwards: Sequence[float],
+    backwards: Sequence[float],
+    hops: Sequence[float],
+    reduces: Sequence[float],
+    *,
+    waits: bool,
+) -> list[Pace]:
+    """The paces of the pipeline as a whole and of its ranks under a policy, from the seconds of stages. A rank that
+    waits for batches of messages is busy with them."""
+    back_hops = [hop if stage >= cut.frozen else 0.0 for stage, hop in enumerate(hops)]
+    ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
+    behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
+    slowest = {0.0: ahead[-1] if row.splits else ahead[-1] + behind[-1]}
+    for own in cut.ranks[row.placement]:
+        first = own[0]
+        busy = sum(forwards[stage] + backwards[stage] for stage in own)
+        sent = back_hops[first - 1] if first else 0.0
+        if waits:
+            busy += sum(hops[stage] + (back_hops[stage - 1] if stage else 0.0) for stage in own)
+        tail = max(reduces[first], 0.0 if row.splits else behind[first] - (sent if waits else 0.0))
+        slowest[busy] = max(slowest.get(busy, 0.0), ahead[first] + tail)
+    return [(once, busy) for busy, once in slowest.items()]
+
+
 class PipelineBounds:
     """The least costs of a layout with a `StagePrices` and a `Division`, under any schedule of a kind."""
 
@@ -269,7 +330,7 @@ class PipelineBounds:
         elements = {like: sum(on_device(own, division.sizes)) for like, (own, _) in alike.items()}
         self.costs = [cost._replace(reduce_s=reduces[like]) for cost, like in zip(priced, cut.like, strict=True)]
         self.elements = [elements[like] for like in cut.like]
-        self._calls: dict[Hashable, float] = {}
+        self._paces: dict[Hashable, list[Pace]] = {}
 
     def _is_local(self, stage: int, placement: str) -> bool:
         """Whether a stage's result stays on its rank."""
@@ -283,33 +344,21 @@ class PipelineBounds:
         return max((exchanged / seconds for exchanged, seconds in each if seconds), default=0.0)
 
     def seconds(self, num_microbatches: int, policy: str) -> float:
-        """The least of a schedule call, in closed form. A rank that waits for batches of messages is busy with them."""
+        """The least of a schedule call, in closed form."""
         row = POLICIES[policy]
-        key = num_microbatches, row.placement, row.splits, row.pairs
-        if key not in self._calls:
-            self._calls[key] = self._call(num_microbatches, row)
-        return self._calls[key]
+        key = row.placement, row.splits, hides(self.share.config, row)
+        if key not in self._paces:
+            self._paces[key] = self._pace(row)
+        return called(self._paces[key], num_microbatches)
 
-    def _call(self, num_microbatches: int, row: Policy) -> float:
+    def _pace(self, row: Policy) -> list[Pace]:
         frozen, costs = self.cut.frozen, self.costs
         alone = 1.0 - self._hidden * hides(self.share.config, row)
         hops = [0.0 if self._is_local(stage, row.placement) else each.message_s for stage, each in enumerate(costs)]
         forwards = [alone * each.forward_s for each in costs]
         backwards = [0.0 if stage < frozen else alone * each.backward_s for stage, each in enumerate(costs)]
-        back_hops = [hop if stage >= frozen else 0.0 for stage, hop in enumerate(hops)]
-        ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
-        behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
-        waits = in_batches(self.share.config)
-        longest = ahead[-1] if row.splits else ahead[-1] + behind[-1]
-        for own in self.cut.ranks[row.placement]:
-            first = own[0]
-            busy = sum(forwards[stage] + backwards[stage] for stage in own)
-            sent = back_hops[first - 1] if first else 0.0
-            if waits:
-                busy += sum(hops[stage] + (back_hops[stage - 1] if stage else 0.0) for stage in own)
-            tail = max(costs[first].reduce_s, 0.0 if row.splits else behind[first] - (sent if waits else 0.0))
-            longest = max(longest, ahead[first] + num_microbatches * busy + tail)
-        return longest
+        reduces = [each.reduce_s for each in costs]
+        return paces(self.cut, row, forwards, backwards, hops, reduces, waits=in_batches(self.share.config))
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the
@@ -321,8 +370,7 @@ class PipelineBounds:
             return 0.0
         try:
             spent = [
-                step_time(simulate(rounds.lowered(each), costs))
-                for each in (number, number - pp)[: 1 + bool(more)]
+                step_time(simulate(rounds.lowered(each), costs)) for each in (number, number - pp)[: 1 + bool(more)]
             ]
         except ScheduleError:
             return 0.0

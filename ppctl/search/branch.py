@@ -20,7 +20,20 @@ from ppctl.plan.build import plan_alone
 from ppctl.plan.memory_limit import SHARDING, SHARDINGS
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
-from ppctl.search.bounds import FILLED, STEADY, Cut, Division, PipelineBounds, Rounds, StagePrices, few_rounds, hides
+from ppctl.search.bounds import (
+    FILLED,
+    STEADY,
+    Cut,
+    Division,
+    Pace,
+    PipelineBounds,
+    Rounds,
+    StagePrices,
+    called,
+    few_rounds,
+    hides,
+    paces,
+)
 from ppctl.search.space import AXES, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
@@ -151,21 +164,37 @@ class Tree:
 
     def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every microbatch size, with the layouts and schedules of which no rank certainly holds too much."""
-        space, sharding, sample = self.space, of.data_parallel_sharding, self._largest(of, sizes).sample
-        ways, each = space.ways(sizes.pp), len(space.shardings(sizes))
+        ways, each = self.space.ways(sizes.pp), len(self.space.shardings(sizes))
+        sharding, held = of.data_parallel_sharding, self._largest(of, sizes).sample_bytes
+        paces = self._paces(of, sizes)
         for batch in batches:
+            of = of._replace(micro_batch_size=batch[0])
             run = [way for way in ways if batch[1] >= POLICIES[way[1]].needs_microbatches(sizes.pp)]
-            open = [
-                (vpp, name, rounds)
-                for vpp, name in run
-                for rounds in [self._rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)]
-                if division.least(rounds, batch, sharding, sample) <= division.available
-            ]
+            fitting: dict[float, list[Way]] = {}
+            for vpp, name in run:
+                rounds = self._rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)
+                if division.least(rounds, batch, sharding, held) <= division.available:
+                    seconds = batch[0] * batch[2] * called(paces[vpp, name], batch[1])
+                    fitting.setdefault(seconds, []).append((vpp, name, rounds))
             self.counts.rules += (len(ways) - len(run)) * each
-            self.counts.memory += (len(run) - len(open)) * each
-            if open:
-                of = of._replace(micro_batch_size=batch[0])
-                self._add(0.0, len(open) * each, "of_share", of, sizes, division, batch, open)
+            self.counts.memory += (len(run) - sum(map(len, fitting.values()))) * each
+            for seconds, alike in fitting.items():
+                self._add(seconds, len(alike) * each, "of_share", of, sizes, division, batch, alike)
+
+    def _paces(self, of: Configuration, sizes: ParallelSizes) -> dict[tuple[int, str], list[Pace]]:
+        """Layout and schedule -> the paces of one sample, without messages and sums of gradients."""
+        prices, known, made = self._largest(of, sizes), {}, {}
+        for vpp, name in self.space.ways(sizes.pp):
+            cut, row = self._cut(sizes.pp, vpp), POLICIES[name]
+            hidden = hides(self._config, row)
+            if (key := (vpp, row.placement, row.splits, hidden)) not in known:
+                one, none = prices.sample_seconds(hidden=hidden), [0.0] * len(cut.kinds)
+                ahead = [sum(number * one[kind][0] for kind, number in held.items()) for held in cut.kinds]
+                back = [sum(number * one[kind][1] for kind, number in held.items()) for held in cut.kinds]
+                back[: cut.frozen] = [0.0] * cut.frozen
+                known[key] = paces(cut, row, ahead, back, none, none, waits=False)
+            made[vpp, name] = known[key]
+        return made
 
     def of_share(
         self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch, ways: list[Way]
@@ -209,10 +238,9 @@ class Tree:
 
     def _even(self, of: Configuration, sizes: ParallelSizes) -> float:
         """Seconds of a step as if the model's layers were divided exactly, without what a pair may hide."""
-        cost = self._largest(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
-        seconds = cost.forward_s + cost.backward_s
-        seconds -= (cost.exchange_s + cost.exchange_back_s) * self._hides
-        return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds / self._samples)
+        least = self._largest(of, sizes).sample_seconds(hidden=self._hides)
+        seconds = sum(number * sum(least[kind]) for kind, number in self.whole.kinds[0].items())
+        return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds)
 
     def _state(self, division: Division, sharding: str) -> int:
         """Bytes of state that all stages have together at least."""
@@ -307,13 +335,14 @@ class Search:
 
     def simpler(self) -> Iterator[Search]:
         """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
-        known = {each.configuration for each in (*self.found, *self.over)}
-        for of in [each.configuration for each in self.found[: 2 * ROWS] if SHARDING not in self.space.fixed]:
+        waiting = {branch.parts[0]: branch for branch in self.tree.heap if branch.level in ("closer", "plan")}
+        for of in [each.configuration for each in self.found[: 2 * ROWS]]:
             for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
-                less = of._replace(data_parallel_sharding=sharding)
-                if less not in known and self.plan(less, 0.0):
+                if branch := waiting.pop(of._replace(data_parallel_sharding=sharding), None):
+                    self.counts.left -= 1
+                    self.tree.heap.remove(branch)
+                    self._plan_one(branch)
                     yield self
-                known.add(less)
 
     def _plan_one(self, branch: Branch) -> None:
         if self.plan(branch.parts[0], branch.seconds) is None:

@@ -39,7 +39,8 @@ def test_the_search_finds_what_planning_every_configuration_finds_and_no_bound_i
 def _divided_to_the_end(search: Search, plans: dict[object, Plan]) -> None:
     """Every branch's bound is at most those of its parts and of its plan, and what memory cuts off does not fit."""
     tree, bounds = search.tree, {}
-    tree.root()
+    for axes in search.space.axes():
+        tree.open(axes)
     while tree.heap:
         branch = heappop(tree.heap)
         made = max((part.number for part in tree.heap), default=0)
