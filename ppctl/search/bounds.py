@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -41,9 +41,9 @@ from ppctl.plan.schedule_choice import Choice, compute_only, presumed
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues
-from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Op, Placement, Schedule
 from ppctl.schedule.policies import POLICIES, Policy
-from ppctl.schedule.simulate import simulate
+from ppctl.schedule.simulate import Costs, critical_path, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes
 
@@ -109,6 +109,17 @@ def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
     return min(num_microbatches, num_microbatches % pp + max(rounds * pp, least))
 
 
+class Chain(NamedTuple):
+    """Operations of a schedule of which each waits for the one before it, however long they take."""
+
+    operations: Counter[tuple[Op, int]]
+    """Operation and stage -> how many."""
+    hops: Counter[int]
+    """Stage -> how many messages travel between it and the next one."""
+    rank: int | None
+    """The rank whose operations follow on each other in the middle, where longer schedules have more of them."""
+
+
 class Rounds:
     """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
 
@@ -118,12 +129,27 @@ class Rounds:
         self.plain = self._make(number)
         self.every = policy == _ALL_AT_ONCE
         self._lowered: dict[int, Schedule] = {}
+        self._chain: Chain | None = None
 
     def lowered(self, number: int) -> Schedule:
         """With its messages, for `number` microbatches."""
         if number not in self._lowered:
             self._lowered[number] = presumed(self.values, self._make(number), self.cut.frozen).schedule
         return self._lowered[number]
+
+    def chain(self, costs: Costs) -> Chain:
+        """The longest chain at the costs of the first call, without what batches of messages wait for."""
+        if self._chain is None:
+            path = critical_path(simulate(self.plain, costs))
+            operations = Counter((span.action.op, span.action.stage) for span in path)
+            hops, ranks = Counter[int](), Counter[int]()
+            for before, after in pairwise(path):
+                if before.pp_rank != after.pp_rank:
+                    hops[min(before.action.stage, after.action.stage)] += 1
+                elif self.number <= 3 * before.action.mb <= 2 * self.number:
+                    ranks[before.pp_rank] += 1
+            self._chain = Chain(operations, hops, ranks.most_common(1)[0][0] if ranks else None)
+        return self._chain
 
     @cached_property
     def filled(self) -> list[Filled]:
@@ -359,6 +385,24 @@ class PipelineBounds:
         backwards = [0.0 if stage < frozen else alone * each.backward_s for stage, each in enumerate(costs)]
         reduces = [each.reduce_s for each in costs]
         return paces(self.cut, row, forwards, backwards, hops, reduces, waits=in_batches(self.share.config))
+
+    def along_chain(self, rounds: Rounds, num_microbatches: int) -> float:
+        """Seconds of a schedule call at least, along one chain of operations that was the longest at other costs; 0
+        beside frozen stages, whose backwards are in no list."""
+        if self.cut.frozen or rounds.every:
+            return 0.0
+        costs, alone = self.costs, 1.0 - self._hidden * hides(self.share.config, rounds.row)
+        chain = rounds.chain(simulation_costs(costs, self._stages(rounds)))
+        seconds = simulation_costs(costs, self._stages(rounds)).seconds()
+        whole = alone * sum(number * seconds[op][stage] for (op, stage), number in chain.operations.items())
+        whole += sum(number * costs[stage].message_s for stage, number in chain.hops.items())
+        if chain.rank is not None:
+            busy = sum(
+                costs[stage].forward_s + costs[stage].backward_s
+                for stage in self.cut.ranks[rounds.row.placement][chain.rank]
+            )
+            whole += (num_microbatches - rounds.number) * alone * busy
+        return whole
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the

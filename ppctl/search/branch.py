@@ -42,6 +42,9 @@ CLOSE = 0.02
 ROWS = 10
 """Divisions of the ranks in an answer, at most."""
 
+SINGLE = ("closer", "closest", "plan")
+"""Levels of branches that are a single configuration."""
+
 Batch = tuple[int, int, int]
 """Samples of a microbatch, microbatches of a schedule call, calls of a step."""
 Way = tuple[int, str, Rounds]
@@ -208,17 +211,26 @@ class Tree:
                     self.counts.memory += 1
                     continue
                 of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
-                seconds = batch[2] * pipeline.seconds(batch[1], name)
-                seconds += division.states(pipeline.cut, rounds.row.placement, sharding)[1]
-                self._add(seconds, 1, "closer", of_one, pipeline, batch)
+                self._add(self._step(0.0, of_one, pipeline, batch), 1, "closer", of_one, pipeline, batch)
 
     def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
-        """One configuration, by the pace of a few rounds of its schedule."""
+        """One configuration, by a chain of operations of its schedule."""
+        key = (of._replace(data_parallel_sharding=""), "chain")
+        call = self._once(key, lambda: pipeline.along_chain(self._rounds(of, batch[1], STEADY), batch[1]))
+        self._add(self._step(call, of, pipeline, batch), 1, "closest", of, pipeline, batch)
+
+    def closest(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
+        """One configuration, by the pace of a few rounds of its schedule with messages."""
         key = (of._replace(data_parallel_sharding=""), "seconds")
         call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
-        seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
+        self._add(self._step(call, of, pipeline, batch), 1, "plan", of)
+
+    @staticmethod
+    def _step(call: float, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> float:
+        """Seconds of a step at least, of which a schedule call takes `call` or what it does in closed form."""
         placement, sharding = POLICIES[of.schedule].placement, of.data_parallel_sharding
-        self._add(seconds + pipeline.division.states(pipeline.cut, placement, sharding)[1], 1, "plan", of)
+        after = pipeline.division.states(pipeline.cut, placement, sharding)[1]
+        return batch[2] * max(call, pipeline.seconds(batch[1], of.schedule)) + after
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -281,33 +293,32 @@ class Search:
         return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
-        """Search; yields itself after every plan and every divided branch. First come divisions of the ranks near the
-        config's own, one by one until a configuration fits, so that there is an answer soon."""
-        divisions = iter(self.space.axes())
+        """Search; yields itself after every plan and every divided branch. So that there is an answer soon, divisions
+        of the ranks near the config's own come first, one by one until a configuration fits."""
+        tree, divisions = self.tree, iter(self.space.axes())
         for axes in divisions:
-            self.tree.open(axes)
-            for _ in self._best_first():
+            tree.open(axes)
+            while tree.heap and not self.found:
+                self._go_on(at_once=True)
                 yield self
-                if self.found:
-                    break
             if self.found:
                 break
         for axes in divisions:
-            self.tree.open(axes)
-        yield from self._best_first()
-        self.counts.left = sum(branch.size for branch in self.tree.heap)
+            tree.open(axes)
+        while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
+            self._go_on()
+            yield self
+        self.counts.left = sum(branch.size for branch in tree.heap)
         self.proved = True
 
-    def _best_first(self) -> Iterator[Search]:
-        """Divide and plan branches until none can be faster than what is known."""
-        tree = self.tree
-        while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
-            branch = heappop(tree.heap)
-            if branch.level == "plan":
-                self._plan_one(branch)
-            else:
-                tree.divide(branch)
-            yield self
+    def _go_on(self, *, at_once: bool = False) -> None:
+        """Divide the branch with the least bound, or plan it: a single configuration `at_once`, or if no closer bound
+        is left."""
+        branch = heappop(self.tree.heap)
+        if branch.level == "plan" or (at_once and branch.level in SINGLE):
+            self._plan_one(branch)
+        else:
+            self.tree.divide(branch)
 
     def other_divisions(self, share: float) -> Iterator[Search]:
         """Plan the fastest configuration of other divisions of the ranks, as long as bounds are within `share` of the
@@ -335,7 +346,7 @@ class Search:
 
     def simpler(self) -> Iterator[Search]:
         """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
-        waiting = {branch.parts[0]: branch for branch in self.tree.heap if branch.level in ("closer", "plan")}
+        waiting = {branch.parts[0]: branch for branch in self.tree.heap if branch.level in SINGLE}
         for of in [each.configuration for each in self.found[: 2 * ROWS]]:
             for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
                 if branch := waiting.pop(of._replace(data_parallel_sharding=sharding), None):
