@@ -9,7 +9,7 @@ pipeline fills. Must not know which configurations there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations, stage_pieces
+from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
 from ppctl.cost.state import State, state_bytes
 from ppctl.cost.times import optimizer_seconds
@@ -83,10 +84,12 @@ class Cut:
 
 
 class FullestMoment(NamedTuple):
-    """A rank at the moment of its list, before a backward, when most microbatches are between their F and their B."""
+    """A rank at a moment of its list, before a backward, when it holds many microbatches."""
 
     begun: tuple[int, ...]
-    """Chunk -> how many microbatches are."""
+    """Chunk -> how many are between their F and their B or I."""
+    put_off: tuple[int, ...]
+    """Chunk -> how many are between their I and their W."""
     runs: int
     """The chunk whose backward comes next."""
     summing: tuple[bool, ...]
@@ -98,15 +101,15 @@ class Filled(NamedTuple):
 
     rank: int
     moment: FullestMoment
-    layers: dict[Kind, int]
-    """Kind of layer -> how many microbatches all layers of this kind hold together."""
+    layers: dict[Kind, tuple[int, int]]
+    """Kind of layer -> how many microbatches all layers of this kind hold together, begun and put off."""
 
 
 def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
-    """Microbatches of so many rounds, which end as all `num_microbatches` do."""
+    """Microbatches of so many rounds, and of the rest that `num_microbatches` leave after whole rounds."""
     row = POLICIES[policy]
     least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
-    return min(num_microbatches, num_microbatches % pp + max(rounds * pp, least))
+    return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))
 
 
 class Chain(NamedTuple):
@@ -153,32 +156,47 @@ class Rounds:
 
     @cached_property
     def filled(self) -> list[Filled]:
-        """Of ranks with alike stages the one that holds most."""
+        """Of ranks with alike stages the one that holds most, by what is begun and by that and what is put off."""
         ranks: dict[Hashable, Filled] = {}
         for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
-            moment, layers = _fullest(row, own, self.number), Counter[Kind]()
-            for stage, begun in zip(own, moment.begun, strict=True):
-                for kind, number in self.cut.kinds[stage].items() if stage >= self.cut.frozen else ():
-                    layers[kind] += number * (bool(begun) if self.every else begun)
-            key = tuple(self.cut.like[stage] for stage in own)
-            if key not in ranks or sum(ranks[key].moment.begun) < sum(moment.begun):
-                ranks[key] = Filled(rank, moment, dict(layers))
+            for at, moment in enumerate(_fullest(row, own, self.number)):
+                key = at, *(self.cut.like[stage] for stage in own)
+                if key not in ranks or _size(ranks[key].moment) < _size(moment):
+                    ranks[key] = Filled(rank, moment, self._by_kind(own, moment))
         return list(ranks.values())
 
+    def _by_kind(self, own: Sequence[int], moment: FullestMoment) -> dict[Kind, tuple[int, int]]:
+        begun, put_off = Counter[Kind](), Counter[Kind]()
+        for stage, started, later in zip(own, moment.begun, moment.put_off, strict=True):
+            for kind, number in self.cut.kinds[stage].items() if stage >= self.cut.frozen else ():
+                begun[kind] += number * (bool(started) if self.every else started)
+                put_off[kind] += number * later
+        return {kind: (number, put_off[kind]) for kind, number in begun.items()}
 
-def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> FullestMoment:
+
+def _size(moment: FullestMoment) -> int:
+    return sum(moment.begun) + sum(moment.put_off)
+
+
+def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> list[FullestMoment]:
+    """The moment when most is begun, and for split backwards the one when most is begun or put off."""
     chunk = {stage: at for at, stage in enumerate(own)}
-    begun, made, most = [0] * len(own), [0] * len(own), FullestMoment((), 0, ())
+    begun, put_off, made = [0] * len(own), [0] * len(own), [0] * len(own)
+    most, held = [FullestMoment((), (), 0, ())] * 2, [0, 0]
     for op, stage, _ in row:
         at = chunk[stage]
         if op is F:
             begun[at] += 1
-        if op in INPUT_GRADIENTS:
-            if sum(begun) >= sum(most.begun):
-                most = FullestMoment(tuple(begun), at, tuple(0 < done < number for done in made))
-            begun[at] -= 1
+            continue
+        splits = op not in WEIGHT_GRADIENTS or op not in INPUT_GRADIENTS
+        for which, now in ((0, sum(begun)), (1, sum(begun) + sum(put_off) if splits else 0)):
+            if now and now >= held[which]:
+                summing = tuple(0 < done < number for done in made)
+                most[which], held[which] = FullestMoment(tuple(begun), tuple(put_off), at, summing), now
+        begun[at] -= op in INPUT_GRADIENTS
+        put_off[at] += (op in INPUT_GRADIENTS) - (op in WEIGHT_GRADIENTS)
         made[at] += op in WEIGHT_GRADIENTS
-    return most
+    return most if held[1] else most[:1]
 
 
 class StagePrices:
@@ -213,6 +231,18 @@ class StagePrices:
             if place in pieces:
                 kept[kind] = min(kept.get(kind, inf), pieces[place].stays / self.setting.micro_batch_size)
         return kept
+
+    @cached_property
+    def sample_put_off(self) -> dict[Kind, float]:
+        """The bytes of a sample that a layer of a kind keeps between the halves of a split backward."""
+        model, setting = self.config.model, self.setting
+        layers = dict(zip(layer_kinds(model, self.whole), self.whole, strict=True))
+        if not setting.allocator.backward:  # all that was kept, for want of figures
+            return {kind: self.sample_bytes.get(kind, 0.0) for kind in layers}
+        return {
+            kind: stage_operands(model, [layer], setting).kept / setting.micro_batch_size
+            for kind, layer in layers.items()
+        }
 
     def sample_seconds(self, *, hidden: bool) -> dict[Kind, tuple[float, float]]:
         """The least seconds of a sample's forward and backward in a layer of a kind, in microbatches of this size and
@@ -267,13 +297,15 @@ class Division:
             return state.total
         return state.optimizer + (0 if self.by_layers and sharding == "full" else state.weights)
 
-    def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, sample: Mapping[Kind, float]) -> float:
-        """Bytes of the rank that holds most at its fullest moment, of its state and of what layers keep of a sample."""
+    def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, prices: StagePrices) -> float:
+        """Bytes of the rank that holds most at its fullest moment, by what layers keep of a sample."""
+        kept, put_off = prices.sample_bytes, prices.sample_put_off
         states, _ = self.states(rounds.cut, rounds.row.placement, sharding)
         samples = batch[0] * (batch[1] if rounds.every else 1)
         return max(
             self.certain(states[each.rank], sharding)
-            + samples * sum(number * sample.get(kind, 0.0) for kind, number in each.layers.items())
+            + samples
+            * sum(begun * kept.get(kind, 0.0) + later * put_off[kind] for kind, (begun, later) in each.layers.items())
             for each in rounds.filled
         )
 
@@ -386,6 +418,12 @@ class PipelineBounds:
         reduces = [each.reduce_s for each in costs]
         return paces(self.cut, row, forwards, backwards, hops, reduces, waits=in_batches(self.share.config))
 
+    def _put_off(self, stage: int) -> float:
+        """Bytes of a microbatch that a stage keeps between the halves of a split backward."""
+        share, kinds = self.share, self.cut.kinds[stage] if stage >= self.cut.frozen else {}
+        one = share.sample_put_off
+        return share.setting.micro_batch_size * sum(number * one[kind] for kind, number in kinds.items())
+
     def along_chain(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call at least, along one chain of operations that was the longest at other costs; 0
         beside frozen stages, whose backwards are in no list."""
@@ -441,8 +479,9 @@ class PipelineBounds:
     ) -> float:
         """Bytes of a rank with the stages `own`: under sharding of gradients what stages need comes and goes."""
         division, held = self.division, float(state.optimizer)
-        for number, stage in zip(moment.begun, own, strict=True):
+        for number, later, stage in zip(moment.begun, moment.put_off, own, strict=True):
             held += (every or number) * self.costs[stage].activation_bytes
+            held += later * self._put_off(stage) if later else 0
         if not splits and (runs := own[moment.runs]) >= self.cut.frozen:
             held += self.share.beside(self.cut.layers[runs], runs, self.cut.like[runs])
         if sharding == "none" or (sharding != "full" and not division.partial):

@@ -168,7 +168,7 @@ class Tree:
     def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
         """Every microbatch size, with the layouts and schedules of which no rank certainly holds too much."""
         ways, each = self.space.ways(sizes.pp), len(self.space.shardings(sizes))
-        sharding, held = of.data_parallel_sharding, self._largest(of, sizes).sample_bytes
+        sharding, prices = of.data_parallel_sharding, self._largest(of, sizes)
         paces = self._paces(of, sizes)
         for batch in batches:
             of = of._replace(micro_batch_size=batch[0])
@@ -176,7 +176,7 @@ class Tree:
             fitting: dict[float, list[Way]] = {}
             for vpp, name in run:
                 rounds = self._rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)
-                if division.least(rounds, batch, sharding, held) <= division.available:
+                if division.least(rounds, batch, sharding, prices) <= division.available:
                     seconds = batch[0] * batch[2] * called(paces[vpp, name], batch[1])
                     fitting.setdefault(seconds, []).append((vpp, name, rounds))
             self.counts.rules += (len(ways) - len(run)) * each
