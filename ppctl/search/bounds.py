@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
-from ppctl.cost.activations import stage_activations, stage_pieces
+from ppctl.cost import activations
+from ppctl.cost.activations import StageActivations, stage_activations, stage_pieces
 from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
 from ppctl.cost.state import State, state_bytes
@@ -210,13 +211,24 @@ class StagePrices:
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
         self._of_kind = kind_pricer(values.config, self.setting, machine_for(values.config, self.setting), measured)
         self._costs: dict[Hashable, StageCost] = {}
-        self._beside: dict[Hashable, int] = {}
+        self._alive: dict[Hashable, StageActivations] = {}
+        self._bytes_of_kind = activations.kind_pricer(values.config.model, self.setting)
 
     def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> StageCost:
         """The cost of a stage."""
         if like not in self._costs:
-            self._costs[like] = self._price(stage, layers, last)
+            self._costs[like] = self._price(stage, layers, last, self._activations(layers, stage, like))
         return self._costs[like]
+
+    def _activations(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> StageActivations:
+        if like not in self._alive:
+            model = self.config.model
+            self._alive[like] = stage_activations(model, layers, self.setting, stage, self._bytes_of_kind)
+        return self._alive[like]
+
+    def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
+        """Bytes that live beside what a stage keeps while its backward runs."""
+        return self._activations(layers, stage, like).in_backward
 
     @cached_property
     def sample_bytes(self) -> dict[Kind, float]:
@@ -225,7 +237,7 @@ class StagePrices:
         train, whole = self.config.train, self.whole
         if train.recompute_num_layers or train.recompute_stages is not None:
             return {}
-        pieces = stage_pieces(self.config.model, whole, self.setting, 0).by_place
+        pieces = stage_pieces(self.config.model, whole, self.setting, 0, self._bytes_of_kind).by_place
         kept: dict[Kind, float] = {}
         for place, kind in enumerate(layer_kinds(self.config.model, whole)):
             if place in pieces:
@@ -259,12 +271,6 @@ class StagePrices:
                 ahead, back = ahead - cost.exchanged, back - cost.exchanged_back
             least[kind] = ahead / self.setting.micro_batch_size, back / self.setting.micro_batch_size
         return least
-
-    def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
-        """Bytes that live beside what a stage keeps while its backward runs."""
-        if like not in self._beside:
-            self._beside[like] = stage_activations(self.config.model, layers, self.setting, stage).in_backward
-        return self._beside[like]
 
 
 class Division:
