@@ -77,15 +77,22 @@ def pricer(
     setting = setting_of(config, sizes, micro_batch_size)
     machine = machine_for(config, setting)
 
-    of_kind, sent = kind_pricer(config, setting, machine, measured), measured.message if measured else None
+    @cache
+    def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
+        return layer_seconds(layer_work(model, kind, setting), machine, recomputed)
+
+    scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
     def of_stage(stage: int, held: tuple[Layer, ...], last: bool, alive: StageActivations | None = None) -> StageCost:
         """The seconds of a microbatch's passes, the message that it sends, and its bytes, of a stage with the layers
         `held`."""
         modules = recomputed_modules(train, stage)
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
-        kinds = zip(held, layer_kinds(model, held), strict=True)
-        seconds = [of_kind(kind, None if layer in runs else modules) for layer, kind in kinds]
+        seconds = []
+        for layer, kind in zip(held, layer_kinds(model, held), strict=True):
+            one, (ahead, back) = of_kind(kind, None if layer in runs else modules), scales.get(kind, (1.0, 1.0))
+            scale = (ahead, back, back, ahead, back)
+            seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
         alive = alive or stage_activations(model, held, setting, stage)
         copies = host_seconds(alive.offloaded, machine)
@@ -103,27 +110,6 @@ def pricer(
         )
 
     return of_stage
-
-
-def kind_pricer(
-    config: RunConfig, setting: Setting, machine: Machine, measured: Profile | None = None
-) -> Callable[[Kind, tuple[str, ...] | None], PartSeconds]:
-    """Return a function (kind of layer, the modules that it computes again, or None for all) -> the seconds of a
-    microbatch."""
-
-    @cache
-    def preset(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
-        return layer_seconds(layer_work(config.model, kind, setting), machine, recomputed)
-
-    scales = _scales(config, measured, preset)
-
-    @cache
-    def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
-        ahead, back = scales.get(kind, (1.0, 1.0))
-        scale = (ahead, back, back, ahead, back)
-        return PartSeconds(*(each * by for each, by in zip(preset(kind, recomputed), scale, strict=True)))
-
-    return of_kind
 
 
 def machine_for(config: RunConfig, setting: Setting) -> Machine:

@@ -10,194 +10,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from functools import cached_property, partial
-from itertools import accumulate, pairwise
-from math import inf
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate
 
 from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
-from ppctl.cost import activations
-from ppctl.cost.activations import StageActivations, stage_activations, stage_pieces
+from ppctl.cost.activations import StageActivations, kind_pricer, stage_activations, stage_pieces
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
+from ppctl.cost.parameter_counts import Count, on_device
 from ppctl.cost.state import State, state_bytes
 from ppctl.cost.times import optimizer_seconds
 from ppctl.errors import ScheduleError
-from ppctl.geometry.layers import (
-    Kind,
-    Layer,
-    holds_final_norm,
-    layer_kinds,
-    parse_layers,
-    recomputed_modules,
-    recomputed_runs,
-)
+from ppctl.geometry.layers import Kind, Layer, layer_kinds
 from ppctl.host.accelerators import MEGATRON
-from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.memory import device_of, setting_of
-from ppctl.plan.memory_limit import device_limit
-from ppctl.plan.prices import kind_pricer, machine_for, pricer, reduction, simulation_costs
+from ppctl.plan.memory_limit import GRANULARITY, device_limit
+from ppctl.plan.prices import machine_for, pricer, reduction, simulation_costs
 from ppctl.plan.profile import Profile
-from ppctl.plan.schedule_choice import Choice, compute_only, presumed
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues
-from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Op, Placement, Schedule
 from ppctl.schedule.policies import POLICIES, Policy
-from ppctl.schedule.simulate import Costs, critical_path, simulate
+from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
+from ppctl.search.rounds import Cut, FullestMoment, Rounds
 from ppctl.topology import ParallelSizes
-
-FILLED, STEADY = 3, 6
-"""Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
-down. Checked for every policy by tests, not derived."""
-_ALL_AT_ONCE = "gpipe"
-"""The policy that holds every microbatch."""
-
-
-class Cut:
-    """The layers of a layout's stages."""
-
-    def __init__(self, values: ConfigValues, layout: PipelineParallelLayerLayout) -> None:
-        model, count, precision = values.config.model, len(layout.stages), precision_of(values.config)
-        self.pp, self.vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-        self.layers = [parse_layers(layout.layer_names(stage)) for stage in range(count)]
-        each_apart = model.transformers is not None or values["train.recompute_stages"] is not None
-        self.like: list[Hashable] = [
-            (stage if each_apart else 0, stage == count - 1, holds_final_norm(model, held), *layer_kinds(model, held))
-            for stage, held in enumerate(self.layers)
-        ]
-        """Stage -> a key: stages with equal keys have equal costs."""
-        self.kinds = [Counter(layer_kinds(model, held)) for held in self.layers]
-        self.trained = [trained_count(model, held) for held in self.layers]
-        self.untrained = [
-            untrained_bytes(model, held, weight=precision.weight, gradient=precision.gradient) for held in self.layers
-        ]
-        self.frozen = next((stage for stage, number in enumerate(self.trained) if number.total()), 0)
-        """First stages that train nothing, and have no backward."""
-
-    @cached_property
-    def ranks(self) -> dict[str, list[tuple[int, ...]]]:
-        """Placement -> the stages of each rank, in chunk order."""
-        places = [Placement(kind, self.pp, len(self.layers)) for kind in ("loop", "v")]
-        return {place.kind: [place.stages_of(rank) for rank in range(self.pp)] for place in places}
-
-
-class FullestMoment(NamedTuple):
-    """A rank at a moment of its list, before a backward, when it holds many microbatches."""
-
-    begun: tuple[int, ...]
-    """Chunk -> how many are between their F and their B or I."""
-    put_off: tuple[int, ...]
-    """Chunk -> how many are between their I and their W."""
-    runs: int
-    """The chunk whose backward comes next."""
-    summing: tuple[bool, ...]
-    """Chunk -> whether it has made weight gradients, and will make more."""
-
-
-class Filled(NamedTuple):
-    """A rank at its fullest moment."""
-
-    rank: int
-    moment: FullestMoment
-    layers: dict[Kind, tuple[int, int]]
-    """Kind of layer -> how many microbatches all layers of this kind hold together, begun and put off."""
-
-
-def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
-    """Microbatches of so many rounds, and of the rest that `num_microbatches` leave after whole rounds."""
-    row = POLICIES[policy]
-    least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
-    return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))
-
-
-class Chain(NamedTuple):
-    """Operations of a schedule of which each waits for the one before it, however long they take."""
-
-    operations: Counter[tuple[Op, int]]
-    """Operation and stage -> how many."""
-    hops: Counter[int]
-    """Stage -> how many messages travel between it and the next one."""
-    rank: int | None
-    """The rank whose operations follow on each other in the middle, where longer schedules have more of them."""
-
-
-class Rounds:
-    """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
-
-    def __init__(self, values: ConfigValues, policy: str, cut: Cut, number: int) -> None:
-        self.values, self.number, self.cut, self.row = values, number, cut, POLICIES[policy]
-        self._make = partial(compute_only, values, Choice(policy), cut.vpp)
-        self.plain = self._make(number)
-        self.every = policy == _ALL_AT_ONCE
-        self._lowered: dict[int, Schedule] = {}
-        self._chain: Chain | None = None
-
-    def lowered(self, number: int) -> Schedule:
-        """With its messages, for `number` microbatches."""
-        if number not in self._lowered:
-            self._lowered[number] = presumed(self.values, self._make(number), self.cut.frozen).schedule
-        return self._lowered[number]
-
-    def chain(self, costs: Costs) -> Chain:
-        """The longest chain at the costs of the first call, without what batches of messages wait for."""
-        if self._chain is None:
-            path = critical_path(simulate(self.plain, costs))
-            operations = Counter((span.action.op, span.action.stage) for span in path)
-            hops, ranks = Counter[int](), Counter[int]()
-            for before, after in pairwise(path):
-                if before.pp_rank != after.pp_rank:
-                    hops[min(before.action.stage, after.action.stage)] += 1
-                elif self.number <= 3 * before.action.mb <= 2 * self.number:
-                    ranks[before.pp_rank] += 1
-            self._chain = Chain(operations, hops, ranks.most_common(1)[0][0] if ranks else None)
-        return self._chain
-
-    @cached_property
-    def filled(self) -> list[Filled]:
-        """Of ranks with alike stages the one that holds most, by what is begun and by that and what is put off."""
-        ranks: dict[Hashable, Filled] = {}
-        for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
-            for at, moment in enumerate(_fullest(row, own, self.number)):
-                key = at, *(self.cut.like[stage] for stage in own)
-                if key not in ranks or _size(ranks[key].moment) < _size(moment):
-                    ranks[key] = Filled(rank, moment, self._by_kind(own, moment))
-        return list(ranks.values())
-
-    def _by_kind(self, own: Sequence[int], moment: FullestMoment) -> dict[Kind, tuple[int, int]]:
-        begun, put_off = Counter[Kind](), Counter[Kind]()
-        for stage, started, later in zip(own, moment.begun, moment.put_off, strict=True):
-            for kind, number in self.cut.kinds[stage].items() if stage >= self.cut.frozen else ():
-                begun[kind] += number * (bool(started) if self.every else started)
-                put_off[kind] += number * later
-        return {kind: (number, put_off[kind]) for kind, number in begun.items()}
-
-
-def _size(moment: FullestMoment) -> int:
-    return sum(moment.begun) + sum(moment.put_off)
-
-
-def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> list[FullestMoment]:
-    """The moment when most is begun, and for split backwards the one when most is begun or put off."""
-    chunk = {stage: at for at, stage in enumerate(own)}
-    begun, put_off, made = [0] * len(own), [0] * len(own), [0] * len(own)
-    most, held = [FullestMoment((), (), 0, ())] * 2, [0, 0]
-    for op, stage, _ in row:
-        at = chunk[stage]
-        if op is F:
-            begun[at] += 1
-            continue
-        splits = op not in WEIGHT_GRADIENTS or op not in INPUT_GRADIENTS
-        for which, now in ((0, sum(begun)), (1, sum(begun) + sum(put_off) if splits else 0)):
-            if now and now >= held[which]:
-                summing = tuple(0 < done < number for done in made)
-                most[which], held[which] = FullestMoment(tuple(begun), tuple(put_off), at, summing), now
-        begun[at] -= op in INPUT_GRADIENTS
-        put_off[at] += (op in INPUT_GRADIENTS) - (op in WEIGHT_GRADIENTS)
-        made[at] += op in WEIGHT_GRADIENTS
-    return most if held[1] else most[:1]
 
 
 class StagePrices:
@@ -206,13 +43,18 @@ class StagePrices:
     def __init__(
         self, values: ConfigValues, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None, whole: Cut
     ) -> None:
-        self.config, self.whole = values.config, whole.layers[0]
+        self.config = values.config
         self.setting = setting_of(values.config, sizes, micro_batch_size)
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
-        self._of_kind = kind_pricer(values.config, self.setting, machine_for(values.config, self.setting), measured)
+        train = self.config.train
+        self._by_place = bool(train.recompute_num_layers) or train.recompute_stages is not None
+        """Whether it depends on the layers around one what it computes again."""
+        once = values.overridden({GRANULARITY: None}).config if self._by_place else values.config
+        self._least = pricer(once, sizes, micro_batch_size, measured)
+        self._layers = dict(zip(layer_kinds(self.config.model, whole.layers[0]), whole.layers[0], strict=True))
         self._costs: dict[Hashable, StageCost] = {}
         self._alive: dict[Hashable, StageActivations] = {}
-        self._bytes_of_kind = activations.kind_pricer(values.config.model, self.setting)
+        self._bytes_of_kind = kind_pricer(values.config.model, self.setting)
 
     def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> StageCost:
         """The cost of a stage."""
@@ -230,46 +72,28 @@ class StagePrices:
         """Bytes that live beside what a stage keeps while its backward runs."""
         return self._activations(layers, stage, like).in_backward
 
-    @cached_property
-    def sample_bytes(self) -> dict[Kind, float]:
-        """The least bytes of a sample that a layer of a kind keeps in microbatches of this size, and so in smaller
-        ones; without those of which it depends on the layers around it."""
-        train, whole = self.config.train, self.whole
-        if train.recompute_num_layers or train.recompute_stages is not None:
-            return {}
-        pieces = stage_pieces(self.config.model, whole, self.setting, 0, self._bytes_of_kind).by_place
-        kept: dict[Kind, float] = {}
-        for place, kind in enumerate(layer_kinds(self.config.model, whole)):
-            if place in pieces:
-                kept[kind] = min(kept.get(kind, inf), pieces[place].stays / self.setting.micro_batch_size)
-        return kept
-
-    @cached_property
-    def sample_put_off(self) -> dict[Kind, float]:
-        """The bytes of a sample that a layer of a kind keeps between the halves of a split backward."""
-        model, setting = self.config.model, self.setting
-        layers = dict(zip(layer_kinds(model, self.whole), self.whole, strict=True))
-        if not setting.allocator.backward:  # all that was kept, for want of figures
-            return {kind: self.sample_bytes.get(kind, 0.0) for kind in layers}
-        return {
-            kind: stage_operands(model, [layer], setting).kept / setting.micro_batch_size
-            for kind, layer in layers.items()
-        }
-
     def sample_seconds(self, *, hidden: bool) -> dict[Kind, tuple[float, float]]:
         """The least seconds of a sample's forward and backward in a layer of a kind, in microbatches of this size and
         so in smaller ones; `hidden` without exchanges."""
-        train, kinds = self.config.train, layer_kinds(self.config.model, self.whole)
-        chosen = train.recompute_stages is None
-        again = {layer for run in recomputed_runs(train, 0, self.whole) for layer in run if chosen}
-        once = {kind for kind, layer in zip(kinds, self.whole, strict=True) if layer not in again}
-        modules, least = recomputed_modules(train, 0) if chosen else (), {}
-        for kind in dict.fromkeys(kinds):
-            cost = self._of_kind(kind, modules if kind in once else None)
-            ahead, back = cost.forward, cost.input_gradient + cost.weight_gradient
-            if hidden:
-                ahead, back = ahead - cost.exchanged, back - cost.exchanged_back
-            least[kind] = ahead / self.setting.micro_batch_size, back / self.setting.micro_batch_size
+        number, least = self.setting.micro_batch_size, {}
+        for kind, layer in self._layers.items():
+            if kind not in self._costs:
+                self._costs[kind] = self._least(0, (layer,), True, StageActivations(0, 0, 0))
+            cost = self._costs[kind]
+            ahead, back = cost.forward_s - hidden * cost.exchange_s, cost.backward_s - hidden * cost.exchange_back_s
+            least[kind] = ahead / number, back / number
+        return least
+
+    @cached_property
+    def sample_bytes(self) -> dict[Kind, tuple[float, float]]:
+        """The least bytes of a sample that a layer of a kind keeps, in microbatches of this size and so in smaller
+        ones, from its forward to its backward, and between the halves of a split one."""
+        model, setting, least = self.config.model, self.setting, {}
+        for kind, layer in self._layers.items():
+            pieces = stage_pieces(model, (layer,), setting, 0, self._bytes_of_kind).by_place
+            kept = sum(piece.stays for piece in pieces.values()) * (not self._by_place)
+            put_off = stage_operands(model, [layer], setting).kept if setting.allocator.backward else kept
+            least[kind] = kept / setting.micro_batch_size, put_off / setting.micro_batch_size
         return least
 
 
@@ -305,13 +129,12 @@ class Division:
 
     def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, prices: StagePrices) -> float:
         """Bytes of the rank that holds most at its fullest moment, by what layers keep of a sample."""
-        kept, put_off = prices.sample_bytes, prices.sample_put_off
+        one = prices.sample_bytes
         states, _ = self.states(rounds.cut, rounds.row.placement, sharding)
         samples = batch[0] * (batch[1] if rounds.every else 1)
         return max(
             self.certain(states[each.rank], sharding)
-            + samples
-            * sum(begun * kept.get(kind, 0.0) + later * put_off[kind] for kind, (begun, later) in each.layers.items())
+            + samples * sum(n * one[kind][0] + later * one[kind][1] for kind, (n, later) in each.layers.items())
             for each in rounds.filled
         )
 
@@ -426,27 +249,21 @@ class PipelineBounds:
 
     def _put_off(self, stage: int) -> float:
         """Bytes of a microbatch that a stage keeps between the halves of a split backward."""
-        share, kinds = self.share, self.cut.kinds[stage] if stage >= self.cut.frozen else {}
-        one = share.sample_put_off
-        return share.setting.micro_batch_size * sum(number * one[kind] for kind, number in kinds.items())
+        one, kinds = self.share.sample_bytes, self.cut.kinds[stage] if stage >= self.cut.frozen else {}
+        return self.share.setting.micro_batch_size * sum(number * one[kind][1] for kind, number in kinds.items())
 
     def along_chain(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call at least, along one chain of operations that was the longest at other costs; 0
         beside frozen stages, whose backwards are in no list."""
         if self.cut.frozen or rounds.every:
             return 0.0
-        costs, alone = self.costs, 1.0 - self._hidden * hides(self.share.config, rounds.row)
-        chain = rounds.chain(simulation_costs(costs, self._stages(rounds)))
-        seconds = simulation_costs(costs, self._stages(rounds)).seconds()
-        whole = alone * sum(number * seconds[op][stage] for (op, stage), number in chain.operations.items())
-        whole += sum(number * costs[stage].message_s for stage, number in chain.hops.items())
-        if chain.rank is not None:
-            busy = sum(
-                costs[stage].forward_s + costs[stage].backward_s
-                for stage in self.cut.ranks[rounds.row.placement][chain.rank]
-            )
-            whole += (num_microbatches - rounds.number) * alone * busy
-        return whole
+        costs = simulation_costs(self.costs, self._stages(rounds))
+        (operations, hops, own), seconds = rounds.chain(costs), costs.seconds()
+        whole = sum(number * seconds[op][stage] for (op, stage), number in operations.items())
+        more = sum(self.costs[stage].forward_s + self.costs[stage].backward_s for stage in own)
+        whole += (num_microbatches - rounds.number) * more
+        sent = sum(number * self.costs[stage].message_s for stage, number in hops.items())
+        return sent + (1.0 - self._hidden * hides(self.share.config, rounds.row)) * whole
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the

@@ -20,20 +20,8 @@ from ppctl.plan.build import plan_alone
 from ppctl.plan.memory_limit import SHARDING, SHARDINGS
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
-from ppctl.search.bounds import (
-    FILLED,
-    STEADY,
-    Cut,
-    Division,
-    Pace,
-    PipelineBounds,
-    Rounds,
-    StagePrices,
-    called,
-    few_rounds,
-    hides,
-    paces,
-)
+from ppctl.search.bounds import Division, Pace, PipelineBounds, StagePrices, called, hides, paces
+from ppctl.search.rounds import FILLED, STEADY, Cut, Rounds, few_rounds
 from ppctl.search.space import AXES, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
