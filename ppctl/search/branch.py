@@ -163,7 +163,7 @@ class Tree:
             run = [way for way in ways if batch[1] >= POLICIES[way[1]].needs_microbatches(sizes.pp)]
             fitting: dict[float, list[Way]] = {}
             for vpp, name in run:
-                rounds = self._rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)
+                rounds = self.rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)
                 if division.least(rounds, batch, sharding, prices) <= division.available:
                     seconds = batch[0] * batch[2] * called(paces[vpp, name], batch[1])
                     fitting.setdefault(seconds, []).append((vpp, name, rounds))
@@ -204,13 +204,13 @@ class Tree:
     def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
         """One configuration, by a chain of operations of its schedule."""
         key = (of._replace(data_parallel_sharding=""), "chain")
-        call = self._once(key, lambda: pipeline.along_chain(self._rounds(of, batch[1], STEADY), batch[1]))
+        call = self._once(key, lambda: pipeline.along_chain(self.rounds(of, batch[1], STEADY), batch[1]))
         self._add(self._step(call, of, pipeline, batch), 1, "closest", of, pipeline, batch)
 
     def closest(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
         """One configuration, by the pace of a few rounds of its schedule with messages."""
         key = (of._replace(data_parallel_sharding=""), "seconds")
-        call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
+        call = self._once(key, lambda: pipeline.simulated(self.rounds(of, batch[1], STEADY), batch[1]))
         self._add(self._step(call, of, pipeline, batch), 1, "plan", of)
 
     @staticmethod
@@ -251,7 +251,7 @@ class Tree:
         layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
         return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
 
-    def _rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
+    def rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
         """So many rounds of a configuration's schedule."""
         few = few_rounds(of.schedule, of.pp, num_microbatches, number)
         key = (of.schedule, of.pp, of.vpp, few, of.ep > 1)
