@@ -31,8 +31,7 @@ from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues
 from ppctl.schedule.policies import POLICIES, Policy
-from ppctl.schedule.simulate import simulate
-from ppctl.schedule.trace import step_time
+from ppctl.schedule.simulate import run_of
 from ppctl.search.rounds import Cut, FullestMoment, Rounds
 from ppctl.topology import ParallelSizes
 
@@ -274,11 +273,10 @@ class PipelineBounds:
         if rounds.every and more:
             return 0.0
         try:
-            spent = [
-                step_time(simulate(rounds.lowered(each), costs)) for each in (number, number - pp)[: 1 + bool(more)]
-            ]
+            runs = [run_of(rounds.lowered(each), costs) for each in (number, number - pp)[: 1 + bool(more)]]
         except ScheduleError:
             return 0.0
+        spent = [max(map(max, run.ends)) for run in runs]
         return spent[0] + more * (spent[0] - spent[-1])
 
     def _stages(self, rounds: Rounds) -> list[StageSpec]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import groupby, product
 from operator import itemgetter
@@ -193,7 +194,7 @@ class Tree:
         """Layouts and schedules, with the ways to divide the optimizer's state."""
         share = self._share(of, sizes)
         for vpp, group in groupby(ways, key=itemgetter(0)):
-            pipeline = PipelineBounds(share, division, self._cut(sizes.pp, vpp))
+            pipeline = self._once(of._replace(vpp=vpp), partial(PipelineBounds, share, division, self._cut(of.pp, vpp)))
             for (_, name, rounds), sharding in product(group, self.space.shardings(sizes)):
                 if pipeline.peak(rounds, batch[1], sharding) > division.available:
                     self.counts.memory += 1
