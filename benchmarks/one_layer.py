@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from ppctl.foreign.measured_pass import tensors_of
 from ppctl.launch.planning import planned
 from ppctl.model.kernels import choose_kernels
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router
 from ppctl.records.rehearsal_record import BACKWARD, FORWARD
-from ppctl.rehearsal.ledger import DeviceLedger, launches, moved_bytes, multiplies, tensors_in
+from ppctl.rehearsal.ledger import DeviceLedger, launches, moved_bytes, multiplies
 from ppctl.rehearsal.stand_ins import FusedKernels, capability
 
 
@@ -38,7 +39,7 @@ class Kernels(DeviceLedger):
         """As the ledger, with the kernel's name."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace != "c10d" and launches(func, args, result):
-            shapes = " ".join(str(list(tensor.shape)) for tensor in tensors_in(args))
+            shapes = " ".join(str(list(tensor.shape)) for tensor in tensors_of(args))
             size = 0 if multiplies(func) else moved_bytes(func, args, kwargs or {}, result)
             row = self.seen.setdefault((self.during, str(func).removeprefix("aten."), shapes), Counter())
             row.update(count=1, bytes=size)

@@ -37,6 +37,11 @@ class _Scale(TypedDict):
     chances: int
 
 
+class _Norms(TypedDict, total=False):
+    usual: list[float]
+    in_a_row: Count
+
+
 class RunState(TypedDict, total=False):
     """The entries that a run, or a command that makes weights, saves; older versions saved less."""
 
@@ -59,6 +64,7 @@ class RunState(TypedDict, total=False):
     layout: str
     parallel: dict[Line, Count | Line]
     model: Annotated[dict[Line, Any], _check_model]
+    norms: _Norms
     loss_scale: _Scale | None
     weights_only: bool
     source: Line

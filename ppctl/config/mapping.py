@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import keys, mapping_with, members, nearest, sections, text_keys, type_text
+from ppctl.config.keys import keys, mapping_with, members, names_of_keys, nearest, sections, text_keys, type_text
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -68,9 +68,12 @@ def from_mapping(
     """The config that `mapping` describes; what it leaves out keeps its default.
 
     `place` maps a dotted key to where its value came from, `remedy` to what helps against a value of a wrong type.
-    Raises ConfigError with every unknown key and wrong type.
+    A key may have another of its dotted names, as in the files of earlier versions. Raises ConfigError with every
+    unknown key and wrong type.
     """
-    config, problems = convert(dict(leaves(mapping)), place, remedy)
+    named = names_of_keys("names")
+    values = {named.get(name, name) if "." in name else name: value for name, value in leaves(mapping)}
+    config, problems = convert(values, place, remedy)
     if problems:
         raise ConfigError(problems)
     return config

@@ -189,8 +189,11 @@ class TrainConfig:
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
-    nonfinite: str = key("stop", one_of("stop"))
-    """The reaction to a non-finite loss or gradient norm: `stop`."""
+    on_bad_step: str = key("stop", one_of("stop", "skip"), names="train.nonfinite")
+    """The reaction to a gradient norm that is not finite, or too large by `spike_factor`: `stop` ends the run before
+    the update; `skip` leaves the update out and goes on behind the step's samples, at most ten times in a row."""
+    spike_factor: float = key(0.0, not_negative())
+    """A norm is too large above this many times the median of the last 100 updates' (of 20 at least); 0: none is."""
 
 
 @dataclass(kw_only=True, slots=True)

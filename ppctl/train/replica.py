@@ -23,6 +23,7 @@ from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan
 from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.topology import RankGrid
+from ppctl.train.bad_steps import NormLimit
 from ppctl.train.grad_norm import GradientNorm, GradNorm, clip_gradients, locate_parameters
 from ppctl.train.mixed_precision import LossScale, unscale
 from ppctl.train.optimizer import AdamW, Muon, make_optimizer
@@ -43,6 +44,7 @@ class Replica:
     tp_group: ProcessGroup | None
     ties: TiedGradients
     norm: GradientNorm
+    limit: NormLimit
     loss_scale: LossScale | None
     """In float16 only."""
 
@@ -100,6 +102,7 @@ def make_replica(
             group=groups["pp"] if plan.sizes.pp > 1 else None,
             parts=norm_groups(rows, model.parts, groups, sharded=isinstance(weights, ShardedWeights)),
         ),
+        NormLimit(config.train),
         LossScale.of(config.optim) if config.parallel.fp16 else None,
     )
 

@@ -118,8 +118,8 @@ def most_updates(session: Session) -> int:
     return int(gather_rows(own, session.own.rank, session.groups.world).max())
 
 
-def check_reports(reports: Reports, step: int, last_stage: int) -> None:
-    """Raise TrainingError, on all ranks, if ranks read different samples or a loss is not finite."""
+def check_reports(reports: Reports, step: int, last_stage: int, *, finite: bool = True) -> None:
+    """Raise TrainingError, on all ranks, if ranks read different samples, or a loss that has to be `finite` is not."""
     check_same_samples(step, _without(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
@@ -129,7 +129,7 @@ def check_reports(reports: Reports, step: int, last_stage: int) -> None:
         )
         for rank, microbatch in _without(reports.column("bad_microbatch"), NOTHING).items()
     ]
-    if problems:
+    if problems and finite:
         raise TrainingError(problems)
 
 

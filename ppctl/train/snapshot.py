@@ -123,6 +123,7 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
         "layout": session.plan.layout,
         "parallel": asdict(session.plan.sizes),
         "model": asdict(session.config.model),
+        "norms": session.replica.limit.state(),
         "loss_scale": None if session.replica.loss_scale is None else session.replica.loss_scale.state(),
     }
 
@@ -250,6 +251,7 @@ def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, 
     session.replica.weights.publish()
     if session.replica.loss_scale is not None and state.get("loss_scale") is not None:
         session.replica.loss_scale.restore(state["loss_scale"])
+    session.replica.limit.restore(state.get("norms", {}))
     digest = None if session.data.training is None else session.data.training.digest
     problems = misplaced(path, state, session.config, digest)
     state.setdefault("sample_order", 1)

@@ -15,7 +15,7 @@ from ppctl.config.learning_rate import lr_at, mtp_weight
 from ppctl.data.batches import Batches
 from ppctl.engine.dry_pass import AllocatorFigures, dry_pass, representatives, reserve
 from ppctl.engine.pace import HELD
-from ppctl.errors import Problem, TrainingError
+from ppctl.errors import Problem
 from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.train.callback import Callback, StepResult
 from ppctl.train.grad_norm import GradNorm
@@ -30,6 +30,7 @@ from ppctl.train.reports import (
     stop_reason,
 )
 from ppctl.train.session import Session
+from ppctl.train.stragglers import Stragglers
 
 
 class Trainer:
@@ -67,6 +68,7 @@ class Trainer:
         self.programs = [[watch(program, first) for program in self.stages.make(first)] for first in firsts]
         """The programs of each schedule call of a step."""
         self.figures = StepFigures(session)
+        self.stragglers = Stragglers(session.plan, self.figures.stages_of)
         self.balance = RouterBalance(
             [router for module in session.model.stages.values() for router in module.routers()],
             session.config.model,
@@ -83,9 +85,9 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
-        Raises TrainingError, on all ranks alike, if numbers are not finite. The host waits for its device once: for
-        the numbers of the step, after which a GPU may have the update to do, and leaves it out by itself if the
-        norm is not finite. When this returns, the host knows whether it did: what is saved is a whole step.
+        Raises TrainingError, on all ranks alike, if the run has to stop for its numbers. The host waits for its device
+        once: for the numbers of the step, after which a GPU may have the update to do, and leaves it out by itself if
+        the norm is bad. When this returns, the host knows whether it did: what is saved is a whole step.
         """
         self._take_size(step)
         s, replica, started = self.session, self.session.replica, time.perf_counter()
@@ -93,7 +95,7 @@ class Trainer:
             self._updates = most_updates(s)
         self._run_pipeline(step)
         try:
-            norm, numbers, left_out, lr, stop = self._enqueue_end(step)
+            norm, limit, numbers, left_out, lr, stop = self._enqueue_end(step)
         except RuntimeError:
             s.pipeline.settle()  # an error of the device is raised as the error of its action
             raise
@@ -103,31 +105,43 @@ class Trainer:
         (grad_norm,), *read = numbers.read()
         reports = gather_reports(self.figures.report(self.stages, read, stop), s.own.rank, s.groups.world)
         agreed = time.perf_counter()
-        check_reports(reports, step + 1, s.plan.stages[-1].stage)
-        overflow = not math.isfinite(grad_norm)
-        if overflow and (replica.loss_scale is None or replica.loss_scale.exhausted):
-            raise _bad_norm(step + 1, norm)
-        if left_out is None and not overflow:
+        bad = self._judge(step + 1, norm, grad_norm, limit, reports)
+        if left_out is None and not bad:
             self._update(norm, lr)
-        elif left_out is not None and overflow:
+        elif left_out is not None and bad:
             replica.optimizer.take_back()
-        self._updates += not overflow
+        self._updates += not bad
         ended = time.perf_counter()
         record = {"step": step + 1, "loss": reports.total("loss"), "grad_norm": grad_norm, "lr": lr}
+        if replica.limit.skips:
+            record["skipped"] = bad
         if replica.loss_scale is not None:
-            record |= {"loss_scale": replica.loss_scale.scale, "skipped": overflow}
-            replica.loss_scale.update(overflow=overflow)
+            record |= {"loss_scale": replica.loss_scale.scale, "skipped": bad}
+            replica.loss_scale.update(overflow=not math.isfinite(grad_norm))
         if s.config.model.mtp_num_layers:
             record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, ended - started)
         self._warn_of_retries(reports, step + 1)
+        if s.own.rank == 0 and (slow := self.stragglers.note(step + 1, reports.stage_seconds)) is not None:
+            self._warn(slow)
         last = step + 1 == self.whole.config.train.steps
         return StepResult(step + 1, record, stop_reason(reports), last, (started, pipeline_end, agreed, ended))
 
-    def _enqueue_end(self, step: int) -> tuple[GradNorm, HostNumbers, Tensor | None, float, int]:
-        """Enqueue what follows the pipeline, without waiting for the device; returns the norm; the step's numbers on
-        their way; if the update is enqueued, too, a scalar that is 1 if the device leaves it out; learning rate; reason
-        to stop."""
+    def _judge(self, step: int, norm: GradNorm, value: float, limit: float, reports: Reports) -> bool:
+        """Whether the step's update is left out, for a norm of `value`; raises TrainingError if the run has to stop."""
+        replica, bad = self.session.replica, not value <= limit  # a norm that is no number is bad, too
+        check_reports(reports, step, self.session.plan.stages[-1].stage, finite=not (bad and replica.limit.skips))
+        scale = replica.loss_scale
+        if not bad:
+            replica.limit.take(value)
+        elif math.isfinite(value) or scale is None or scale.exhausted:
+            self._warn(replica.limit.skip(step, norm, value, limit))
+        return bad
+
+    def _enqueue_end(self, step: int) -> tuple[GradNorm, float, HostNumbers, Tensor | None, float, int]:
+        """Enqueue what follows the pipeline, without waiting for the device; returns the norm, and its largest good
+        value; the step's numbers on their way; if the update is enqueued, too, a scalar that is 1 if the device leaves
+        it out; learning rate; reason to stop."""
         s, replica = self.session, self.session.replica
         if not s.pipeline.ahead:
             self.callback.enter("updating", step)
@@ -135,21 +149,26 @@ class Trainer:
         replica.sum_gradients()
         self.callback.pre_update(step + 1)
         norm = replica.norm.measure(replica.weights.master)
+        limit = replica.limit.value(norm.total.dtype)
         # A step that is left out does not use up the schedule (as in Megatron).
         lr = lr_at(self._updates, s.config.optim, s.config.train.steps, self._steps_for)
         numbers, left_out = self.figures.start_reading(self.stages, self.balance, norm.total), None
         if replica.optimizer.skips_on_device:
-            left_out = (~norm.total.isfinite()).float()
+            left_out = (~(norm.total <= limit)).float()  # so is a norm that is no number
             self._update(norm, lr, left_out)
-        return norm, numbers, left_out, lr, stop
+        return norm, limit, numbers, left_out, lr, stop
 
     def _update(self, norm: GradNorm, lr: float, left_out: Tensor | None = None) -> None:
         self.session.replica.update(norm, lr, self.session.config.optim.clip_grad, left_out)
         self.balance.move_biases(left_out)
 
-    def _warn_of_retries(self, reports: Reports, step: int) -> None:
-        if self.session.own.rank == 0 and not self._warned and (problem := retries_problem(reports, step)) is not None:
+    def _warn(self, problem: Problem) -> None:
+        if self.session.own.rank == 0:
             print(f"warning: {problem}", file=sys.stderr)
+
+    def _warn_of_retries(self, reports: Reports, step: int) -> None:
+        if not self._warned and (problem := retries_problem(reports, step)) is not None:
+            self._warn(problem)
             self._warned = True
 
     def dry_pass(self, step: int) -> None:
@@ -219,19 +238,3 @@ class Trainer:
             replica.gathered.release(stage)
         scaled = self.session.config.pipeline.scale_grads_in_schedule
         replica.reducer.reduce(stage, self.session.microbatches_of_all if scaled else 1.0)
-
-
-def _bad_norm(step: int, norm: GradNorm) -> TrainingError:
-    """The error for a gradient norm that is not finite; names the first parameter whose own norm is not."""
-    culprits = norm.culprits()
-    where = "of all parameters together"
-    if culprits:
-        first = culprits[0]
-        where = f"of {first.name} (pp_rank {first.pp_rank}, stage {first.stage})"
-    return TrainingError(
-        Problem(
-            "PP-E733",
-            f"step {step}: the gradient norm {where} is not finite; no weight was changed",
-            "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
-        )
-    )

@@ -23,7 +23,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.launch.planning import planned
 from ppctl.plan import Plan
-from ppctl.train import grad_norm, reports
+from ppctl.train import bad_steps, grad_norm, reports
 from ppctl.train.session import Session, SessionParts, build_session, reads_data
 from ppctl.train.step import Trainer
 
@@ -170,22 +170,30 @@ def test_a_host_waits_once_a_step_however_many_schedule_calls_it_has(monkeypatch
         assert waits == {"host_numbers.py: read": STEPS, "at the end": 1}
 
 
-@pytest.mark.parametrize("first_scale", [2.0**27, 2.0**4])
-def test_what_the_device_leaves_out_is_what_the_host_would_have(first_scale: float) -> None:
-    """float16, whose first steps overflow: an update that is enqueued before the host knows, and one that is not."""
-    half = ("parallel.fp16=true", f"optim.initial_loss_scale={first_scale}", "optim.hysteresis=1")
+def half(first_scale: float) -> tuple[str, ...]:
+    return ("parallel.fp16=true", f"optim.initial_loss_scale={first_scale}", "optim.hysteresis=1")
+
+
+@pytest.mark.parametrize(
+    ("more", "leaves_out"),
+    [(half(2.0**27), True), (half(2.0**4), False), (("train.on_bad_step=skip", "train.spike_factor=0.98"), True)],
+    ids=["overflows", "fits", "spikes"],
+)
+def test_what_the_device_leaves_out_is_what_the_host_would_have(monkeypatch, more, leaves_out: bool) -> None:
+    """Steps that overflow, or spike: an update that is enqueued before the host knows, and one that is not."""
+    monkeypatch.setattr(bad_steps, "NEEDED", 3)
     outcomes = []
     for ahead in (True, False):
-        session = session_of(0, *composed(1, *half), connect=lambda *_: None)
+        session = session_of(0, *composed(1, *more), connect=lambda *_: None)
         optimizer = session.replica.optimizer
         optimizer.fused, optimizer.skips_on_device = True, ahead
         trainer = Trainer(session, Drawn(session.config, session.plan))
         records = [trainer.step(step).record for step in range(10)]
-        told = [(r["loss"], r["grad_norm"], r["lr"], r["skipped"], r["loss_scale"]) for r in records]
+        told = [(r["loss"], r["grad_norm"], r["lr"], r["skipped"], r.get("loss_scale")) for r in records]
         outcomes.append((told, session.replica.weights.master, optimizer.state))
     (told, masters, state), (wanted, expected, its_state) = outcomes
     assert [str(row) for row in told] == [str(row) for row in wanted]  # a norm may be nan
-    assert any(row[3] for row in told) == (first_scale > 2.0**20) and not all(row[3] for row in told)
+    assert any(row[3] for row in told) == leaves_out and not all(row[3] for row in told)
     for name in masters:
         assert torch.equal(masters[name], expected[name]), name
         assert all(torch.equal(state[name][key], its_state[name][key]) for key in state[name]), name

@@ -36,7 +36,7 @@ WRONG = [
         "launch.health_check=", "launch.setup=3", "launch.signal_lead=0", "launch.code=mine",
         "launch.env=3", "launch.env={A: [1]}", "launch.env.RANK=7", "launch.env.PPCTL_SECRET=x",
         "launch.env.A-B=1", "launch.env={A b: 1}", "launch.device_memory=-1", "launch.device_memory=1KiB",
-        "train.eval_interval=-1", "train.eval_interval=3", "train.nonfinite=skip",
+        "train.eval_interval=-1", "train.eval_interval=3", "train.on_bad_step=go",
         "train.seed=-1", "parallel.cpu_offloading=true",
         "parallel.cpu_offloading_num_layers=-1", "parallel.cpu_offloading_num_layers=2",
         "parallel.cpu_offloading_activations=false", "parallel.cpu_offloading_weights=true",

@@ -63,7 +63,7 @@ MOE = ["model.num_moe_experts=8"]
         ),
         ([*MOE, "model.moe_router_group_topk=2"], ["model.moe_router_group_topk", "model.moe_router_num_groups"]),
         (["seq=9000"], ["data.seq_length", "model.max_position_embeddings"]),
-        (["train.nonfinite=skip"], ["train.nonfinite"]),
+        (["train.on_bad_step=go"], ["train.on_bad_step"]),
         (["launch.device=gpu"], ["launch.device"]),
         (["launch.device_memory=80 apples"], ["launch.device_memory"]),
         (["launch.share_gpu=true", "launch.device=cpu"], ["launch.share_gpu", "launch.device"]),

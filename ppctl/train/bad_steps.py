@@ -1,0 +1,77 @@
+"""Which steps are bad: those whose gradient norm is not finite, or far above the usual. All ranks see one norm, and
+judge it alike."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from ppctl.config.schema import TrainConfig
+from ppctl.errors import Problem, TrainingError
+from ppctl.train.grad_norm import GradNorm
+
+REMEMBERED, NEEDED = 100, 20
+"""A spike is measured by the median norm of as many updates at most, and at least."""
+MOST_IN_A_ROW = 10
+"""The run stops at one bad step more."""
+
+
+class NormLimit:
+    """The largest norm of a good step, from the norms of the updates before it."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.skips, self.factor = train.on_bad_step == "skip", train.spike_factor
+        self.norms: deque[float] = deque(maxlen=REMEMBERED)
+        self.in_a_row = 0
+        """Bad steps since the last update."""
+
+    def value(self, dtype: torch.dtype) -> float:
+        """The limit for norms of `dtype`, in which a device compares: rounded to it, and finite."""
+        most = torch.finfo(dtype).max
+        spike = self.factor * median(self.norms) if self.factor and len(self.norms) >= NEEDED else most
+        return float(np.asarray(min(spike, most), dtype=str(dtype).removeprefix("torch.")))
+
+    def take(self, norm: float) -> None:
+        """Remember the norm of an update."""
+        self.in_a_row = 0
+        if self.factor:
+            self.norms.append(norm)
+
+    def skip(self, step: int, norm: GradNorm, value: float, limit: float) -> Problem:
+        """The warning about a bad step that is left out. Raises TrainingError where the run has to stop."""
+        self.in_a_row += 1
+        named = _named(step, norm, value, limit)
+        if not self.skips or self.in_a_row > MOST_IN_A_ROW:
+            after = f"; {MOST_IN_A_ROW} steps before it were left out" if self.skips else ""
+            remedy = "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint"
+            raise TrainingError(Problem("PP-E733", f"{named}; no weight was changed{after}", remedy))
+        return Problem("PP-E824", f"{named}: its update is left out, and its samples are not used again")
+
+    def state(self) -> dict[str, Any]:
+        """The entries that a checkpoint saves, for `restore`."""
+        return {"usual": list(self.norms), "in_a_row": self.in_a_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the norms and the count from a checkpoint's `state`; of earlier versions it is empty."""
+        self.norms.extend(state.get("usual", ()))
+        self.in_a_row = state.get("in_a_row", 0)
+
+
+def _named(step: int, norm: GradNorm, value: float, limit: float) -> str:
+    """The words for a norm of `value` above its limit, or one that is not finite; of that, with the first parameter
+    whose own is not, for which the host waits."""
+    if math.isfinite(value):
+        return (
+            f"step {step}: the gradient norm {value:.4g} is above {limit:.4g}, train.spike_factor times the usual one"
+        )
+    where, culprits = "of all parameters together", norm.culprits()
+    if culprits:
+        first = culprits[0]
+        where = f"of {first.name} (pp_rank {first.pp_rank}, stage {first.stage})"
+    return f"step {step}: the gradient norm {where} is not finite"
