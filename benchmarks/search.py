@@ -31,7 +31,7 @@ ROWS = (
     "LLAMA3_70B 64 DGX-H100 FP8 tp4 pp8 vpp5 mbs1 gbs256",
     "LLAMA3.1_405B",
     "Qwen3_30B_a3B 16 DGX-H100 FP8 ep16",
-    "Qwen3_235B",
+    "GPT OSS 120B 64 DGX-B200 BF16",
     "DeepSeek V3 671B 1024 DGX-H100 BF16",
 )
 """How the names of six rows begin; of several the first is taken."""
