@@ -6,7 +6,7 @@ Layer by layer: `layer_parts` (kept) and `working_memory`; of models of transfor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -67,13 +67,14 @@ class StagePieces(NamedTuple):
 
 
 def stage_activations(
-    model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
+    model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0, price: KindPricer | None = None
 ) -> StageActivations:
-    """Bytes that one microbatch keeps on a stage, on one device. Empty stages, recomputed layers keep their input."""
+    """Bytes that one microbatch keeps on a stage, on one device. Empty stages, recomputed layers keep their input.
+    `price` is `kind_pricer` of these, if several stages are priced."""
     held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
-    pieces, offloaded, passed = stage_pieces(model, held, setting, stage)
+    pieces, offloaded, passed = stage_pieces(model, held, setting, stage, price)
     whole = sum(piece.stays for piece in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
     for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
@@ -86,18 +87,17 @@ def stage_activations(
     return StageActivations(round(kept), round(passed + in_forward), round(in_backward), offloaded)
 
 
-def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int) -> StagePieces:
-    """Bytes that one microbatch keeps on a stage, layer by layer; layers that are recomputed together are one piece."""
-    tokens, hidden = setting.tokens, setting.hidden_bytes(model)
-    modules = recomputed_modules(setting.train, stage)
-    # A layer without a backward keeps nothing, and is computed once.
-    runs = [run for run in recomputed_runs(setting.train, stage, held) if has_backward(model, run[-1])]
-    kinds = layer_kinds(model, held)
-    places = {layer: place for place, layer in enumerate(held)}
+KindPricer = Callable[[Kind, tuple[str, ...]], tuple[float, float, float, float]]
+"""(kind of layer, the modules that it computes again) -> bytes of a microbatch that stay, that a recomputed layer would
+make again, and that live only in its forward or backward."""
+
+
+def kind_pricer(model: ModelConfig, setting: Setting) -> KindPricer:
+    """Return a function that prices each kind of layer once."""
+    tokens = setting.tokens
 
     @cache
-    def price(kind: Kind) -> tuple[float, float, float, float]:
-        """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
+    def price(kind: Kind, modules: tuple[str, ...]) -> tuple[float, float, float, float]:
         if (foreign := foreign_cost(model, kind, setting.element, setting.seq_length)) is not None:
             return _foreign_running(model, kind, foreign, setting)
         parts = layer_parts(model, kind, setting)
@@ -110,9 +110,23 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
         running = in_forward(model, kind.name, kind.moe, setting, again), in_backward(model, kind, setting, again)
         return whole - sum(again.values()), whole - outside, *running
 
+    return price
+
+
+def stage_pieces(
+    model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int, price: KindPricer | None = None
+) -> StagePieces:
+    """Bytes that one microbatch keeps on a stage, layer by layer; layers that are recomputed together are one piece."""
+    hidden, modules = setting.hidden_bytes(model), recomputed_modules(setting.train, stage)
+    price = price or kind_pricer(model, setting)
+    # A layer without a backward keeps nothing, and is computed once.
+    runs = [run for run in recomputed_runs(setting.train, stage, held) if has_backward(model, run[-1])]
+    kinds = layer_kinds(model, held)
+    places = {layer: place for place, layer in enumerate(held)}
+
     pieces: dict[int, LayerBytes] = {}
     for run in runs:
-        priced = [price(kinds[places[layer]]) for layer in run]
+        priced = [price(kinds[places[layer]], modules) for layer in run]
         outside = sum(max(0.0, stays - made) for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
         running = max(backward for *_, backward in priced)
@@ -122,7 +136,7 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, kinds, strict=True)):
         if layer not in recomputed:
-            stays, _, *more = price(kind)
+            stays, _, *more = price(kind, modules)
             pieces[place] = LayerBytes(stays, *more)
     moved = _moved(pieces, held, setting, hidden, {run[0] for run in runs})
     decoder = sum(held[place].kind == "decoder" for place in pieces)

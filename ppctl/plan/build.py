@@ -79,13 +79,14 @@ def plan_checked(
 
 def plan_alone(values: ConfigValues) -> Plan | None:
     """The plan of checked values, whatever memory it needs; None if sizes, layout or schedule allow none. For searches:
-    no remedies are looked for, which takes longer than the plan."""
+    no remedies are looked for, and the smaller sizes of a batch that grows are left out, which hold no more: either
+    takes longer than the plan."""
     violations: Violations = []
     derivation = derive(values, violations)
-    return None if violations or derivation is None else _assemble(derivation, values.config.log.name)
+    return None if violations or derivation is None else _assemble(derivation, values.config.log.name, grows=False)
 
 
-def _assemble(derivation: Derivation, name: str) -> Plan:
+def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:
     values, batch, cut, sizes = derivation.values, derivation.batch, derivation.cut, derivation.sizes
     config, model, stages, costs = values.config, values.config.model, derivation.stages, derivation.costs
     plain, decided = derivation.compute_only(batch.num_microbatches)
@@ -94,7 +95,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         proof = proved(values, plain, derivation.frozen_stages, prices.simulation_costs(costs, stages))
     run = plain if proof.wrong else proof.schedule
     trace = _trace(proof, prices.simulation_costs(costs, stages))
-    smaller, of_sizes = _smaller(derivation, proof)
+    smaller, of_sizes = _smaller(derivation, proof) if grows else ((), [])
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
     of_megatron = " as Megatron-core runs it" * (config.cost.stack == MEGATRON)

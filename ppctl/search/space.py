@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import product
-from math import gcd, prod
+from math import gcd, log2, prod
 from typing import Any, NamedTuple
 
 from ppctl.config.argv import ALIASES, PLACE
@@ -64,6 +64,7 @@ class SearchSpace:
         nodes, gpus = values["nodes"], values["gpus_per_node"]
         self.world = 1 if nodes is None and gpus is None else prod(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)
+        self.ways = cache(self._way_list)
         self.batches, self._divides = cache(self._batches), cache(self._divide)
 
     def _is_fixed(self, key: str, kept: Collection[str]) -> bool:
@@ -80,8 +81,8 @@ class SearchSpace:
         """A configuration that no rule on sizes or between values forbids; None if there is none. Rules between values
         ask whether an axis divides anything, not into how many parts."""
         broken = set()
-        for axes, sizes in self.axes():
-            of = axes._replace(recomputation=self.recomputations[0])
+        for axes in self.axes():
+            sizes, of = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])
             for batch, each in product(self.batches(sizes.dp), self.layouts(of, sizes)) if sizes is not None else ():
                 kind = *(size > 1 for size in (*axes[:5], each.vpp)), each.schedule, each.data_parallel_sharding
                 if kind not in broken and batch[1] >= POLICIES[each.schedule].needs_microbatches(each.pp):
@@ -103,9 +104,15 @@ class SearchSpace:
         """The typed value of a key, else `values`."""
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
-    def axes(self) -> Iterator[tuple[Configuration, ParallelSizes | None]]:
-        """Every way to divide the ranks with a decoder layer on every one, as a configuration of which the axes alone
-        count, with its sizes; None where a rule forbids it."""
+    def axes(self) -> list[Configuration]:
+        """Every way to divide the ranks with a decoder layer on every one, as configurations of which the axes alone
+        count: first those that are least apart from the config's own, in doublings."""
+        own = [self.values[key] or self.values["tp"] for key in AXES]
+        return sorted(
+            self._all_axes(), key=lambda of: sum(abs(log2(a / b)) for a, b in zip(of[: len(AXES)], own, strict=True))
+        )
+
+    def _all_axes(self) -> Iterator[Configuration]:
         world, experts = self.world, self.values["model.num_moe_experts"] or 0
         ways = divisors(world)
         for tp, cp in product(self.options("tp", ways), self.options("cp", ways)):
@@ -115,11 +122,10 @@ class SearchSpace:
                 for etp in self.options("etp", divisors(tp) if experts else [1]):
                     dense = world // pp
                     for ep in self.options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
-                        axes = Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
-                        yield axes, self.sizes(axes)
+                        yield Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
 
     def sizes(self, axes: Configuration) -> ParallelSizes | None:
-        """The sizes of all axes; None if they do not divide the ranks or the model."""
+        """The sizes of all axes; None if a rule forbids it, as where they do not divide the ranks or the model."""
         if not self._divides(axes.tp, axes.cp, axes.etp):
             return None
         violations: Violations = []
@@ -177,16 +183,18 @@ class SearchSpace:
             return (self.values[SHARDING],)
         return ("none", "optimizer_gradients", "full") if sizes.dp * sizes.cp > 1 else ("none",)
 
+    def _way_list(self, pp: int) -> list[tuple[int, str]]:
+        """Every number of chunks with every schedule that runs it."""
+        return [(vpp, name) for vpp in self.chunks(pp) for name in self.schedules(pp, vpp)]
+
     def count(self, sizes: ParallelSizes) -> int:
         """How many configurations there are with these axes and one microbatch size and recomputation."""
-        ways = sum(len(self.schedules(sizes.pp, vpp)) for vpp in self.chunks(sizes.pp))
-        return ways * len(self.shardings(sizes))
+        return len(self.ways(sizes.pp)) * len(self.shardings(sizes))
 
     def layouts(self, of: Configuration, sizes: ParallelSizes) -> Iterator[Configuration]:
         """The configuration with every number of chunks, schedule and sharding."""
-        for vpp in self.chunks(sizes.pp):
-            for name, sharding in product(self.schedules(sizes.pp, vpp), self.shardings(sizes)):
-                yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+        for (vpp, name), sharding in product(self.ways(sizes.pp), self.shardings(sizes)):
+            yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
 
     # Configurations as words
 
