@@ -25,7 +25,7 @@ from ppctl.schedule.policies import POLICIES
 Word = tuple[str, str]
 """A completion, and a line about it; no blank follows one that ends with `=`."""
 
-_FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer", "--html")
+_FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer", "--html", "--template")
 """Flags after which a file or a directory stands, which shells complete by themselves."""
 
 SHELLS = ("bash", "zsh", "fish")
@@ -130,7 +130,7 @@ _ACTIONS: dict[str, tuple[str, ...]] = {
     "data": ("tokenize", "show"),
     "completion": SHELLS,
 }
-_OF_A_RUN = ("resume", "status", "logs", "cancel", "requeue")
+_OF_A_RUN = ("resume", "generate", "status", "logs", "cancel", "requeue")
 
 
 def _arguments(command: str, *after: str) -> Iterator[Word]:

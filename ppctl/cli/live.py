@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,7 +25,6 @@ from ppctl.runs import heartbeat
 from ppctl.runs.checkpoint_folder import step_of
 from ppctl.runs.rundir import RunDir
 
-_CURVE_COLUMNS = 24
 _DRAWINGS_A_SECOND = 2
 
 
@@ -75,9 +75,10 @@ class LiveBlock:
         states = heartbeat.read_all(self._directory, self._ranks)
         step = max(last["step"], min((state.step for state in states), default=0))
         left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)
-        bar = Table.grid(padding=(0, 2))
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(ratio=1)
         bar.add_row(
-            ProgressBar(total=self._steps, completed=step, width=30),
+            ProgressBar(total=self._steps, completed=step),
             f"step {step:,} of {self._steps:,}, {step / self._steps:.0%}",
             f"ETA {clock_text(left)}",
         )
@@ -87,7 +88,7 @@ class LiveBlock:
         facts = [*speed, f"slowest stage {last.get('slowest_stage')}", self._saved(step)]
         return Group(
             bar,
-            Text(f"loss {figure(last, 'loss', '.4f')}  {curve(self._losses, _CURVE_COLUMNS)}"),
+            _Curve(f"loss {figure(last, 'loss', '.4f')}  ", self._losses),
             Text("  ".join(facts)),
         )
 
@@ -97,6 +98,17 @@ class LiveBlock:
             return "no checkpoint yet"
         lost = step - step_of(checkpoint)
         return f"saved {checkpoint.name}, {lost} step{'s' * (lost != 1)} ago"
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A line with the curve of values as wide as the screen has room."""
+
+    text: str
+    values: list[float]
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(self.text + curve(self.values, options.max_width - len(self.text)))
 
 
 _STARTING = {

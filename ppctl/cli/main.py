@@ -46,6 +46,7 @@ COMMANDS = {
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("continue a run from its last checkpoint", overrides=True),
     "ckpt": Command("show, verify, compare, average, prune, import or export checkpoints"),
+    "generate": Command("continue a prompt with the weights of a run or a directory"),
     "data": Command("tokenize text into .bin and .idx files, or show data"),
     "runs": Command("list, show, compare or delete runs", place="runs_command.run"),
     "submit": Command("submit a run to SLURM", overrides=True),

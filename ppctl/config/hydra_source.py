@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ppctl.config.argv import PLACE, Arguments, quote
 from ppctl.config.keys import text_keys, value_text
 from ppctl.config.mapping import leaves, nested
-from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes
+from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes, shown
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
 
@@ -65,7 +65,7 @@ class PpctlSource(ConfigSource):
             recipe = self.chosen if self.chosen and option == self.chosen.name else recipes().get(option)
             return YamlFile(recipe.path, recipe.label) if recipe else None
         path = conf_directory() / f"{name}.yaml"
-        return YamlFile(path, f"conf/{name}.yaml") if path.is_file() else None
+        return YamlFile(path, shown(path)) if path.is_file() else None
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The file, with a recipe going to the root of the tree unless its header says otherwise."""

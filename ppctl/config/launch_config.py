@@ -152,5 +152,8 @@ class LogConfig:
     gradients: str | None = key(None, STEPS)
     """Steps in which every rank's gradients are kept, and a fingerprint of every message. `ppctl parity A B` compares
     two runs by them."""
+    prompts: list[str] | None = key(None, lines=True)
+    """Texts that the model continues when the run has finished, printed and kept in result.json; with data.format=chat
+    users' messages. none: a piece of the data, of conversations one up to an answer."""
     profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""

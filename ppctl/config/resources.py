@@ -22,7 +22,7 @@ class Recipe:
     name: str
     path: Path
     label: str
-    """The path as it is shown: `recipes/NAME.yaml` for a shipped one, else as found."""
+    """The path as it is shown: as `shown` says for a shipped one, else as found."""
 
     @property
     def description(self) -> str:
@@ -37,6 +37,11 @@ class Recipe:
 def _shipped(installed: str, checkout: str) -> Path:
     packaged = _PACKAGE / installed
     return packaged if packaged.is_dir() else _PACKAGE.parent / checkout
+
+
+def shown(path: Path) -> str:
+    """A shipped file as it is named to people: from the directory that holds the package, or of the checkout."""
+    return str(path.relative_to(_PACKAGE.parent))
 
 
 def conf_directory() -> Path:
@@ -56,7 +61,7 @@ def recipes() -> dict[str, Recipe]:
         for path in sorted(Path(directory).expanduser().glob("*.yaml")):
             by_name.setdefault(path.stem, Recipe(path.stem, path, str(path)))
     for path in sorted(recipes_directory().glob("*.yaml")):
-        by_name.setdefault(path.stem, Recipe(path.stem, path, f"recipes/{path.name}"))
+        by_name.setdefault(path.stem, Recipe(path.stem, path, shown(path)))
     return by_name
 
 

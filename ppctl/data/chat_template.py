@@ -60,6 +60,12 @@ class ChatTemplate:
         text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
         return text, spans
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation up to where the assistant's next answer begins. Raises as `render`."""
+        self._process = self._process or self._start()
+        text: str = self._answer(self._process, {"messages": messages, "tools": None, "prompt": True})[0]
+        return text
+
     def _start(self) -> subprocess.Popen[str]:
         """The process that renders, once it has read the template."""
         process = subprocess.Popen(

@@ -17,6 +17,7 @@ from ppctl.data.conversation_rows import ConversationRows, make_rows
 from ppctl.data.conversations import encode_conversations, kept_conversations
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.indexed import as_prefix, bin_path
+from ppctl.data.prompts import prompts_of
 from ppctl.data.text import matching
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, PpctlError, Problem
@@ -163,6 +164,10 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
     except PpctlError as error:
         return {}, list(error.problems)
     problems = list(_unmarked(data, config))
+    try:
+        prompts_of(config, load_tokenizer(config.data.tokenizer))
+    except PpctlError as error:
+        problems += error.problems
     training = _record(data.training, config, problems)
     held_out = None if data.held_out is None else _record(data.held_out, config, problems)
     return training | {"held_out": held_out}, list(dict.fromkeys(problems))

@@ -127,7 +127,7 @@ def whose_prices(device: Device, stack: str) -> str:
 
 MEASURED = {
     "h100": "measured once, on one H100 alone, on 2026-11-26: a dense step took 0.97 times as long as planned, one "
-    "with experts 1.07 times (benchmarks/results-gpu-2026-11-26.md)",
+    "with experts 1.07 times",
     "cpu": "rates of one core of one server",
 }
 """What is known of steps of ppctl's own, by device."""

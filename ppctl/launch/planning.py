@@ -27,7 +27,15 @@ def planned(
     config, problems = composed(overrides, for_training=for_training)
     if problems and hides_model(config, problems):
         return config, None, list(dict.fromkeys(problems))
-    return config, *plan_of(config, problems)
+    plan, problems = plan_of(config, problems)
+    return config, plan, [problem for problem in problems if not _follows(problem, problems)]
+
+
+def _follows(problem: Problem, problems: Sequence[Problem]) -> bool:
+    """Whether a problem is about a key that has its default because the flag that means it was refused."""
+    refused = [each for each in problems if each.code == "PP-E107"]
+    defaults = [line.partition(" =")[0] for line in problem.place.splitlines() if line.endswith(" (default)")]
+    return problem not in refused and any(key in f"{each.message}{each.remedy}" for key in defaults for each in refused)
 
 
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:

@@ -83,7 +83,7 @@ def model_values(
 
 def values_of(text: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
-    tokenizer = _tokenizer(find_weights(text))
+    tokenizer = tokenizer_of(find_weights(text))
     values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides, lora).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
@@ -156,7 +156,8 @@ def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str
     return found
 
 
-def _tokenizer(path: Path) -> str | None:
+def tokenizer_of(path: Path) -> str | None:
+    """The tokenizer that a directory or a checkpoint comes with, as `data.tokenizer` names it; None without one."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
     state = run_state(path)

@@ -287,8 +287,8 @@ def deferred(
     most = max(stage_operands(config.model, stage.layers, setting).kept for stage in stages)
     unit = unit_for(most)
     equation = (
-        f"W computes the gradients of all matrices and embeddings but routers' and the output's, I all others; from "
-        f"I to W a microbatch keeps at most {unit.of(most)} {unit.name} of a stage for them"
+        "backwards are split: first the gradient that the stage before waits for, and those of routers and the output; "
+        f"later those of other weights, for which a stage keeps at most {unit.of(most)} {unit.name} of each microbatch"
     )
     return (Derived("put off to W", round(most / GIB.size, 2), equation),)
 

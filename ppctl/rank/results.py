@@ -35,7 +35,7 @@ from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
 from ppctl.train.callback import ASKED_WORDS, Callback, TrainingEnd
-from ppctl.train.generate import write_sample
+from ppctl.train.generate import write_samples
 from ppctl.train.metrics import Screen, TensorBoard, WeightsAndBiases
 from ppctl.train.session import Session
 
@@ -97,8 +97,8 @@ def show_end(outcome: TrainingEnd) -> None:
 
 
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
-    """Write the result, measured costs, and a sample if the run was not stopped. A collective: only rank 0 writes."""
-    sample = None if outcome.stopped else write_sample(session)
+    """Write the result, measured costs, and samples if the run was not stopped. A collective: only rank 0 writes."""
+    samples = [] if outcome.stopped else write_samples(session)
     spans = session.pipeline.recorder.spans() if session.own.in_first_pipeline else []
     costs = gather_costs(session, spans)
     if not leads:
@@ -113,7 +113,8 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
             "loss": outcome.loss,
             "eval_loss": outcome.eval_loss,
             "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
-            "sample": sample,
+            "sample": next(iter(samples), None),
+            "samples": samples,
             "start_up": phases.seconds,
         }
     )

@@ -207,7 +207,7 @@ class _RankProcess:
         with self.phases("warm-up"):
             heartbeat.set_state("warming up")
             self._warm_up(session)
-        outcome = self._train(session, writer, heartbeat, alarm)
+        outcome = self._train(session, writer, heartbeat, alarm, publisher)
         heartbeat.set_state("generating")
         write_results(self.shared, session, outcome, self.phases, leads=self.leads)
         if self.leads and not self.watched:
@@ -274,7 +274,12 @@ class _RankProcess:
             self.shared.run.write_edges(edges)
 
     def _train(
-        self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
+        self,
+        session: Session,
+        writer: Callable[[], WriterAddress],
+        heartbeat: HeartbeatFile,
+        alarm: Alarm,
+        publisher: Publisher | None,
     ) -> TrainingEnd:
         """Load and train, followed by all that saves, records and watches, and by the person's `followers`."""
         run, config = self.shared.run, self.shared.config
@@ -285,6 +290,8 @@ class _RankProcess:
 
         def loaded() -> None:
             self.phases.add("load", time.perf_counter() - began)
+            if publisher is not None:
+                publisher.publish()  # else the start is on show until the next publication, beside steps
             if self.leads:
                 write_start_up(run, self.phases, session.model.kernels)
 

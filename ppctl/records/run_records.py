@@ -108,6 +108,7 @@ class Result(TypedDict, total=False):
     loss: Figure
     sample: dict[str, Any] | None
     """Texts of any characters: the model may write each."""
+    samples: list[dict[str, Any]] | None
     start_up: dict[Line, float] | None
 
 

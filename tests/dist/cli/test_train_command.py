@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from command import TINY, environment, free_port, losses, metrics, only_run, ppctl, start
 from oracle.reference import reference_losses
@@ -107,6 +108,22 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-12"
     assert {p.name for p in (run / "logs").iterdir()} == {f"rank-{rank:04d}.log" for rank in range(2)}
     assert not list((run / "errors").iterdir())
+
+
+@pytest.mark.whole
+def test_the_weights_of_a_cut_run_continue_a_prompt_as_transformers_does(whole_run, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    _, run = whole_run
+    done = ppctl("generate", str(run), "the stage of ", "--tokens", "40", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert ppctl("ckpt", "export", "--hf", str(run), "out", cwd=tmp_path).returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    given = torch.tensor([[*b"the stage of "]])
+    found = model.generate(given, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert answer["tokens"] == found[0, given.shape[1] :].tolist()
+    assert bytes(answer["tokens"]).decode() == answer["text"]
 
 
 def test_torchs_profiler_leaves_a_trace_of_every_rank_where_torchtitan_does(text, tmp_path):

@@ -292,3 +292,22 @@ def test_a_picture_replaces_no_pipe_and_no_link(kind: str, tmp_path: Path) -> No
         path.symlink_to("elsewhere.json")
     (problem,) = unwritable(path)
     assert problem.code == "PP-E129" and "no regular file" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("typed", "codes"),
+    [
+        (("+recipe=mixtral_8x7b", "tp=2", "--sequence-parallel"), "PP-E107"),
+        (("+recipe=llama3_8b", "--lr-wsd-decay-samples", "10", "--lr-decay-style", "WSD"), "PP-E107"),
+        (("+recipe=mixtral_8x7b", "tp=2", "--no-such-flag"), "PP-E107, PP-E224"),
+    ],
+    ids=["a switch", "a number", "another key"],
+)
+def test_a_key_that_has_its_default_because_its_flag_was_refused_is_no_further_problem(capsys, typed, codes) -> None:
+    code, out, _ = run(capsys, *typed)
+    assert (code, out.splitlines()[0]) == (2, f"no plan: {codes.count('PP')} problem{'s' * (',' in codes)}, {codes}")
+
+
+def test_a_world_of_unknown_size_is_enlarged_before_experts_are_put_together(capsys) -> None:
+    _, _, err = run(capsys, "model.num_layers=4", "model.num_moe_experts=8", "ep=4")
+    assert "PP-E205" in err and "  try: dp=4\n   or: ep=1\n" in err
