@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ppctl.cli.console import console, prose
+from ppctl.cli.console import console, curve, prose
 from ppctl.cli.runs import checkpoint_of
 from ppctl.errors import visible
 from ppctl.records.step_lines import RECENT, clock_text, figure, mean_step_time
@@ -27,7 +26,6 @@ from ppctl.runs.checkpoint_folder import step_of
 from ppctl.runs.rundir import RunDir
 
 _DRAWINGS_A_SECOND = 2
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
@@ -120,16 +118,3 @@ _STARTING = {
     "loading kernels": "loading kernels, before the first step",
     "training": "in the first step",
 }
-
-
-def curve(values: list[float], columns: int) -> str:
-    """`values` as bars in at most `columns` columns, each the mean of as many values; a level curve is low."""
-    if not values:
-        return ""
-    count = min(len(values), columns)
-    edges = [len(values) * column // count for column in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
-    least, span = min(finite), (max(finite) - min(finite)) or 1.0
-    heights = [round((mean - least) / span * (len(_BARS) - 1)) if math.isfinite(mean) else None for mean in means]
-    return "".join("!" if height is None else _BARS[height] for height in heights)

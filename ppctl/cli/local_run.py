@@ -36,6 +36,7 @@ from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
 from ppctl.launch.planning import planned, refuse
 from ppctl.launch.process import become_worker, writer_to
 from ppctl.launch.run_directory import Launch, with_value
+from ppctl.launch.trackers import unusable
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan, fits, plan_checked
@@ -133,7 +134,7 @@ def adapt_to_machine(
         problems += plan.problems
     config, conflicts = with_gpu_environment(here, plan)
     data, wrong = examine(config)
-    refuse([*problems, *conflicts, *wrong])
+    refuse([*problems, *conflicts, *wrong, *unusable(config)])
     return config, plan, data
 
 
@@ -222,6 +223,17 @@ def run_to_end(
     )
     if started.is_rank:
         become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
+    outcome = run_job(run, launch, out)
+    if as_json:
+        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
+    elif outcome.exit_code in (DONE, STOPPED):
+        print("\n".join(ending(run, launch, outcome, overrides)))
+    return outcome.exit_code
+
+
+def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
+    """Run the job to its end with its steps on `out`, and note what went wrong and how to go on."""
+    config = launch.config
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
     tried = candidates(config.checkpoint.resume, run.checkpoints)
@@ -234,11 +246,7 @@ def run_to_end(
         note("")  # the terminal has shown ^C
     if outcome.report:
         note(outcome.report + saved_before(run, outcome))
-    if as_json:
-        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
-    elif outcome.exit_code in (DONE, STOPPED):
-        print("\n".join(ending(run, launch, outcome, overrides)))
-    return outcome.exit_code
+    return outcome
 
 
 def first_screen(plan: Plan) -> str:

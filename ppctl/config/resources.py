@@ -75,10 +75,8 @@ def is_file_name(option: str) -> bool:
 
 
 def find_recipe(option: str) -> Recipe | None:
-    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`).
-
-    A name that no recipe has may be a file's in the working directory, without its ending.
-    """
+    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`). A name
+    that no recipe has may be a file's in the working directory, without its ending."""
     known = None if is_file_name(option) else recipes().get(option)
     if known or not option:
         return known

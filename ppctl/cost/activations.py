@@ -1,22 +1,22 @@
 """Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
 pass.
 
-Layer by layer: `layer_parts` (kept) and `working_memory`.
+Layer by layer: `layer_parts` (kept) and `working_memory`; of models of transformers from their measured costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.foreign import foreign_running, foreign_tables
 from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
 from ppctl.cost.setting import Setting
 from ppctl.cost.working_memory import in_backward, in_forward
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import LayerCost, foreign_of, measured_for, most
 from ppctl.geometry.layers import (
+    LOSS_ROWS,
     Kind,
     Layer,
     foreign_cost,
@@ -67,13 +67,14 @@ class StagePieces(NamedTuple):
 
 
 def stage_activations(
-    model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
+    model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0, price: KindPricer | None = None
 ) -> StageActivations:
-    """Bytes that one microbatch keeps on a stage, on one device. Empty stages, recomputed layers keep their input."""
+    """Bytes that one microbatch keeps on a stage, on one device. Empty stages, recomputed layers keep their input.
+    `price` is `kind_pricer` of these, if several stages are priced."""
     held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
-    pieces, offloaded, passed = stage_pieces(model, held, setting, stage)
+    pieces, offloaded, passed = stage_pieces(model, held, setting, stage, price)
     whole = sum(piece.stays for piece in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
     for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
@@ -86,20 +87,19 @@ def stage_activations(
     return StageActivations(round(kept), round(passed + in_forward), round(in_backward), offloaded)
 
 
-def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int) -> StagePieces:
-    """Bytes that one microbatch keeps on a stage, layer by layer; layers that are recomputed together are one piece."""
-    tokens, hidden = setting.tokens, setting.hidden_bytes(model)
-    modules = recomputed_modules(setting.train, stage)
-    # A layer without a backward keeps nothing, and is computed once.
-    runs = [run for run in recomputed_runs(setting.train, stage, held) if has_backward(model, run[-1])]
-    kinds = layer_kinds(model, held)
-    places = {layer: place for place, layer in enumerate(held)}
+KindPricer = Callable[[Kind, tuple[str, ...]], tuple[float, float, float, float]]
+"""(kind of layer, the modules that it computes again) -> bytes of a microbatch that stay, that a recomputed layer would
+make again, and that live only in its forward or backward."""
+
+
+def kind_pricer(model: ModelConfig, setting: Setting) -> KindPricer:
+    """Return a function that prices each kind of layer once."""
+    tokens = setting.tokens
 
     @cache
-    def price(kind: Kind) -> tuple[float, float, float, float]:
-        """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
+    def price(kind: Kind, modules: tuple[str, ...]) -> tuple[float, float, float, float]:
         if (foreign := foreign_cost(model, kind, setting.element, setting.seq_length)) is not None:
-            return foreign_running(model, kind, foreign, setting)
+            return _foreign_running(model, kind, foreign, setting)
         parts = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
         for module, size in parts:
@@ -110,9 +110,23 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
         running = in_forward(model, kind.name, kind.moe, setting, again), in_backward(model, kind, setting, again)
         return whole - sum(again.values()), whole - outside, *running
 
+    return price
+
+
+def stage_pieces(
+    model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int, price: KindPricer | None = None
+) -> StagePieces:
+    """Bytes that one microbatch keeps on a stage, layer by layer; layers that are recomputed together are one piece."""
+    hidden, modules = setting.hidden_bytes(model), recomputed_modules(setting.train, stage)
+    price = price or kind_pricer(model, setting)
+    # A layer without a backward keeps nothing, and is computed once.
+    runs = [run for run in recomputed_runs(setting.train, stage, held) if has_backward(model, run[-1])]
+    kinds = layer_kinds(model, held)
+    places = {layer: place for place, layer in enumerate(held)}
+
     pieces: dict[int, LayerBytes] = {}
     for run in runs:
-        priced = [price(kinds[places[layer]]) for layer in run]
+        priced = [price(kinds[places[layer]], modules) for layer in run]
         outside = sum(max(0.0, stays - made) for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
         running = max(backward for *_, backward in priced)
@@ -122,7 +136,7 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, kinds, strict=True)):
         if layer not in recomputed:
-            stays, _, *more = price(kind)
+            stays, _, *more = price(kind, modules)
             pieces[place] = LayerBytes(stays, *more)
     moved = _moved(pieces, held, setting, hidden, {run[0] for run in runs})
     decoder = sum(held[place].kind == "decoder" for place in pieces)
@@ -141,22 +155,22 @@ def _with_tables(
 ) -> StagePieces:
     """A stage of a model of transformers: its forward makes all tables, of which it keeps those that layers need."""
     kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
-    tables = foreign_tables(model, kinds, setting)
+    made, kept, keeps_input = _foreign_tables(model, kinds, setting)
     hidden = setting.hidden_bytes(model)
     costs = [foreign_cost(model, kind, setting.element, setting.seq_length) for kind, _ in kinds]
     keeps = [again or cost is None or cost.keeps_input for (_, again), cost in zip(kinds, costs, strict=True)]
     first = int(held[0].kind == "embedding")
     # A stage without the embedding has a stand-in for its result, of zeros. With it the first layer keeps that result,
     # or else it lives as long.
-    more = tables.made - tables.kept - (hidden if first and keeps[1:2] == [True] else 0)
+    more = made - kept - (hidden if first and keeps[1:2] == [True] else 0)
     running = {}
     for place, piece in pieces.items():
         decoder = held[place].kind == "decoder"
         # What no backward keeps is there while it is read: a layer's input.
         given = hidden if decoder and place > first and not keeps[place] else 0
         running[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
-    arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
-    return StagePieces(running, 0, tables.kept + arrived + _router_logits(model, held, setting))
+    arrived = 0 if held[0].kind == "embedding" or keeps_input or held[0] in recomputed else hidden
+    return StagePieces(running, 0, kept + arrived + _router_logits(model, held, setting))
 
 
 def _moved(
@@ -222,3 +236,49 @@ def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> fl
     sizes = Sizes.of(model)
     width = sizes.turned if sizes.latent else int(sizes.head * model.rotary_percent)
     return 2 * setting.element * width * -(-setting.seq_length // setting.sizes.cp)
+
+
+_LABEL = 8
+"""Bytes of a token's number, and of its label."""
+
+
+def _foreign_running(
+    model: ModelConfig, kind: Kind, cost: LayerCost, setting: Setting
+) -> tuple[float, float, float, float]:
+    """Bytes that stay, that a recomputed layer makes again with its input, and beside in its forward and backward."""
+    batch, length, hidden = setting.micro_batch_size, setting.seq_length, setting.hidden_bytes(model)
+    inside = cost.kept.of(batch, length)
+    stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)
+    forward = most(cost.in_forward, batch, length)
+    backward = most(cost.in_inputs if setting.deferred else cost.in_backward, batch, length)
+    if kind.name == "embedding":
+        return inside + _LABEL * setting.tokens, 0.0, forward, backward
+    if kind.name == "loss":  # the logits, whose gradient takes their place; blocks of them in float32
+        block = setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size
+        logits = setting.element * setting.tokens * model.vocab_size
+        stays += logits + _LABEL * setting.tokens
+        if cost.back is not None:  # measured with the gradient of the logits, which is gone after the head's product
+            backward = max(0.0, backward - logits)
+        # What the head puts out is in its forward: it stays.
+        return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + setting.wide * setting.tokens)
+    return stays, inside + hidden, forward, backward
+
+
+def _foreign_tables(
+    model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setting: Setting
+) -> tuple[float, float, bool]:
+    """Bytes of the tables that a stage's forward makes once for its layers (kind, whether it is recomputed) with what
+    else lives beside these, bytes that backwards keep of them, and whether the first layer keeps what arrived. A
+    recomputed layer keeps its arguments."""
+    foreign = foreign_of(model)
+    assert foreign is not None
+    measured = measured_for(foreign.measured, setting.element, setting.seq_length)
+    kept: set[int] = set()
+    keeps_input = False
+    for place, (kind, recomputed) in enumerate(kinds):
+        if (cost := measured.cost(kind.name, kind.structure)) is not None:
+            kept |= {*(cost.reads if recomputed else cost.keeps)}
+            keeps_input |= place == 0 and cost.keeps_input
+    batch, length = setting.micro_batch_size, setting.seq_length
+    sizes = [table.of(batch, length) for table in measured.tables]
+    return sum(sizes) + measured.before.of(batch, length), sum(sizes[number] for number in kept), keeps_input

@@ -1,6 +1,7 @@
 """Text to token batches: corpus, tokenizer, sampler.
 
-text, corpus       the documents of text files; indexed: .bin and .idx files
+text, corpus       the documents of text files and tables; indexed: .bin and .idx files
+token_cache        tokens that are made once and kept (decision 94)
 blend              several corpora with weights
 tokenizer          bytes, or a Hugging Face tokenizer
 conversations      rendered by chat_template in the process `rendering`; conversation_rows packs them (decision 55)

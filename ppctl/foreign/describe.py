@@ -1,7 +1,6 @@
 """A model directory of transformers as the value that plans, stages and checkpoints read (`ForeignModel`).
 
-Knows in which order a model is read, proved and measured, and what tells its layers apart: the classes of their modules
-and the plain values that these hold, whatever any of them means. Must not know ranks or weights.
+Layers are told apart by the classes of their modules and the plain values that these hold, whatever any of them means.
 
 `python -m ppctl.foreign.describe DIR OUT` writes the answer as JSON: the description, or what is wrong with DIR. It is
 what `model.from=DIR` and `ppctl doctor --model DIR` start (`ppctl/launch/described.py`).

@@ -28,8 +28,7 @@ from ppctl.foreign.measured_pass import (
 )
 from ppctl.foreign.miniature import lower_windows
 from ppctl.foreign.peft_adapters import add_adapters
-from ppctl.geometry.foreign_costs import Growth, LayerCost, PartCosts, Peak
-from ppctl.geometry.foreign_model import Adapters, Anatomy, RouterLogits
+from ppctl.geometry.foreign_model import Adapters, Anatomy, Growth, LayerCost, PartCosts, Peak, RouterLogits
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
 

@@ -91,17 +91,7 @@ _GPUS = (
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(
-    "cpu",
-    "CPU",
-    50 * GIGA,
-    50 * GIGA,
-    10 * GIGA,
-    2.1 * GIGA,
-    1_000_000,
-    2.1 * GIGA,
-    200e-6,
-    0.0,
-    0.0,
+    *("cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0),
     host_link=5 * GIGA,
 )
 

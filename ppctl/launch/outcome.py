@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ppctl.errors import PpctlError, remedy_lines
+from ppctl.errors import PpctlError, remedy_lines, some
 from ppctl.hang.verdict import schedule_of
 from ppctl.host.files import open_regular
 from ppctl.records.rank_records import RankFailure, RankState
@@ -172,10 +172,9 @@ def _between(run: RunDir, ends: Sequence[int]) -> str:
 def _other_ranks(later: Sequence[RankFailure], world_size: int) -> str:
     if not later:
         return f"the other {world_size - 1} ranks were ended" if world_size > 2 else "the other rank was ended"
-    firsts = [(failure.rank, _text(failure).partition("\n")[0]) for failure in later[:3]]
+    firsts = [(failure.rank, _text(failure).partition("\n")[0]) for failure in later]
     shown = [f"rank {rank} ({line if len(line) <= 80 else line[:77] + '...'})" for rank, line in firsts]
-    rest = f" and {len(later) - 3} more" if len(later) > 3 else ""
-    return f"followed by {', '.join(shown)}{rest}"
+    return f"followed by {some(shown, 3)}"
 
 
 def _last_lines(run: RunDir, rank: int) -> list[str]:

@@ -56,10 +56,8 @@ def _no_action(number: int, frame: FrameType | None) -> None:
 
 
 class Signals:
-    """Signals and deaths of children as a list to wait for: no busy loop, and no work inside a handler.
-
-    While entered, the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored.
-    """
+    """Signals and deaths of children as a list to wait for: no busy loop, and no work inside a handler. While entered,
+    the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored."""
 
     def __enter__(self) -> Signals:
         self._reader, self._writer = os.pipe()
@@ -297,11 +295,9 @@ class Watch:
 
 
 def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOutcome:
-    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/.
-
-    Leaves no process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a
-    process cannot be started (PP-E614).
-    """
+    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/. Leaves no
+    process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a process
+    cannot be started (PP-E614)."""
     with Signals() as signals:
         watch = Watch(job, signals, show or writer_to(sys.stdout), _say)
         try:

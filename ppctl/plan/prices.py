@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.activations import stage_activations
+from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.parameter_counts import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
 from ppctl.cost.step_traffic import Stages, Sums, once_a_step
@@ -36,8 +36,7 @@ from ppctl.host.accelerators import MEGATRON
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
-from ppctl.plan.sharing import moved_by_muon, sharding_of
-from ppctl.plan.stages import precision_of
+from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of
 from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
 from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
@@ -70,9 +69,9 @@ def stage_costs(
 
 def pricer(
     config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None = None
-) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
-    """Return a function (stage, its layers, whether it is the last stage) -> the stage's cost. Equal layers are priced
-    once."""
+) -> Callable[..., StageCost]:
+    """Return a function (stage, its layers, whether it is the last stage, its activations if they are known) -> the
+    stage's cost. Equal layers are priced once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
     machine = machine_for(config, setting)
@@ -83,7 +82,7 @@ def pricer(
 
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
-    def of_stage(stage: int, held: tuple[Layer, ...], last: bool) -> StageCost:
+    def of_stage(stage: int, held: tuple[Layer, ...], last: bool, alive: StageActivations | None = None) -> StageCost:
         """The seconds of a microbatch's passes, the message that it sends, and its bytes, of a stage with the layers
         `held`."""
         modules = recomputed_modules(train, stage)
@@ -94,7 +93,7 @@ def pricer(
             scale = (ahead, back, back, ahead, back)
             seconds.append(PartSeconds(*(each * by for each, by in zip(one, scale, strict=True))))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
-        alive = stage_activations(model, held, setting, stage)
+        alive = alive or stage_activations(model, held, setting, stage)
         copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
         ahead, inputs, weights, exchanged, exchanged_back = beside_copies(whole, copies)

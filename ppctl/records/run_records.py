@@ -56,7 +56,7 @@ class Environment(TypedDict, total=False):
 class Job(TypedDict, total=False):
     """job.json. Number and cluster become arguments of SLURM's commands."""
 
-    job: Annotated[str, re.compile(r"[0-9]{1,20}")]
+    job: Annotated[str, re.compile(r"[0-9]{1,20}(_[0-9]{1,6})?")]
     cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}", re.ASCII)]
 
 

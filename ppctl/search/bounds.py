@@ -9,150 +9,91 @@ pipeline fills. Must not know which configurations there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from functools import cached_property, partial
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
-from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameter_counts import Count, on_device, trained_count, untrained_bytes
+from ppctl.cost.activations import StageActivations, kind_pricer, stage_activations, stage_pieces
+from ppctl.cost.operands import stage_operands
+from ppctl.cost.parameter_counts import Count, on_device
 from ppctl.cost.state import State, state_bytes
 from ppctl.cost.times import optimizer_seconds
 from ppctl.errors import ScheduleError
-from ppctl.geometry.layers import Layer, holds_final_norm, layer_kinds, parse_layers
-from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.geometry.layers import Kind, Layer, layer_kinds
+from ppctl.host.accelerators import MEGATRON
 from ppctl.plan.memory import device_of, setting_of
-from ppctl.plan.memory_limit import device_limit
+from ppctl.plan.memory_limit import GRANULARITY, device_limit
 from ppctl.plan.prices import machine_for, pricer, reduction, simulation_costs
 from ppctl.plan.profile import Profile
-from ppctl.plan.schedule_choice import Choice, compute_only, presumed
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.plan.violations import ConfigValues
-from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Placement, Schedule
 from ppctl.schedule.policies import POLICIES, Policy
-from ppctl.schedule.simulate import simulate
-from ppctl.schedule.trace import step_time
-from ppctl.search.space import Configuration
+from ppctl.schedule.simulate import run_of
+from ppctl.search.rounds import Cut, FullestMoment, Rounds
 from ppctl.topology import ParallelSizes
-
-FILLED, STEADY = 3, 6
-"""Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
-down. Checked for every policy by tests, not derived."""
-_ALL_AT_ONCE = "gpipe"
-"""The policy that holds every microbatch."""
-
-
-class Cut:
-    """The layers of a layout's stages."""
-
-    def __init__(self, values: ConfigValues, layout: PipelineParallelLayerLayout) -> None:
-        model, count, precision = values.config.model, len(layout.stages), precision_of(values.config)
-        self.pp, self.vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-        self.layers = [parse_layers(layout.layer_names(stage)) for stage in range(count)]
-        each_apart = model.transformers is not None or values["train.recompute_stages"] is not None
-        self.like: list[Hashable] = [
-            (stage if each_apart else 0, stage == count - 1, holds_final_norm(model, held), *layer_kinds(model, held))
-            for stage, held in enumerate(self.layers)
-        ]
-        """Stage -> a key: stages with equal keys have equal costs."""
-        self.trained = [trained_count(model, held) for held in self.layers]
-        self.untrained = [
-            untrained_bytes(model, held, weight=precision.weight, gradient=precision.gradient) for held in self.layers
-        ]
-        self.frozen = next((stage for stage, number in enumerate(self.trained) if number.total()), 0)
-        """First stages that train nothing, and have no backward."""
-
-    @cached_property
-    def ranks(self) -> dict[str, list[tuple[int, ...]]]:
-        """Placement -> the stages of each rank, in chunk order."""
-        places = [Placement(kind, self.pp, len(self.layers)) for kind in ("loop", "v")]
-        return {place.kind: [place.stages_of(rank) for rank in range(self.pp)] for place in places}
-
-
-class FullestMoment(NamedTuple):
-    """A rank at the moment of its list, before a backward, when most microbatches are between their F and their B."""
-
-    begun: tuple[int, ...]
-    """Chunk -> how many microbatches are."""
-    runs: int
-    """The chunk whose backward comes next."""
-    summing: tuple[bool, ...]
-    """Chunk -> whether it has made weight gradients, and will make more."""
-
-
-def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
-    """Microbatches of so many rounds, which end as all `num_microbatches` do."""
-    row = POLICIES[policy]
-    least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
-    return min(num_microbatches, num_microbatches % pp + max(rounds * pp, least))
-
-
-class Rounds:
-    """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
-
-    def __init__(self, values: ConfigValues, policy: str, vpp: int, number: int) -> None:
-        self.values, self.number = values, number
-        self._make = partial(compute_only, values, Choice(policy), vpp)
-        self.plain = self._make(number)
-        self.every = policy == _ALL_AT_ONCE
-        self._lowered: dict[int, Schedule] = {}
-
-    def lowered(self, number: int, frozen: int) -> Schedule:
-        """With its messages, for `number` microbatches."""
-        if number not in self._lowered:
-            self._lowered[number] = presumed(self.values, self._make(number), frozen).schedule
-        return self._lowered[number]
-
-    @cached_property
-    def fullest(self) -> list[FullestMoment]:
-        """The fullest moment of every rank."""
-        return [
-            _fullest(row, self.plain.placement.stages_of(rank), self.number)
-            for rank, row in enumerate(self.plain.actions)
-        ]
-
-
-def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> FullestMoment:
-    chunk = {stage: at for at, stage in enumerate(own)}
-    begun, made, most = [0] * len(own), [0] * len(own), FullestMoment((), 0, ())
-    for op, stage, _ in row:
-        at = chunk[stage]
-        if op is F:
-            begun[at] += 1
-        if op in INPUT_GRADIENTS:
-            if sum(begun) >= sum(most.begun):
-                most = FullestMoment(tuple(begun), at, tuple(0 < done < number for done in made))
-            begun[at] -= 1
-        made[at] += op in WEIGHT_GRADIENTS
-    return most
 
 
 class StagePrices:
     """Costs of stages on ranks that divide the model in one way, with one microbatch size and recomputation."""
 
     def __init__(
-        self, values: ConfigValues, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None
+        self, values: ConfigValues, sizes: ParallelSizes, micro_batch_size: int, measured: Profile | None, whole: Cut
     ) -> None:
         self.config = values.config
         self.setting = setting_of(values.config, sizes, micro_batch_size)
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
+        train = self.config.train
+        self._by_place = bool(train.recompute_num_layers) or train.recompute_stages is not None
+        """Whether it depends on the layers around one what it computes again."""
+        once = values.overridden({GRANULARITY: None}).config if self._by_place else values.config
+        self._least = pricer(once, sizes, micro_batch_size, measured)
+        self._layers = dict(zip(layer_kinds(self.config.model, whole.layers[0]), whole.layers[0], strict=True))
         self._costs: dict[Hashable, StageCost] = {}
-        self._beside: dict[Hashable, int] = {}
+        self._alive: dict[Hashable, StageActivations] = {}
+        self._bytes_of_kind = kind_pricer(values.config.model, self.setting)
 
     def passes(self, layers: tuple[Layer, ...], stage: int, like: Hashable, *, last: bool) -> StageCost:
         """The cost of a stage."""
         if like not in self._costs:
-            self._costs[like] = self._price(stage, layers, last)
+            self._costs[like] = self._price(stage, layers, last, self._activations(layers, stage, like))
         return self._costs[like]
+
+    def _activations(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> StageActivations:
+        if like not in self._alive:
+            model = self.config.model
+            self._alive[like] = stage_activations(model, layers, self.setting, stage, self._bytes_of_kind)
+        return self._alive[like]
 
     def beside(self, layers: tuple[Layer, ...], stage: int, like: Hashable) -> int:
         """Bytes that live beside what a stage keeps while its backward runs."""
-        if like not in self._beside:
-            self._beside[like] = stage_activations(self.config.model, layers, self.setting, stage).in_backward
-        return self._beside[like]
+        return self._activations(layers, stage, like).in_backward
+
+    def sample_seconds(self, *, hidden: bool) -> dict[Kind, tuple[float, float]]:
+        """The least seconds of a sample's forward and backward in a layer of a kind, in microbatches of this size and
+        so in smaller ones; `hidden` without exchanges."""
+        number, least = self.setting.micro_batch_size, {}
+        for kind, layer in self._layers.items():
+            if kind not in self._costs:
+                self._costs[kind] = self._least(0, (layer,), True, StageActivations(0, 0, 0))
+            cost = self._costs[kind]
+            ahead, back = cost.forward_s - hidden * cost.exchange_s, cost.backward_s - hidden * cost.exchange_back_s
+            least[kind] = ahead / number, back / number
+        return least
+
+    @cached_property
+    def sample_bytes(self) -> dict[Kind, tuple[float, float]]:
+        """The least bytes of a sample that a layer of a kind keeps, in microbatches of this size and so in smaller
+        ones, from its forward to its backward, and between the halves of a split one."""
+        model, setting, least = self.config.model, self.setting, {}
+        for kind, layer in self._layers.items():
+            pieces = stage_pieces(model, (layer,), setting, 0, self._bytes_of_kind).by_place
+            kept = sum(piece.stays for piece in pieces.values()) * (not self._by_place)
+            put_off = stage_operands(model, [layer], setting).kept if setting.allocator.backward else kept
+            least[kind] = kept / setting.micro_batch_size, put_off / setting.micro_batch_size
+        return least
 
 
 class Division:
@@ -167,6 +108,8 @@ class Division:
         self._machine = machine_for(config, setting)
         self.partial = setting.allocator.backward
         """Whether gradients that ranks share are counted only while they are there."""
+        self.by_layers = config.cost.stack == MEGATRON
+        """Whether weights and gradients under `full` sharding are there for a layer at a time."""
         self._states: dict[Hashable, tuple[list[State], float]] = {}
 
     def state(self, cut: Cut, own: Sequence[int], sharding: str) -> State:
@@ -176,11 +119,23 @@ class Division:
         weights = state.weights + sum(cut.untrained[stage] for stage in own)
         return State(weights, state.gradients, 0 if self.config.optim.name == "muon" else state.optimizer)
 
-    @staticmethod
-    def certain(state: State, sharding: str) -> int:
+    def certain(self, state: State, sharding: str) -> int:
         """Bytes that are there together at some moment under any schedule: all weights, when the first microbatch runs
-        on a rank's last stage."""
-        return state.total if sharding == "none" else state.optimizer + state.weights
+        on a rank's last stage, unless they come and go layer by layer."""
+        if sharding == "none":
+            return state.total
+        return state.optimizer + (0 if self.by_layers and sharding == "full" else state.weights)
+
+    def least(self, rounds: Rounds, batch: tuple[int, int, int], sharding: str, prices: StagePrices) -> float:
+        """Bytes of the rank that holds most at its fullest moment, by what layers keep of a sample."""
+        one = prices.sample_bytes
+        states, _ = self.states(rounds.cut, rounds.row.placement, sharding)
+        samples = batch[0] * (batch[1] if rounds.every else 1)
+        return max(
+            self.certain(states[each.rank], sharding)
+            + samples * sum(n * one[kind][0] + later * one[kind][1] for kind, (n, later) in each.layers.items())
+            for each in rounds.filled
+        )
 
     def reduce_s(self, trained: Count, cost: StageCost) -> float:
         """Seconds that a stage of this cost waits for the sums of its gradients."""
@@ -205,6 +160,48 @@ class Division:
         )
 
 
+def hides(config: RunConfig, row: Policy) -> bool:
+    """Whether a policy's schedules have pairs that hide exchanges: not in batches, for which the whole rank waits."""
+    own = row.placement == "v" or config.parallel.overlap_moe_expert_parallel_comm
+    return row.pairs and own and not in_batches(config)
+
+
+Pace = tuple[float, float]
+"""Seconds that a schedule call takes at least: once, and for every microbatch."""
+
+
+def called(each: Iterable[Pace], num_microbatches: int) -> float:
+    """The seconds of a call by the slowest of these paces."""
+    return max(once + num_microbatches * more for once, more in each)
+
+
+def paces(
+    cut: Cut,
+    row: Policy,
+    forwards: Sequence[float],
+    backwards: Sequence[float],
+    hops: Sequence[float],
+    reduces: Sequence[float],
+    *,
+    waits: bool,
+) -> list[Pace]:
+    """The paces of the pipeline as a whole and of its ranks under a policy, from the seconds of stages. A rank that
+    waits for batches of messages is busy with them."""
+    back_hops = [hop if stage >= cut.frozen else 0.0 for stage, hop in enumerate(hops)]
+    ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
+    behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
+    slowest = {0.0: ahead[-1] if row.splits else ahead[-1] + behind[-1]}
+    for own in cut.ranks[row.placement]:
+        first = own[0]
+        busy = sum(forwards[stage] + backwards[stage] for stage in own)
+        sent = back_hops[first - 1] if first else 0.0
+        if waits:
+            busy += sum(hops[stage] + (back_hops[stage - 1] if stage else 0.0) for stage in own)
+        tail = max(reduces[first], 0.0 if row.splits else behind[first] - (sent if waits else 0.0))
+        slowest[busy] = max(slowest.get(busy, 0.0), ahead[first] + tail)
+    return [(once, busy) for busy, once in slowest.items()]
+
+
 class PipelineBounds:
     """The least costs of a layout with a `StagePrices` and a `Division`, under any schedule of a kind."""
 
@@ -219,7 +216,7 @@ class PipelineBounds:
         elements = {like: sum(on_device(own, division.sizes)) for like, (own, _) in alike.items()}
         self.costs = [cost._replace(reduce_s=reduces[like]) for cost, like in zip(priced, cut.like, strict=True)]
         self.elements = [elements[like] for like in cut.like]
-        self._calls: dict[Hashable, float] = {}
+        self._paces: dict[Hashable, list[Pace]] = {}
 
     def _is_local(self, stage: int, placement: str) -> bool:
         """Whether a stage's result stays on its rank."""
@@ -233,33 +230,39 @@ class PipelineBounds:
         return max((exchanged / seconds for exchanged, seconds in each if seconds), default=0.0)
 
     def seconds(self, num_microbatches: int, policy: str) -> float:
-        """The least of a schedule call, in closed form. A rank that waits for batches of messages is busy with them."""
+        """The least of a schedule call, in closed form."""
         row = POLICIES[policy]
-        key = num_microbatches, row.placement, row.splits, row.pairs
-        if key not in self._calls:
-            self._calls[key] = self._call(num_microbatches, row)
-        return self._calls[key]
+        key = row.placement, row.splits, hides(self.share.config, row)
+        if key not in self._paces:
+            self._paces[key] = self._pace(row)
+        return called(self._paces[key], num_microbatches)
 
-    def _call(self, num_microbatches: int, row: Policy) -> float:
+    def _pace(self, row: Policy) -> list[Pace]:
         frozen, costs = self.cut.frozen, self.costs
-        alone = 1.0 - self._hidden * row.pairs
+        alone = 1.0 - self._hidden * hides(self.share.config, row)
         hops = [0.0 if self._is_local(stage, row.placement) else each.message_s for stage, each in enumerate(costs)]
         forwards = [alone * each.forward_s for each in costs]
         backwards = [0.0 if stage < frozen else alone * each.backward_s for stage, each in enumerate(costs)]
-        back_hops = [hop if stage >= frozen else 0.0 for stage, hop in enumerate(hops)]
-        ahead = [0.0, *accumulate(map(sum, zip(forwards, hops, strict=True)))]
-        behind = [0.0, *accumulate(map(sum, zip(backwards, back_hops, strict=True)))]
-        waits = in_batches(self.share.config)
-        longest = ahead[-1] if row.splits else ahead[-1] + behind[-1]
-        for own in self.cut.ranks[row.placement]:
-            first = own[0]
-            busy = sum(forwards[stage] + backwards[stage] for stage in own)
-            sent = back_hops[first - 1] if first else 0.0
-            if waits:
-                busy += sum(hops[stage] + (back_hops[stage - 1] if stage else 0.0) for stage in own)
-            tail = max(costs[first].reduce_s, 0.0 if row.splits else behind[first] - (sent if waits else 0.0))
-            longest = max(longest, ahead[first] + num_microbatches * busy + tail)
-        return longest
+        reduces = [each.reduce_s for each in costs]
+        return paces(self.cut, row, forwards, backwards, hops, reduces, waits=in_batches(self.share.config))
+
+    def _put_off(self, stage: int) -> float:
+        """Bytes of a microbatch that a stage keeps between the halves of a split backward."""
+        one, kinds = self.share.sample_bytes, self.cut.kinds[stage] if stage >= self.cut.frozen else {}
+        return self.share.setting.micro_batch_size * sum(number * one[kind][1] for kind, number in kinds.items())
+
+    def along_chain(self, rounds: Rounds, num_microbatches: int) -> float:
+        """Seconds of a schedule call at least, along one chain of operations that was the longest at other costs; 0
+        beside frozen stages, whose backwards are in no list."""
+        if self.cut.frozen or rounds.every:
+            return 0.0
+        costs = simulation_costs(self.costs, self._stages(rounds))
+        (operations, hops, own), seconds = rounds.chain(costs), costs.seconds()
+        whole = sum(number * seconds[op][stage] for (op, stage), number in operations.items())
+        more = sum(self.costs[stage].forward_s + self.costs[stage].backward_s for stage in own)
+        whole += (num_microbatches - rounds.number) * more
+        sent = sum(number * self.costs[stage].message_s for stage, number in hops.items())
+        return sent + (1.0 - self._hidden * hides(self.share.config, rounds.row)) * whole
 
     def simulated(self, rounds: Rounds, num_microbatches: int) -> float:
         """Seconds of a schedule call from a few rounds, with every other as long as the last of them: a step is the
@@ -270,12 +273,10 @@ class PipelineBounds:
         if rounds.every and more:
             return 0.0
         try:
-            spent = [
-                step_time(simulate(rounds.lowered(each, self.cut.frozen), costs))
-                for each in (number, number - pp)[: 1 + bool(more)]
-            ]
+            runs = [run_of(rounds.lowered(each), costs) for each in (number, number - pp)[: 1 + bool(more)]]
         except ScheduleError:
             return 0.0
+        spent = [max(map(max, run.ends)) for run in runs]
         return spent[0] + more * (spent[0] - spent[-1])
 
     def _stages(self, rounds: Rounds) -> list[StageSpec]:
@@ -284,21 +285,14 @@ class PipelineBounds:
         spots = [(stage, place.rank_of(stage), place.chunk_of(stage)) for stage in range(len(self.costs))]
         return [StageSpec(*spot, held, (), (), 0, 0, 0) for spot, held in zip(spots, self.cut.layers, strict=True)]
 
-    def least(self, placement: str, sharding: str) -> float:
-        """Bytes of the rank that holds most, of its state and one microbatch, which is on all its stages at once."""
-        states, _ = self.division.states(self.cut, placement, sharding)
-        return max(
-            self.division.certain(state, sharding) + sum(self.costs[stage].activation_bytes for stage in own)
-            for own, state in zip(self.cut.ranks[placement], states, strict=True)
-        )
-
-    def peak(self, rounds: Rounds, num_microbatches: int, of: Configuration) -> float:
+    def peak(self, rounds: Rounds, num_microbatches: int, sharding: str) -> float:
         """Bytes of the rank that holds most at its fullest moment."""
-        row, every = POLICIES[of.schedule], num_microbatches if rounds.every else 0
-        states, _ = self.division.states(self.cut, row.placement, of.data_parallel_sharding)
+        row, every = rounds.row, num_microbatches if rounds.every else 0
+        states, _ = self.division.states(self.cut, row.placement, sharding)
+        ranks = self.cut.ranks[row.placement]
         return max(
-            self._held(own, state, moment, every, row.splits, of.data_parallel_sharding)
-            for own, state, moment in zip(self.cut.ranks[row.placement], states, rounds.fullest, strict=True)
+            self._held(ranks[rank], states[rank], moment, every, row.splits, sharding)
+            for rank, moment, _ in rounds.filled
         )
 
     def _held(
@@ -306,12 +300,15 @@ class PipelineBounds:
     ) -> float:
         """Bytes of a rank with the stages `own`: under sharding of gradients what stages need comes and goes."""
         division, held = self.division, float(state.optimizer)
-        for number, stage in zip(moment.begun, own, strict=True):
+        for number, later, stage in zip(moment.begun, moment.put_off, own, strict=True):
             held += (every or number) * self.costs[stage].activation_bytes
+            held += later * self._put_off(stage) if later else 0
         if not splits and (runs := own[moment.runs]) >= self.cut.frozen:
             held += self.share.beside(self.cut.layers[runs], runs, self.cut.like[runs])
         if sharding == "none" or (sharding != "full" and not division.partial):
             return held + state.weights + state.gradients
+        if division.by_layers and sharding == "full":
+            return held
         sizes = [self.elements[stage] for stage in own]
         summed = sum(size for size, here in zip(sizes, moment.summing, strict=True) if here)
         gathered = sum(size for size, number in zip(sizes, moment.begun, strict=True) if number)

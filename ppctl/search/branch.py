@@ -7,11 +7,12 @@ not know how bounds come about, or how plans are shown.
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from heapq import heappop, heappush
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
@@ -20,7 +21,8 @@ from ppctl.plan.build import plan_alone
 from ppctl.plan.memory_limit import SHARDING, SHARDINGS
 from ppctl.plan.profile import Profile
 from ppctl.schedule.policies import POLICIES
-from ppctl.search.bounds import FILLED, STEADY, Cut, Division, PipelineBounds, Rounds, StagePrices, few_rounds
+from ppctl.search.bounds import Division, Pace, PipelineBounds, StagePrices, called, hides, paces
+from ppctl.search.rounds import FILLED, STEADY, Cut, Rounds, few_rounds
 from ppctl.search.space import AXES, Configuration, SearchSpace
 from ppctl.topology import ParallelSizes
 
@@ -29,8 +31,13 @@ CLOSE = 0.02
 ROWS = 10
 """Divisions of the ranks in an answer, at most."""
 
+SINGLE = ("closer", "closest", "plan")
+"""Levels of branches that are a single configuration."""
+
 Batch = tuple[int, int, int]
 """Samples of a microbatch, microbatches of a schedule call, calls of a step."""
+Way = tuple[int, str, Rounds]
+"""Chunks per rank, a schedule that runs them, and a few rounds of it."""
 
 
 class Planned(NamedTuple):
@@ -72,6 +79,11 @@ class Counts:
     left: int = 0
     """That are in branches whose bound is not below what is known."""
 
+    @property
+    def undecided(self) -> int:
+        """That are still in branches."""
+        return self.total - self.memory - self.rules - self.planned
+
 
 class Branch(NamedTuple):
     """A set of configurations, and the least seconds of a step of any of them."""
@@ -102,6 +114,9 @@ class Tree:
         layout = even_layout(model.num_layers, 1, model.mtp_num_layers or 0)
         self.whole = Cut(space.values, PipelineParallelLayerLayout(layout, 1))
         """The model as one stage."""
+        self._samples = max(space.options("mbs", [space.values["gbs"]]))
+        names = {name for pp in space.options("pp", (1, 2)) for _, name in space.ways(pp)}
+        self._hides = any(hides(self._config, POLICIES[name]) for name in names)
 
     def divide(self, branch: Branch) -> None:
         """Add the parts of a branch; none takes less than the branch."""
@@ -112,88 +127,104 @@ class Tree:
         self._made += 1
         heappush(self.heap, Branch(max(seconds, self._least), self._made, size, level, parts))
 
-    def root(self) -> None:
-        """Every division of the ranks, timed as if its samples came in one microbatch with nothing computed again."""
-        space = self.space
-        largest = max(space.options("mbs", [space.values["gbs"]]))  # of any division of the ranks
-        for axes, sizes in space.axes():
-            if sizes is None:
-                self.counts.rules += 1
-                self.counts.total += 1
-                continue
-            batches = space.batches(sizes.dp)
-            size = len(batches) * len(space.recomputations) * space.count(sizes)
-            self.counts.total += size
-            if not size:
-                continue
-            self.divisions.append(axes)
-            of = axes._replace(micro_batch_size=largest, recomputation=space.recomputations[0])
-            of = of._replace(data_parallel_sharding=space.shardings(sizes)[-1])
-            division = Division(self._config, sizes)
-            if self._state(division, of.data_parallel_sharding) / sizes.pp > division.available:
-                self.counts.memory += size
-                continue
-            seconds = space.values["gbs"] / sizes.dp / sizes.pp * self._whole(of, sizes)[0] / largest
-            self._add(seconds, size, "of_axes", of, sizes, division, batches)
+    def open(self, axes: Configuration) -> None:
+        """A division of the ranks, timed as if its samples came in one microbatch with nothing computed again."""
+        space, counts = self.space, self.counts
+        sizes = space.sizes(axes)
+        if sizes is None:
+            counts.rules += 1
+            counts.total += 1
+            return
+        batches = space.batches(sizes.dp)
+        size = len(batches) * len(space.recomputations) * space.count(sizes)
+        counts.total += size
+        if not size:
+            return
+        self.divisions.append(axes)
+        self._least = 0.0
+        division, sharding = Division(self._config, sizes), space.shardings(sizes)[-1]
+        if self._state(division, sharding) / sizes.pp > division.available:
+            counts.memory += size
+            return
+        of = axes._replace(recomputation=space.recomputations[0], data_parallel_sharding=sharding)
+        self._add(self._even(of, sizes), size, "of_axes", of, sizes, division, batches)
 
     def of_axes(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """Every microbatch size and recomputation, as if the model's layers were divided exactly."""
-        space, size = self.space, self.space.count(sizes)
-        if not space.obeys(next(space.layouts(of, sizes))):
-            self.counts.rules += size * len(batches) * len(space.recomputations)
+        """Every recomputation."""
+        space, size = self.space, self.space.count(sizes) * len(batches)
+        if not space.obeys(next(space.layouts(of._replace(micro_batch_size=batches[0][0]), sizes))):
+            self.counts.rules += size * len(space.recomputations)
             return
-        room = division.available * sizes.pp - self._state(division, of.data_parallel_sharding)
         for again in space.recomputations:
-            tried = [of._replace(recomputation=again, micro_batch_size=batch[0]) for batch in batches]
-            fitting = bisect(tried, room, key=lambda each: self._whole(each, sizes)[1])  # larger ones keep more
-            self.counts.memory += size * (len(batches) - fitting)
-            self._add_batches(tried[0], sizes, division, batches[:fitting])
-
-    def _add_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """Some microbatch sizes, none of which takes less for a sample than the largest."""
-        if batches:
-            samples, calls, steps = batches[-1]
-            of = of._replace(micro_batch_size=samples)
-            seconds = calls * steps * self._whole(of, sizes)[0] / sizes.pp
-            size, level = self.space.count(sizes) * len(batches), "of_share" if len(batches) == 1 else "of_batches"
-            self._add(seconds, size, level, of, sizes, division, batches)
+            of = of._replace(recomputation=again)
+            self._add(self._even(of, sizes), size, "of_batches", of, sizes, division, batches)
 
     def of_batches(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """The smaller and the larger microbatches."""
-        for part in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
-            self._add_batches(of, sizes, division, part)
+        """Every microbatch size, with the layouts and schedules of which no rank certainly holds too much."""
+        ways, each = self.space.ways(sizes.pp), len(self.space.shardings(sizes))
+        sharding, prices = of.data_parallel_sharding, self._largest(of, sizes)
+        paces = self._paces(of, sizes)
+        for batch in batches:
+            of = of._replace(micro_batch_size=batch[0])
+            run = [way for way in ways if batch[1] >= POLICIES[way[1]].needs_microbatches(sizes.pp)]
+            fitting: dict[float, list[Way]] = {}
+            for vpp, name in run:
+                rounds = self.rounds(of._replace(vpp=vpp, schedule=name), batch[1], FILLED)
+                if division.least(rounds, batch, sharding, prices) <= division.available:
+                    seconds = batch[0] * batch[2] * called(paces[vpp, name], batch[1])
+                    fitting.setdefault(seconds, []).append((vpp, name, rounds))
+            self.counts.rules += (len(ways) - len(run)) * each
+            self.counts.memory += (len(run) - sum(map(len, fitting.values()))) * each
+            for seconds, alike in fitting.items():
+                self._add(seconds, len(alike) * each, "of_share", of, sizes, division, batch, alike)
 
-    def of_share(self, of: Configuration, sizes: ParallelSizes, division: Division, batches: list[Batch]) -> None:
-        """Every layout, with the schedules that run it and the ways to divide the optimizer's state."""
-        space, share, batch = self.space, self._share(of, sizes), batches[0]
-        for vpp in space.chunks(sizes.pp):
-            pipeline = PipelineBounds(share, division, self._cut(sizes.pp, vpp))
-            least = cache(pipeline.least)
-            for name in space.schedules(sizes.pp, vpp):
-                row = POLICIES[name]
-                if batch[1] < row.needs_microbatches(sizes.pp):
-                    self.counts.rules += len(space.shardings(sizes))
+    def _paces(self, of: Configuration, sizes: ParallelSizes) -> dict[tuple[int, str], list[Pace]]:
+        """Layout and schedule -> the paces of one sample, without messages and sums of gradients."""
+        prices, known, made = self._largest(of, sizes), {}, {}
+        for vpp, name in self.space.ways(sizes.pp):
+            cut, row = self._cut(sizes.pp, vpp), POLICIES[name]
+            hidden = hides(self._config, row)
+            if (key := (vpp, row.placement, row.splits, hidden)) not in known:
+                one, none = prices.sample_seconds(hidden=hidden), [0.0] * len(cut.kinds)
+                ahead = [sum(number * one[kind][0] for kind, number in held.items()) for held in cut.kinds]
+                back = [sum(number * one[kind][1] for kind, number in held.items()) for held in cut.kinds]
+                back[: cut.frozen] = [0.0] * cut.frozen
+                known[key] = paces(cut, row, ahead, back, none, none, waits=False)
+            made[vpp, name] = known[key]
+        return made
+
+    def of_share(
+        self, of: Configuration, sizes: ParallelSizes, division: Division, batch: Batch, ways: list[Way]
+    ) -> None:
+        """Layouts and schedules, with the ways to divide the optimizer's state."""
+        share = self._share(of, sizes)
+        for vpp, group in groupby(ways, key=itemgetter(0)):
+            pipeline = self._once(of._replace(vpp=vpp), partial(PipelineBounds, share, division, self._cut(of.pp, vpp)))
+            for (_, name, rounds), sharding in product(group, self.space.shardings(sizes)):
+                if pipeline.peak(rounds, batch[1], sharding) > division.available:
+                    self.counts.memory += 1
                     continue
-                for sharding in space.shardings(sizes):
-                    if least(row.placement, sharding) > division.available:
-                        self.counts.memory += 1
-                        continue
-                    of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
-                    seconds = batch[2] * pipeline.seconds(batch[1], name)
-                    seconds += division.states(pipeline.cut, row.placement, sharding)[1]
-                    self._add(seconds, 1, "closer", of_one, pipeline, batch)
+                of_one = of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+                self._add(self._step(0.0, of_one, pipeline, batch), 1, "closer", of_one, pipeline, batch)
 
     def closer(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
-        """One configuration, by a few rounds of its schedule: what it holds, and then its pace."""
-        few = self._rounds(of, batch[1], FILLED)
-        if pipeline.peak(few, batch[1], of) > pipeline.division.available:
-            self.counts.memory += 1
-            return
+        """One configuration, by a chain of operations of its schedule."""
+        key = (of._replace(data_parallel_sharding=""), "chain")
+        call = self._once(key, lambda: pipeline.along_chain(self.rounds(of, batch[1], STEADY), batch[1]))
+        self._add(self._step(call, of, pipeline, batch), 1, "closest", of, pipeline, batch)
+
+    def closest(self, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> None:
+        """One configuration, by the pace of a few rounds of its schedule with messages."""
         key = (of._replace(data_parallel_sharding=""), "seconds")
-        call = self._once(key, lambda: pipeline.simulated(self._rounds(of, batch[1], STEADY), batch[1]))
-        seconds = max(call, pipeline.seconds(batch[1], of.schedule)) * batch[2]
+        call = self._once(key, lambda: pipeline.simulated(self.rounds(of, batch[1], STEADY), batch[1]))
+        self._add(self._step(call, of, pipeline, batch), 1, "plan", of)
+
+    @staticmethod
+    def _step(call: float, of: Configuration, pipeline: PipelineBounds, batch: Batch) -> float:
+        """Seconds of a step at least, of which a schedule call takes `call` or what it does in closed form."""
         placement, sharding = POLICIES[of.schedule].placement, of.data_parallel_sharding
-        self._add(seconds + pipeline.division.states(pipeline.cut, placement, sharding)[1], 1, "plan", of)
+        after = pipeline.division.states(pipeline.cut, placement, sharding)[1]
+        return batch[2] * max(call, pipeline.seconds(batch[1], of.schedule)) + after
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -204,13 +235,18 @@ class Tree:
         """The costs of stages, whatever pp."""
         key = of._replace(pp=1, vpp=1, schedule="", data_parallel_sharding="")
         values = self._once(key._replace(micro_batch_size=0), lambda: self.space.values_of(of))
-        made = self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured))
+        made = self._once(key, lambda: StagePrices(values, sizes, of.micro_batch_size, self.measured, self.whole))
         return cast(StagePrices, made)
 
-    def _whole(self, of: Configuration, sizes: ParallelSizes) -> tuple[float, int]:
-        """Seconds of a microbatch through the whole model that no pair hides, and the bytes that it keeps."""
-        cost = self._share(of, sizes).passes(self.whole.layers[0], 0, "whole", last=True)
-        return cost.forward_s + cost.backward_s - cost.exchange_s - cost.exchange_back_s, cost.activation_bytes
+    def _largest(self, of: Configuration, sizes: ParallelSizes) -> StagePrices:
+        """The costs of stages with the largest microbatch of any division: none takes less for a sample."""
+        return self._share(of._replace(micro_batch_size=self._samples), sizes)
+
+    def _even(self, of: Configuration, sizes: ParallelSizes) -> float:
+        """Seconds of a step as if the model's layers were divided exactly, without what a pair may hide."""
+        least = self._largest(of, sizes).sample_seconds(hidden=self._hides)
+        seconds = sum(number * sum(least[kind]) for kind, number in self.whole.kinds[0].items())
+        return float(self.space.values["gbs"] / sizes.dp / sizes.pp * seconds)
 
     def _state(self, division: Division, sharding: str) -> int:
         """Bytes of state that all stages have together at least."""
@@ -221,11 +257,12 @@ class Tree:
         layout = cast(PipelineParallelLayerLayout, self.space.layout(pp, vpp))
         return cast(Cut, self._once((pp, vpp), lambda: Cut(self.space.values, layout)))
 
-    def _rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
+    def rounds(self, of: Configuration, num_microbatches: int, number: int) -> Rounds:
         """So many rounds of a configuration's schedule."""
         few = few_rounds(of.schedule, of.pp, num_microbatches, number)
         key = (of.schedule, of.pp, of.vpp, few, of.ep > 1)
-        return cast(Rounds, self._once(key, lambda: Rounds(self.space.values_of(of), of.schedule, of.vpp, few)))
+        cut = self._cut(of.pp, of.vpp)
+        return cast(Rounds, self._once(key, lambda: Rounds(self.space.values_of(of), of.schedule, cut, few)))
 
 
 class Search:
@@ -236,8 +273,9 @@ class Search:
         self.found: list[Planned] = []
         self.over: list[Planned] = []
         """Planned, and larger than the device."""
-        self.proved = self.compared = False
-        """Whether nothing is left that is faster by more than CLOSE; and whether other divisions were looked at."""
+        self.proved = self.compared = self.counted = False
+        """Whether nothing is left that is faster by more than CLOSE, other divisions were looked at, and all are in
+        `counts`."""
 
     @property
     def counts(self) -> Counts:
@@ -250,18 +288,33 @@ class Search:
         return min(each.plan.step_time_s for each in self.found)
 
     def run(self) -> Iterator[Search]:
-        """Search; yields itself after every plan and every divided branch."""
-        tree = self.tree
-        tree.root()
+        """Search; yields itself after every plan and every divided branch. So that there is an answer soon, divisions
+        of the ranks near the config's own come first, one by one until a configuration fits."""
+        tree, divisions = self.tree, iter(self.space.axes())
+        for axes in divisions:
+            tree.open(axes)
+            while tree.heap and not self.found:
+                self._go_on(at_once=True)
+                yield self
+            if self.found:
+                break
+        for axes in divisions:
+            tree.open(axes)
+        self.counted = True
         while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
-            branch = heappop(tree.heap)
-            if branch.level == "plan":
-                self._plan_one(branch)
-            else:
-                tree.divide(branch)
+            self._go_on()
             yield self
         self.counts.left = sum(branch.size for branch in tree.heap)
         self.proved = True
+
+    def _go_on(self, *, at_once: bool = False) -> None:
+        """Divide the branch with the least bound, or plan it: a single configuration `at_once`, or if no closer bound
+        is left."""
+        branch = heappop(self.tree.heap)
+        if branch.level == "plan" or (at_once and branch.level in SINGLE):
+            self._plan_one(branch)
+        else:
+            self.tree.divide(branch)
 
     def other_divisions(self, share: float) -> Iterator[Search]:
         """Plan the fastest configuration of other divisions of the ranks, as long as bounds are within `share` of the
@@ -289,13 +342,14 @@ class Search:
 
     def simpler(self) -> Iterator[Search]:
         """Plan what has known configurations of a division with less sharding, which bounds do not tell apart."""
-        known = {each.configuration for each in (*self.found, *self.over)}
-        for of in [each.configuration for each in self.found[: 2 * ROWS] if SHARDING not in self.space.fixed]:
+        waiting = {branch.parts[0]: branch for branch in self.tree.heap if branch.level in SINGLE}
+        for of in [each.configuration for each in self.found[: 2 * ROWS]]:
             for sharding in SHARDINGS[: SHARDINGS.index(of.data_parallel_sharding)]:
-                less = of._replace(data_parallel_sharding=sharding)
-                if less not in known and self.plan(less, 0.0):
+                if branch := waiting.pop(of._replace(data_parallel_sharding=sharding), None):
+                    self.counts.left -= 1
+                    self.tree.heap.remove(branch)
+                    self._plan_one(branch)
                     yield self
-                known.add(less)
 
     def _plan_one(self, branch: Branch) -> None:
         if self.plan(branch.parts[0], branch.seconds) is None:

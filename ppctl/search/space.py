@@ -7,10 +7,10 @@ The rules themselves are the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import product
-from math import gcd, prod
+from math import gcd, log2, prod
 from typing import Any, NamedTuple
 
 from ppctl.config.argv import ALIASES, PLACE
@@ -33,6 +33,8 @@ _OF_LAYERS = ("train.recompute_method", "train.recompute_num_layers")
 _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Keys that change together."""
+GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
+"""Searched key -> keys of which one alone that is typed keeps it from being searched."""
 GIVEN = "as given"
 """Recomputation as the config has it, where it is not searched."""
 
@@ -58,15 +60,36 @@ class SearchSpace:
     def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
         self.values = values
         names = {ALIASES.get(key, key) for key in keep}
-        groups = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-        self.fixed = {key for key, group in groups.items() if any(self._is_fixed(each, names) for each in group)}
+        self.fixed = {key for key, group in GROUPS.items() if any(self._is_fixed(each, names) for each in group)}
         nodes, gpus = values["nodes"], values["gpus_per_node"]
         self.world = 1 if nodes is None and gpus is None else prod(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)
+        self.ways = cache(self._way_list)
         self.batches, self._divides = cache(self._batches), cache(self._divide)
 
     def _is_fixed(self, key: str, kept: Collection[str]) -> bool:
         return self.values.source(key).startswith(PLACE) or ALIASES.get(key, key) in kept
+
+    def freed(self, keys: Iterable[str]) -> SearchSpace:
+        """The space in which these keys are searched as well."""
+        other = SearchSpace(self.values)
+        other.fixed = self.fixed - {*keys}
+        return other
+
+    @cached_property
+    def first(self) -> Configuration | None:
+        """A configuration that no rule on sizes or between values forbids; None if there is none. Rules between values
+        ask whether an axis divides anything, not into how many parts."""
+        broken = set()
+        for axes in self.axes():
+            sizes, of = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])
+            for batch, each in product(self.batches(sizes.dp), self.layouts(of, sizes)) if sizes is not None else ():
+                kind = *(size > 1 for size in (*axes[:5], each.vpp)), each.schedule, each.data_parallel_sharding
+                if kind not in broken and batch[1] >= POLICIES[each.schedule].needs_microbatches(each.pp):
+                    if self.obeys(one := each._replace(micro_batch_size=batch[0])):
+                        return one
+                    broken.add(kind)
+        return None
 
     @property
     def neutral(self) -> ConfigValues:
@@ -81,9 +104,15 @@ class SearchSpace:
         """The typed value of a key, else `values`."""
         return [self.values[key] or self.values["tp"]] if key in self.fixed else values
 
-    def axes(self) -> Iterator[tuple[Configuration, ParallelSizes | None]]:
-        """Every way to divide the ranks with a decoder layer on every one, as a configuration of which the axes alone
-        count, with its sizes; None where a rule forbids it."""
+    def axes(self) -> list[Configuration]:
+        """Every way to divide the ranks with a decoder layer on every one, as configurations of which the axes alone
+        count: first those that are least apart from the config's own, in doublings."""
+        own = [self.values[key] or self.values["tp"] for key in AXES]
+        return sorted(
+            self._all_axes(), key=lambda of: sum(abs(log2(a / b)) for a, b in zip(of[: len(AXES)], own, strict=True))
+        )
+
+    def _all_axes(self) -> Iterator[Configuration]:
         world, experts = self.world, self.values["model.num_moe_experts"] or 0
         ways = divisors(world)
         for tp, cp in product(self.options("tp", ways), self.options("cp", ways)):
@@ -93,11 +122,10 @@ class SearchSpace:
                 for etp in self.options("etp", divisors(tp) if experts else [1]):
                     dense = world // pp
                     for ep in self.options("ep", divisors(gcd(experts, dense // etp)) if experts else [1]):
-                        axes = Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
-                        yield axes, self.sizes(axes)
+                        yield Configuration(tp, cp, pp, ep, etp, 1, GIVEN, 1, "", "")
 
     def sizes(self, axes: Configuration) -> ParallelSizes | None:
-        """The sizes of all axes; None if they do not divide the ranks or the model."""
+        """The sizes of all axes; None if a rule forbids it, as where they do not divide the ranks or the model."""
         if not self._divides(axes.tp, axes.cp, axes.etp):
             return None
         violations: Violations = []
@@ -155,16 +183,18 @@ class SearchSpace:
             return (self.values[SHARDING],)
         return ("none", "optimizer_gradients", "full") if sizes.dp * sizes.cp > 1 else ("none",)
 
+    def _way_list(self, pp: int) -> list[tuple[int, str]]:
+        """Every number of chunks with every schedule that runs it."""
+        return [(vpp, name) for vpp in self.chunks(pp) for name in self.schedules(pp, vpp)]
+
     def count(self, sizes: ParallelSizes) -> int:
         """How many configurations there are with these axes and one microbatch size and recomputation."""
-        ways = sum(len(self.schedules(sizes.pp, vpp)) for vpp in self.chunks(sizes.pp))
-        return ways * len(self.shardings(sizes))
+        return len(self.ways(sizes.pp)) * len(self.shardings(sizes))
 
     def layouts(self, of: Configuration, sizes: ParallelSizes) -> Iterator[Configuration]:
         """The configuration with every number of chunks, schedule and sharding."""
-        for vpp in self.chunks(sizes.pp):
-            for name, sharding in product(self.schedules(sizes.pp, vpp), self.shardings(sizes)):
-                yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
+        for (vpp, name), sharding in product(self.ways(sizes.pp), self.shardings(sizes)):
+            yield of._replace(vpp=vpp, schedule=name, data_parallel_sharding=sharding)
 
     # Configurations as words
 
@@ -173,9 +203,9 @@ class SearchSpace:
         return self.values[SEQUENCE] if self._is_fixed(SEQUENCE, ()) else tp > 1
 
     def _axis_words(self, of: Configuration) -> dict[str, Any]:
-        words: dict[str, Any] = {"tp": of.tp, "cp": of.cp, "pp": of.pp, SEQUENCE: self._sequence(of.tp)}
+        words: dict[str, Any] = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep, SEQUENCE: self._sequence(of.tp)}
         if self.values["model.num_moe_experts"]:
-            words |= {"ep": of.ep, "etp": None if of.etp == of.tp and not self.values.is_set("etp") else of.etp}
+            words |= {"etp": None if of.etp == of.tp and not self.values.is_set("etp") else of.etp}
         return words
 
     def words(self, of: Configuration) -> Overrides:

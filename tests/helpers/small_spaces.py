@@ -49,7 +49,8 @@ def space(seed: int, most: int = 60) -> SearchSpace:
 
 def every(space: SearchSpace) -> Iterator[Configuration]:
     """All configurations of a space whose axes divide ranks and model."""
-    for axes, sizes in space.axes():
+    for axes in space.axes():
+        sizes = space.sizes(axes)
         if sizes is None:
             continue
         for batch, again in [(b, r) for b in space.batches(sizes.dp) for r in space.recomputations]:

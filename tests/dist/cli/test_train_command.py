@@ -43,7 +43,8 @@ TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
 def whole_run(text, tmp_path_factory):
     """An uninterrupted run of 12 steps in two ranks with two stages each, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
-    trackers = ("log.tensorboard=true", "log.wandb=true", "log.trace=4:6")
+    trackers = ("log.tensorboard=true", "log.tensorboard_dir=boards", "log.wandb=true", "log.wandb_project=projected",
+                "log.wandb_tags=[tagged]", "log.wandb_entity=owned", "log.trace=4:6")  # fmt: skip
     done = ppctl(
         "train", *TWELVE, "pp=2", "vpp=2", text, *trackers, cwd=cwd, WANDB_MODE="offline", PYTHONPROFILEIMPORTTIME="1"
     )
@@ -405,7 +406,7 @@ def test_trackers_get_the_keys_of_metrics(whole_run):
 
     _, run = whole_run
     keys = {key for key, value in metrics(run)[0].items() if value is not None and key != "step"}
-    events = EventAccumulator(str(run / "trace"))
+    events = EventAccumulator(str(run.parents[2] / "boards" / "quickstart" / run.name))
     events.Reload()
     assert set(events.Tags()["scalars"]) == keys
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(run))
@@ -413,6 +414,7 @@ def test_trackers_get_the_keys_of_metrics(whole_run):
     logged = log.read_bytes()
     assert [key for key in keys if key.encode() not in logged] == []
     assert all(repr(loss).encode() in logged for loss in losses(run))
+    assert [word for word in (b"projected", b"tagged", b"owned", run.name.encode()) if word not in logged] == []
 
 
 def test_the_quickstart_begins_with_the_bits_of_one_process(tmp_path):

@@ -262,11 +262,25 @@ def test_a_plan_says_that_the_weights_beside_its_model_are_damaged(capsys, tmp_p
 
 def test_the_page_on_migrating_shows_what_is_printed(capsys) -> None:
     page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
-    lines = page.partition("\n    ppctl plan ")[2].splitlines()
+    lines = f"--num-layers {page.partition('    ppctl plan --num-layers ')[2]}".splitlines()
     shown = [line.removeprefix("    ") for line in takewhile(lambda line: line[:4].strip() == "", lines[2:])]
     code, _, err = run(capsys, *lines[0].split())
     assert code == 2
     assert [line.rstrip() for line in err.strip().splitlines()] == "\n".join(shown).strip().splitlines()
+
+
+def test_the_page_on_migrating_shows_what_becomes_of_a_config(capsys, monkeypatch, tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2]
+    page = (tests.parent / "docs" / "migrating.md").read_text().partition("    ppctl plan --from ")[2]
+    shown = [line.strip() for line in takewhile(lambda line: line[:4].strip() == "", page.splitlines()[1:])]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+    words = page.splitlines()[0].split()
+    Path(words[0]).write_text((tests / "golden" / "other_configs" / "titan_llama3_405b.toml").read_text())
+    code, out, err = run(capsys, "--from", *words)
+    assert code == 0
+    printed = {line.strip() for line in (out + err).splitlines()}
+    assert [line for line in shown if line not in ("", "...") and line not in printed] == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])

@@ -8,13 +8,18 @@ import pytest
 
 from ppctl.plan import Plan
 from ppctl.search.branch import CLOSE, Search
+from ppctl.search.rounds import FILLED
 from tests.helpers.small_spaces import all_plans, every, space
 
 SPACES = [*range(12), *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(12, 200))]
 
 
+def peak(plan: Plan) -> int:
+    return max(cost.peak_bytes for cost in plan.pp_ranks)
+
+
 def fits(plan: Plan) -> bool:
-    return plan.limit is None or max(cost.peak_bytes for cost in plan.pp_ranks) <= plan.limit.available_bytes
+    return plan.limit is None or peak(plan) <= plan.limit.available_bytes
 
 
 @pytest.mark.parametrize("seed", SPACES)
@@ -36,16 +41,29 @@ def test_the_search_finds_what_planning_every_configuration_finds_and_no_bound_i
     _divided_to_the_end(Search(drawn), plans)
 
 
+@pytest.mark.parametrize("seed", [0, 3, 8])
+def test_there_is_an_answer_before_other_divisions_of_the_ranks_are_looked_at(seed: int) -> None:
+    search, seen = Search(space(seed)), 0
+    for _ in search.run():
+        seen = seen or (search.counts.total if search.found else 0)
+    assert 0 < seen < search.counts.total
+
+
 def _divided_to_the_end(search: Search, plans: dict[object, Plan]) -> None:
     """Every branch's bound is at most those of its parts and of its plan, and what memory cuts off does not fit."""
     tree, bounds = search.tree, {}
-    tree.root()
+    for axes in search.space.axes():
+        tree.open(axes)
     while tree.heap:
         branch = heappop(tree.heap)
         made = max((part.number for part in tree.heap), default=0)
         if branch.level == "plan":
             bounds[branch.parts[0]] = branch.seconds
         else:
+            if branch.level == "closer" and branch.parts[0] in plans:
+                of, pipeline, batch = branch.parts
+                held = pipeline.peak(tree.rounds(of, batch[1], FILLED), batch[1], of.data_parallel_sharding)
+                assert held <= peak(plans[of]) + 1, of
             tree.divide(branch)
             parts = [part for part in tree.heap if part.number > max(made, branch.number)]
             assert all(branch.seconds <= part.seconds * (1 + 1e-9) for part in parts)

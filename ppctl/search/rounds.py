@@ -1,0 +1,167 @@
+"""A few rounds of a schedule: what a rank holds at its fullest moment, and what its longest chain of operations is.
+
+Knows how lists of actions fill a pipeline. Must not know prices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from ppctl.cost.parameter_counts import trained_count, untrained_bytes
+from ppctl.geometry.layers import Kind, holds_final_norm, layer_kinds, parse_layers
+from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.plan.schedule_choice import Choice, compute_only, presumed
+from ppctl.plan.stages import precision_of
+from ppctl.plan.violations import ConfigValues
+from ppctl.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, F, Op, Placement, Schedule
+from ppctl.schedule.policies import POLICIES
+from ppctl.schedule.simulate import Costs, critical_path, simulate
+
+FILLED, STEADY = 3, 6
+"""Rounds of the pipeline after which every schedule has held as much as it ever will, and keeps its pace or slows
+down. Checked for every policy by tests, not derived."""
+_ALL_AT_ONCE = "gpipe"
+"""The policy that holds every microbatch."""
+
+
+class Cut:
+    """The layers of a layout's stages."""
+
+    def __init__(self, values: ConfigValues, layout: PipelineParallelLayerLayout) -> None:
+        model, count, precision = values.config.model, len(layout.stages), precision_of(values.config)
+        self.pp, self.vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+        self.layers = [parse_layers(layout.layer_names(stage)) for stage in range(count)]
+        each_apart = model.transformers is not None or values["train.recompute_stages"] is not None
+        self.like: list[Hashable] = [
+            (stage if each_apart else 0, stage == count - 1, holds_final_norm(model, held), *layer_kinds(model, held))
+            for stage, held in enumerate(self.layers)
+        ]
+        """Stage -> a key: stages with equal keys have equal costs."""
+        self.kinds = [Counter(layer_kinds(model, held)) for held in self.layers]
+        self.trained = [trained_count(model, held) for held in self.layers]
+        self.untrained = [
+            untrained_bytes(model, held, weight=precision.weight, gradient=precision.gradient) for held in self.layers
+        ]
+        self.frozen = next((stage for stage, number in enumerate(self.trained) if number.total()), 0)
+        """First stages that train nothing, and have no backward."""
+
+    @cached_property
+    def ranks(self) -> dict[str, list[tuple[int, ...]]]:
+        """Placement -> the stages of each rank, in chunk order."""
+        places = [Placement(kind, self.pp, len(self.layers)) for kind in ("loop", "v")]
+        return {place.kind: [place.stages_of(rank) for rank in range(self.pp)] for place in places}
+
+
+class FullestMoment(NamedTuple):
+    """A rank at a moment of its list, before a backward, when it holds many microbatches."""
+
+    begun: tuple[int, ...]
+    """Chunk -> how many are between their F and their B or I."""
+    put_off: tuple[int, ...]
+    """Chunk -> how many are between their I and their W."""
+    runs: int
+    """The chunk whose backward comes next."""
+    summing: tuple[bool, ...]
+    """Chunk -> whether it has made weight gradients, and will make more."""
+
+
+class Filled(NamedTuple):
+    """A rank at its fullest moment."""
+
+    rank: int
+    moment: FullestMoment
+    layers: dict[Kind, tuple[int, int]]
+    """Kind of layer -> how many microbatches all layers of this kind hold together, begun and put off."""
+
+
+def few_rounds(policy: str, pp: int, num_microbatches: int, rounds: int) -> int:
+    """Microbatches of so many rounds, and of the rest that `num_microbatches` leave after whole rounds."""
+    row = POLICIES[policy]
+    least = -(-max(row.needs_microbatches(pp), row.least_microbatches(pp)) // pp) * pp
+    return min(num_microbatches, num_microbatches % pp * (rounds == STEADY) + max(rounds * pp, least))
+
+
+Chain = tuple[Counter[tuple[Op, int]], Counter[int], tuple[int, ...]]
+"""Operations, by stage, of which each waits for the one before; messages, by the stage that they leave forwards; and
+the stages of the rank whose operations follow on each other in the middle, where longer schedules have more of them."""
+
+
+class Rounds:
+    """A few rounds of a policy's schedule on a pipeline, as the plan of a config makes it."""
+
+    def __init__(self, values: ConfigValues, policy: str, cut: Cut, number: int) -> None:
+        self.values, self.number, self.cut, self.row = values, number, cut, POLICIES[policy]
+        self._make = partial(compute_only, values, Choice(policy), cut.vpp)
+        self.plain = self._make(number)
+        self.every = policy == _ALL_AT_ONCE
+        self._lowered: dict[int, Schedule] = {}
+        self._chain: Chain | None = None
+
+    def lowered(self, number: int) -> Schedule:
+        """With its messages, for `number` microbatches."""
+        if number not in self._lowered:
+            self._lowered[number] = presumed(self.values, self._make(number), self.cut.frozen).schedule
+        return self._lowered[number]
+
+    def chain(self, costs: Costs) -> Chain:
+        """The longest chain at the costs of the first call, without what batches of messages wait for."""
+        if self._chain is None:
+            path = critical_path(simulate(self.plain, costs))
+            operations = Counter((span.action.op, span.action.stage) for span in path)
+            hops, ranks = Counter[int](), Counter[int]()
+            for before, after in pairwise(path):
+                if before.pp_rank != after.pp_rank:
+                    hops[min(before.action.stage, after.action.stage)] += 1
+                elif self.number <= 3 * before.action.mb <= 2 * self.number:
+                    ranks[before.pp_rank] += 1
+            most = self.cut.ranks[self.row.placement][ranks.most_common(1)[0][0]] if ranks else ()
+            self._chain = operations, hops, most
+        return self._chain
+
+    @cached_property
+    def filled(self) -> list[Filled]:
+        """Of ranks with alike stages the one that holds most, by what is begun and by that and what is put off."""
+        ranks: dict[Hashable, Filled] = {}
+        for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
+            for at, moment in enumerate(_fullest(row, own, self.number)):
+                key = at, *(self.cut.like[stage] for stage in own)
+                if key not in ranks or _size(ranks[key].moment) < _size(moment):
+                    ranks[key] = Filled(rank, moment, self._by_kind(own, moment))
+        return list(ranks.values())
+
+    def _by_kind(self, own: Sequence[int], moment: FullestMoment) -> dict[Kind, tuple[int, int]]:
+        begun, put_off = Counter[Kind](), Counter[Kind]()
+        for stage, started, later in zip(own, moment.begun, moment.put_off, strict=True):
+            for kind, number in self.cut.kinds[stage].items() if stage >= self.cut.frozen else ():
+                begun[kind] += number * (bool(started) if self.every else started)
+                put_off[kind] += number * later
+        return {kind: (number, put_off[kind]) for kind, number in begun.items()}
+
+
+def _size(moment: FullestMoment) -> int:
+    return sum(moment.begun) + sum(moment.put_off)
+
+
+def _fullest(row: Sequence[Action], own: tuple[int, ...], number: int) -> list[FullestMoment]:
+    """The moment when most is begun, and for split backwards the one when most is begun or put off."""
+    chunk = {stage: at for at, stage in enumerate(own)}
+    begun, put_off, made = [0] * len(own), [0] * len(own), [0] * len(own)
+    most, held = [FullestMoment((), (), 0, ())] * 2, [0, 0]
+    for op, stage, _ in row:
+        at = chunk[stage]
+        if op is F:
+            begun[at] += 1
+            continue
+        splits = op not in WEIGHT_GRADIENTS or op not in INPUT_GRADIENTS
+        for which, now in ((0, sum(begun)), (1, sum(begun) + sum(put_off) if splits else 0)):
+            if now and now >= held[which]:
+                summing = tuple(0 < done < number for done in made)
+                most[which], held[which] = FullestMoment(tuple(begun), tuple(put_off), at, summing), now
+        begun[at] -= op in INPUT_GRADIENTS
+        put_off[at] += (op in INPUT_GRADIENTS) - (op in WEIGHT_GRADIENTS)
+        made[at] += op in WEIGHT_GRADIENTS
+    return most if held[1] else most[:1]
