@@ -87,7 +87,7 @@ def _zero(config: Any, name: str) -> str:
 def describe(
     directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, say: Say = lambda _: None
 ) -> ForeignModel:
-    """Read, prove and measure, and `say` so. Raises ConfigError as `read_own_config` and `add_adapters`, PP-E528, PP-E529."""
+    """Read, prove and measure, and `say` so. Raises ConfigError as `read_own_config`, `proved` and `add_adapters`."""
     say("reading it with transformers")
     config = read_own_config(directory, overrides)
     say("proving with a miniature that it can be cut")
