@@ -25,6 +25,7 @@ _HOMES = {
     "ppctl.weight_gradients.deferred": ("WeightGradStore",),
     "ppctl.model.outside_kernels": ("Kernel", "KernelUse"),
     "ppctl.train.kernel_check": ("check_kernel",),
+    "ppctl.train.callback": ("Callback",),
     "ppctl.weight_gradients.functions": ("split_backward",),
     "ppctl.config.schema": ("RunConfig",),
     "ppctl.config.compose": ("compose",),

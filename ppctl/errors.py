@@ -25,6 +25,12 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     return "\n".join([*names[:most], f"and {len(names) - most} more"] if len(names) > most else names)
 
 
+def some(things: Iterable[object], most: int = 6, joint: str = ", ") -> str:
+    """The first things in one line, and how many more there are."""
+    texts = [str(thing) for thing in things]
+    return joint.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What ends a line, moves a terminal's cursor, turns the order of letters, or is half of a surrogate pair."""
 

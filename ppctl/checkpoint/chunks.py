@@ -74,12 +74,7 @@ class ChunkReader:
         """The bytes of one chunk; None if they differ from the saved bytes."""
         if len(self._chunk) < end - begin:
             self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
-        data = memoryview(self._chunk)[: end - begin]
-        _read_into(descriptor, data, begin)
+        data = rest = memoryview(self._chunk)[: end - begin]
+        while rest and (count := os.preadv(descriptor, [rest], begin)):
+            rest, begin = rest[count:], begin + count  # what is after the file's end is found by the digest
         return data if xxh3_128(data).hexdigest() == digest else None
-
-
-def _read_into(descriptor: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from a file; what is after its end stays as it is, and is found by the digest."""
-    while data and (count := os.preadv(descriptor, [data], offset)):
-        data, offset = data[count:], offset + count

@@ -20,7 +20,6 @@ from torch import Tensor
 from ppctl.checkpoint import disk
 from ppctl.checkpoint.disk import problems_of
 from ppctl.checkpoint.local_copies import LocalCopies
-from ppctl.checkpoint.manifest import Manifest, TensorRecord
 from ppctl.checkpoint.rank_agreement import AgreeingRanks
 from ppctl.checkpoint.run_state import state_text
 from ppctl.checkpoint.shards import HostMemory, Shard, values_of, whole_shards
@@ -42,10 +41,11 @@ class Saver:
         *,
         keep: int,
         keep_every: int = 0,
+        keep_best: int = 0,
         process_group: dist.ProcessGroup | None = None,
         writer: NodeWriter | None = None,
     ) -> None:
-        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        self.directory, self._kept = directory, (keep, keep_every, keep_best)
         self.ranks = AgreeingRanks(process_group)
         self._writer = writer
         self._parts: list[TensorPart] | None = None
@@ -89,7 +89,7 @@ class Saver:
         self.ranks.agree(
             what,
             lambda: None,
-            lambda _: self._do(what, disk.retain, directory, step, self.keep, self.keep_every),
+            lambda _: self._do(what, disk.retain, directory, step, *self._kept),
         )
         return path
 
@@ -125,16 +125,12 @@ def save_streamed(
     device, by canonical global name; `read` is called for each once. Raises what `read` raises, and OSError: then, as
     after a crash, nothing is left that would be read."""
     parts = [shard.part for shard in whole_shards(tensors)]
-    parts.sort(key=lambda part: -tensors[part.name].element_size())
+    all_parts = [packed_parts(parts)]
     temporary = checkpoint_folder.prepare(directory, step)
-    path = temporary / disk.file_name(0)
     try:
-        record, shards = disk.write_file(path, parts, (values_of(read(part.name)) for part in parts))
-        records = {
-            part.name: TensorRecord(part.whole, part.dtype, (shard,)) for part, shard in zip(parts, shards, strict=True)
-        }
-        disk.seal(temporary, Manifest(step, {path.name: record}, records), state_text(state))
-        return checkpoint_folder.publish(directory, step)
+        (own,) = disk.choose(all_parts)
+        report = disk.write(0, temporary, parts, own, lambda number: values_of(read(parts[number].name)))
+        return disk.commit(directory, step, all_parts, [report], state_text(state))
     except BaseException:
         checkpoint_folder.discard(temporary)
         raise
@@ -162,6 +158,7 @@ class BackgroundSaver:
     `address` is that of the node's writer (without one, ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
     thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) if there is no memory.
+    `keeps` says which checkpoints stay, as to `Saver`.
     """
 
     def __init__(
@@ -169,19 +166,16 @@ class BackgroundSaver:
         directory: Path,
         shards: Iterable[Shard],
         *,
-        keep: int,
-        keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
         address: WriterAddress = NO_WRITER,
         local: LocalCopies | None = None,
         warn: Callable[[Problem], None],
+        **keeps: int,
     ) -> None:
         rank, self.local = dist.get_rank() if dist.is_initialized() else 0, local
         self.memory = HostMemory(list(shards), None if local is None else local.own.values)
         self._writer = NodeWriter(address, rank, self.memory.descriptor, self.memory.size, warn)
-        self._saver = Saver(
-            directory, keep=keep, keep_every=keep_every, process_group=process_group, writer=self._writer
-        )
+        self._saver = Saver(directory, process_group=process_group, writer=self._writer, **keeps)
         self._thread: Thread | None = None
         self._saved: deque[Saved] = deque()
         self._error: CheckpointError | None = None

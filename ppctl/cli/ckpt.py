@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
     words = "also keep those of every M-th step"
     prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
+    words = "also keep the K with the lowest eval_loss (default: 1)"
+    prune.add_argument("--keep-best", type=int, default=1, metavar="K", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
     ckpt_convert.add_parsers(actions)
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    folder = _folder(args.path, args.dir)
+    folder = _folder(args.path, args.dir, args.typed)
     if folder is None:
         path = Path(args.path).absolute()
         shown = ckpt_text.contents(checkpoint_folder.at(path) or path)
@@ -109,7 +111,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(text: str | None, root: Path) -> Path | None:
+def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
     """The directory of checkpoints that `text` means (None: the newest run's); None if it means one checkpoint."""
     if text is None:
         return find_run(None, root).checkpoints
@@ -121,7 +123,7 @@ def _folder(text: str | None, root: Path) -> Path | None:
             return each
     if path.exists():
         return path if path.name == "checkpoints" else None
-    return find_run(text, root).checkpoints
+    return find_run(text, root, typed).checkpoints
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -190,7 +192,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    folder = _folder(args.path, args.dir)
+    folder = _folder(args.path, args.dir, args.typed)
     if folder is None:
         message = f"{args.path} is a single checkpoint, not a run or a directory of checkpoints"
         parent = Path(args.path).absolute().parent
@@ -199,7 +201,7 @@ def _prune(args: argparse.Namespace) -> int:
         kept = checkpoint_folder.complete(folder)
         needed = _needed(folder, kept)
         last = max(map(checkpoint_folder.step_of, kept))
-        old = checkpoint_folder.expired(folder, last, args.keep, args.keep_every)
+        old = checkpoint_folder.expired(folder, last, args.keep, args.keep_every, args.keep_best)
         doomed = [path for path in old if path not in needed]
         sizes = {path: ckpt_text.brief(path)["bytes"] for path in doomed}
         try:

@@ -51,6 +51,7 @@ def contents(path: Path) -> dict[str, Any]:
         "path": str(path),
         "format": FORMAT,
         "step": manifest.step,
+        "eval_loss": state.get("eval_loss"),
         "bytes": sum(record.bytes for record in manifest.files.values()),
         "files": len(manifest.files),
         **{group: groups.get(group) for group in ("weights", "optimizer")},
@@ -77,6 +78,7 @@ def described(checkpoint: Mapping[str, Any], *, tensors: bool) -> str:
         ("size", f"{size_text(checkpoint['bytes'])} in {checkpoint['files']} files"),
     ]
     rows += [(group, _group(checkpoint[group])) for group in ("weights", "optimizer")]
+    rows += [] if checkpoint["eval_loss"] is None else [("eval loss", f"{checkpoint['eval_loss']:.4f}")]
     rows.append(("cut", _cut(checkpoint)))
     rows.append(
         ("model", ", ".join(f"{key} {value}" for key, value in checkpoint["model"].items() if value is not None))
@@ -126,7 +128,7 @@ def _tensors(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 def brief(path: Path) -> dict[str, Any]:
     """A checkpoint in a list: its size, when it was written, and what is wrong at first sight."""
     entry: dict[str, Any] = {"name": path.name, "step": checkpoint_folder.step_of(path)}
-    entry |= {"bytes": None, "written": None, "fault": None}
+    entry |= {"bytes": None, "written": None, "fault": None, "eval_loss": checkpoint_folder.eval_loss(path)}
     try:
         manifest = read_manifest(path)
         entry["bytes"] = sum(record.bytes for record in manifest.files.values())
@@ -140,11 +142,12 @@ def brief(path: Path) -> dict[str, Any]:
 
 def listing(folder: Path) -> dict[str, Any]:
     """The checkpoints of a directory, by step, and the one that a start goes on from."""
-    last = checkpoint_folder.find(folder)
+    last, best = checkpoint_folder.find(folder), checkpoint_folder.best(checkpoint_folder.complete(folder))
     checkpoints = sorted(checkpoint_folder.kept(folder), key=lambda path: (checkpoint_folder.step_of(path), path.name))
     return {
         "path": str(folder),
         "next_start": None if last is None else last.path.name,
+        "best": best[0].name if best else None,
         "warning": "" if last is None else last.warning,
         "checkpoints": [brief(path) for path in checkpoints],
     }
@@ -154,12 +157,14 @@ def listed(listing: Mapping[str, Any]) -> str:
     """A directory as a table."""
     if not listing["checkpoints"]:
         return f"no checkpoints in {listing['path']}"
-    rows = [("checkpoint", "size", "written", "")]
+    rows = [("checkpoint", "size", "written", "eval loss", "")]
     for entry in listing["checkpoints"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["written"])) if entry["written"] else ""
         much = "" if entry["bytes"] is None else size_text(entry["bytes"])
-        note = entry["fault"] or ("the next start goes on here" if entry["name"] == listing["next_start"] else "")
-        rows.append((entry["name"], much, when, note))
+        notes = ["the next start goes on here"] if entry["name"] == listing["next_start"] else []
+        notes += ["the best by its evaluation"] if entry["name"] == listing["best"] else []
+        loss = "" if entry["eval_loss"] is None else f"{entry['eval_loss']:.4f}"
+        rows.append((entry["name"], much, when, loss, entry["fault"] or ", ".join(notes)))
     return f"{listing['path']}\n{aligned(rows, 2)}" + (f"\nwarning: {listing['warning']}" if listing["warning"] else "")
 
 

@@ -25,7 +25,7 @@ from ppctl.schedule.policies import POLICIES
 Word = tuple[str, str]
 """A completion, and a line about it; no blank follows one that ends with `=`."""
 
-_FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer")
+_FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer", "--html", "--template")
 """Flags after which a file or a directory stands, which shells complete by themselves."""
 
 SHELLS = ("bash", "zsh", "fish")
@@ -125,12 +125,12 @@ def _schedules() -> Iterator[Word]:
 
 _ACTIONS: dict[str, tuple[str, ...]] = {
     "recipes": ("list", "show", "copy"),
-    "runs": ("list", "show"),
+    "runs": ("list", "show", "compare", "delete"),
     "ckpt": ("inspect", "verify", "diff", "average", "prune", "import", "export"),
     "data": ("tokenize", "show"),
     "completion": SHELLS,
 }
-_OF_A_RUN = ("resume", "status", "logs", "cancel", "requeue")
+_OF_A_RUN = ("resume", "generate", "status", "logs", "cancel", "requeue")
 
 
 def _arguments(command: str, *after: str) -> Iterator[Word]:
@@ -146,7 +146,10 @@ def _arguments(command: str, *after: str) -> Iterator[Word]:
         yield from _recipes()
     elif command in _OF_A_RUN or _takes_runs(command, *after):
         root = next((after[i + 1] for i, word in enumerate(after[:-1]) if word == "--dir"), "runs")
-        yield from ((run.id, run.path.parent.name) for run in list_runs(Path(root)))
+        runs = list_runs(Path(root))
+        yield from ((run.id, run.name) for run in runs)
+        if after[:1] in (("compare",), ("delete",)):
+            yield from ((name, "all runs of this name") for name in dict.fromkeys(run.name for run in runs))
 
 
 def _takes_runs(command: str, action: str = "", *after: str) -> bool:
@@ -155,4 +158,4 @@ def _takes_runs(command: str, action: str = "", *after: str) -> bool:
         return after[-1:] in (("--hf",), ("--dcp",))
     if command == "ckpt":
         return action in ("inspect", "verify", "diff", "average", "prune") and after[-1:] != ("--out",)
-    return (command, action) == ("runs", "show")
+    return command == "runs" and action in ("show", "compare", "delete")

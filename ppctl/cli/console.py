@@ -6,6 +6,7 @@ bypass these streams, on a terminal: rich's, and a line that overwrites itself.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ppctl.errors import visible
@@ -171,3 +173,18 @@ def in_blocks(rows: Iterable[Sequence[str]], width: int) -> str:
             blocks.append([])
         blocks[-1].append(index)
     return "\n\n".join(aligned([row[0], *(row[i] for i in block)] for row in rows) for block in blocks)
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def curve(values: Sequence[float], columns: int, bounds: Iterable[float] = ()) -> str:
+    """`values` as bars in at most `columns` columns, each the mean of as many values; a level curve is low. The scale
+    is that of `bounds`, of several curves together, or of these means."""
+    count = min(len(values), columns)
+    edges = [len(values) * column // count for column in range(count + 1)] if count else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [*bounds] or [mean for mean in means if math.isfinite(mean)] or [0.0]
+    least, span = min(finite), (max(finite) - min(finite)) or 1.0
+    heights = [round((mean - least) / span * (len(_BARS) - 1)) if math.isfinite(mean) else None for mean in means]
+    return "".join("!" if height is None else _BARS[height] for height in heights)

@@ -17,8 +17,9 @@ _SHOWN_TOKENS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    tokenize = actions.add_parser("tokenize", help="write OUT.bin and OUT.idx from .txt and .jsonl files")
-    tokenize.add_argument("inputs", nargs="+", metavar="IN", help="a file or a quoted glob, read in order of names")
+    tokenize = actions.add_parser("tokenize", help="write OUT.bin and OUT.idx from files of text and tables")
+    inputs = ".txt, .jsonl, .parquet or .arrow: a file, a quoted glob (in order of names), or what `datasets` has saved"
+    tokenize.add_argument("inputs", nargs="+", metavar="IN", help=inputs)
     tokenize.add_argument("output", metavar="OUT", help="the prefix of both files, for data.path=OUT")
     words = "byte (the default), or a directory with a tokenizer.json"
     tokenize.add_argument("--tokenizer", default="byte", metavar="DIR", help=words)
@@ -26,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenize.add_argument("--append-eod", action="store_true", help=words)
     tokenize.add_argument("--overwrite", action="store_true", help="replace OUT.bin and OUT.idx")
     tokenize.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
-    words = "the field of a .jsonl line that is its text (default: text)"
+    words = "the field of a line, or the column of a table, that is its text (default: text)"
     tokenize.add_argument("--text-key", default="text", metavar="KEY", help=words)
     show = actions.add_parser(
         "show", help="count the tokens of a .bin and .idx, or of conversations, and show one document"
     )
-    words = "the path of .bin and .idx without these endings; with --format, a .jsonl file or a quoted glob"
+    words = "the path of .bin and .idx without these endings; with --format, files as `tokenize` takes them"
     show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
     words = f"the number of its tokens to show (default: {_SHOWN_TOKENS})"

@@ -7,10 +7,10 @@ import os
 import time
 
 from ppctl.cli.longer import longer
-from ppctl.cli.runs import LOST, STARTED, add_run_arguments, named_run
+from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.launch import slurm
-from ppctl.runs.finding import last_checkpoint
+from ppctl.runs.finding import find_run, last_checkpoint
 from ppctl.runs.rundir import RunDir
 
 add_arguments = add_run_arguments
@@ -33,6 +33,12 @@ def combined_state(state: str, job: slurm.JobState) -> str:
     return "running" if state == LOST and job.state == "RUNNING" else state
 
 
+def state_of(run: RunDir) -> str:
+    """The run's state in its directory and at SLURM together."""
+    state, job = str(facts(run)["state"]), job_of(run)
+    return combined_state(state, job) if job is not None and job.state else state
+
+
 def _job_to(doing: str, run: RunDir) -> slurm.JobState:
     """The job of a run. Raises ConfigError (PP-E628) if the run was not submitted."""
     job = job_of(run)
@@ -45,13 +51,17 @@ def _job_to(doing: str, run: RunDir) -> slurm.JobState:
 def hand_over(run: RunDir) -> None:
     """Submit the run's script, and record the job's number."""
     run.write_status("queued")
-    number, cluster = slurm.sbatch(run.submit_script)
+    note_job(run, *slurm.sbatch(run.submit_script))
+
+
+def note_job(run: RunDir, number: str, cluster: str) -> None:
+    """Record the number of the job that runs it."""
     run.write_job({"job": number, "cluster": cluster, "time": time.time(), "user": os.getuid()})
 
 
 def cancel(args: argparse.Namespace) -> int:
     """Cancel the job, unless it has ended."""
-    run = named_run(args)
+    run = find_run(args.run, args.dir)  # no remedy is to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
         state = run.status()["state"]

@@ -7,17 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ppctl.cli.console import console, prose
+from ppctl.cli.console import console, curve, prose
 from ppctl.cli.runs import checkpoint_of
 from ppctl.errors import visible
 from ppctl.records.step_lines import RECENT, clock_text, figure, mean_step_time
@@ -25,9 +25,7 @@ from ppctl.runs import heartbeat
 from ppctl.runs.checkpoint_folder import step_of
 from ppctl.runs.rundir import RunDir
 
-_CURVE_COLUMNS = 24
 _DRAWINGS_A_SECOND = 2
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
@@ -77,9 +75,10 @@ class LiveBlock:
         states = heartbeat.read_all(self._directory, self._ranks)
         step = max(last["step"], min((state.step for state in states), default=0))
         left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)
-        bar = Table.grid(padding=(0, 2))
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(ratio=1)
         bar.add_row(
-            ProgressBar(total=self._steps, completed=step, width=30),
+            ProgressBar(total=self._steps, completed=step),
             f"step {step:,} of {self._steps:,}, {step / self._steps:.0%}",
             f"ETA {clock_text(left)}",
         )
@@ -89,7 +88,7 @@ class LiveBlock:
         facts = [*speed, f"slowest stage {last.get('slowest_stage')}", self._saved(step)]
         return Group(
             bar,
-            Text(f"loss {figure(last, 'loss', '.4f')}  {curve(self._losses, _CURVE_COLUMNS)}"),
+            _Curve(f"loss {figure(last, 'loss', '.4f')}  ", self._losses),
             Text("  ".join(facts)),
         )
 
@@ -101,6 +100,17 @@ class LiveBlock:
         return f"saved {checkpoint.name}, {lost} step{'s' * (lost != 1)} ago"
 
 
+@dataclass(frozen=True)
+class _Curve:
+    """A line with the curve of values as wide as the screen has room."""
+
+    text: str
+    values: list[float]
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(self.text + curve(self.values, options.max_width - len(self.text)))
+
+
 _STARTING = {
     "starting": "joining, building stages",
     "warming up": "first messages on every connection",
@@ -108,16 +118,3 @@ _STARTING = {
     "loading kernels": "loading kernels, before the first step",
     "training": "in the first step",
 }
-
-
-def curve(values: list[float], columns: int) -> str:
-    """`values` as bars in at most `columns` columns, each the mean of as many values; a level curve is low."""
-    if not values:
-        return ""
-    count = min(len(values), columns)
-    edges = [len(values) * column // count for column in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
-    least, span = min(finite), (max(finite) - min(finite)) or 1.0
-    heights = [round((mean - least) / span * (len(_BARS) - 1)) if math.isfinite(mean) else None for mean in means]
-    return "".join("!" if height is None else _BARS[height] for height in heights)

@@ -25,7 +25,6 @@ from ppctl.config.argv import ALIASES, LAYOUT, retyped, typed_again
 from ppctl.config.checks import check
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
-from ppctl.config.parallel_rules import in_batches
 from ppctl.config.schema import RunConfig
 from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.hang.progress import Limits
@@ -37,11 +36,13 @@ from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
 from ppctl.launch.planning import planned, refuse
 from ppctl.launch.process import become_worker, writer_to
 from ppctl.launch.run_directory import Launch, with_value
+from ppctl.launch.trackers import unusable
 from ppctl.launch.watch import LocalJob, supervise
 from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan, fits, plan_checked
 from ppctl.runs.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.runs.finding import checkpoint_if_any, find_checkpoint
+from ppctl.runs.heartbeat import host_name
 from ppctl.runs.rundir import RunDir
 
 _CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
@@ -57,9 +58,14 @@ def start_of(args: argparse.Namespace) -> Iterator[Started]:
     """
     started = detect(os.environ)
     if started.rank > 0:
+        if started.by != "slurm" and started.variables["LOCAL_RANK"] == "0":
+            note(_of_a_node(started.variables))
         become_worker(started, "--join")
     try:
         yield started
+    except KeyboardInterrupt:
+        note("interrupted before the run began: nothing was written")
+        raise
     except PpctlError as error:
         if args.json:
             problems = [problem.to_json() for problem in error.problems]
@@ -68,6 +74,15 @@ def start_of(args: argparse.Namespace) -> Iterator[Started]:
             raise
         print_problems(error.problems)
         become_worker(started, "--refuse", str(error.exit_code))
+
+
+def _of_a_node(variables: Mapping[str, str]) -> str:
+    """A line for the terminal of a node other than the first, which shows nothing else of a run that goes well."""
+    first, last = int(variables["RANK"]), int(variables["RANK"]) + int(variables["LOCAL_WORLD_SIZE"]) - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    server = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+    who = f"{host_name()}: {ranks} of {variables['WORLD_SIZE']}, waiting for rank 0 at {server}"
+    return f"note: {who}; steps are printed where rank 0 runs, and here what goes wrong"
 
 
 def accepted(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> Plan:
@@ -112,14 +127,14 @@ def adapt_to_machine(
     one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
     problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
     here = with_value(config, "launch", device=device, share_gpu=share and device == "cuda")
-    if in_batches(here) != in_batches(config):
+    if device != config.launch.device:  # times, limits and messages are that device's
         refuse(problems)
         sources = plan.provenance
         plan = plan_checked(here, sources, check(here, sources), title=plan.name, before=plan)
         problems += plan.problems
     config, conflicts = with_gpu_environment(here, plan)
     data, wrong = examine(config)
-    refuse([*problems, *conflicts, *wrong])
+    refuse([*problems, *conflicts, *wrong, *unusable(config)])
     return config, plan, data
 
 
@@ -208,6 +223,17 @@ def run_to_end(
     )
     if started.is_rank:
         become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
+    outcome = run_job(run, launch, out)
+    if as_json:
+        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
+    elif outcome.exit_code in (DONE, STOPPED):
+        print("\n".join(ending(run, launch, outcome, overrides)))
+    return outcome.exit_code
+
+
+def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
+    """Run the job to its end with its steps on `out`, and note what went wrong and how to go on."""
+    config = launch.config
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
     tried = candidates(config.checkpoint.resume, run.checkpoints)
@@ -220,11 +246,7 @@ def run_to_end(
         note("")  # the terminal has shown ^C
     if outcome.report:
         note(outcome.report + saved_before(run, outcome))
-    if as_json:
-        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
-    elif outcome.exit_code in (DONE, STOPPED):
-        print("\n".join(ending(run, launch, outcome, overrides)))
-    return outcome.exit_code
+    return outcome
 
 
 def first_screen(plan: Plan) -> str:
@@ -260,9 +282,10 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
 def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
     """The model's sample, the paths, and commands to go on with."""
     name, lines = program(), [""]
-    sample = run.result().get("sample")
-    if isinstance(sample, dict):
-        lines += ["the model reads, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
+    result = run.result()
+    where = ", from the middle of its data" if launch.config.log.prompts is None else ""
+    for sample in result.get("samples") or filter(None, [result.get("sample")]):
+        lines += [f"the model reads{where}:", _indented(str(sample.get("prompt", ""))), ""]
         lines += ["the model writes, choosing from the likeliest tokens:", _indented(str(sample.get("text", ""))), ""]
     checkpoint = checkpoint_of(run)
     lines.append(f"run         {run.path}")

@@ -70,7 +70,7 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
     """The command that goes on until `steps` (as many again), at a rate that does not rise at once and is not 0."""
     done = config.train.steps if done is None else done
     length: dict[str, Any] = {"steps": steps or 2 * done}
-    length |= {name: None for name in ("samples", "tokens") if getattr(config.train, name) is not None}
+    length |= {name: None for name in ("samples", "tokens", "epochs") if getattr(config.train, name) is not None}
     words = ["resume", run, *_words(length)]
     with suppress(ValueError, ArithmeticError):  # a file that was altered: `resume` says what is wrong with it
         last = max(_rate(config, max(done, 1)), _rate(config, done + 1))

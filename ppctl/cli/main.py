@@ -46,8 +46,9 @@ COMMANDS = {
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("continue a run from its last checkpoint", overrides=True),
     "ckpt": Command("show, verify, compare, average, prune, import or export checkpoints"),
+    "generate": Command("continue a prompt with the weights of a run or a directory"),
     "data": Command("tokenize text into .bin and .idx files, or show data"),
-    "runs": Command("list runs, or show one"),
+    "runs": Command("list, show, compare or delete runs", place="runs_command.run"),
     "submit": Command("submit a run to SLURM", overrides=True),
     "status": Command("show the state of a run"),
     "logs": Command("show the output of a run"),
@@ -143,13 +144,17 @@ def _unknown_command(name: str) -> Problem:
 
 
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
-    """The arguments of command `name`, which is `module`; with overrides their words, sorted, are `args.line`."""
+    """The arguments of command `name`, which is `module`; with overrides their words, sorted, are `args.line`. The
+    command line itself is `args.typed`."""
     parser = parser_of(name, module)
-    if not COMMANDS[name].overrides:
+    if COMMANDS[name].overrides:
+        args = parse_overrides(parser, name, tokens)
+    else:
         # argparse allows words on both sides of an option only in parsers without subcommands.
         mixed = getattr(module, "INTERMIXED", False)
-        return parser.parse_intermixed_args(tokens) if mixed else parser.parse_args(tokens)
-    return parse_overrides(parser, name, tokens)
+        args = parser.parse_intermixed_args(tokens) if mixed else parser.parse_args(tokens)
+    args.typed = (name, *tokens)
+    return args
 
 
 def parse_overrides(parser: argparse.ArgumentParser, command: str, tokens: Sequence[str]) -> argparse.Namespace:
@@ -200,7 +205,7 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
 
 _OVERRIDES_HELP = """\
 overrides are KEY=VALUE, with full names (train.steps=200) or short names:
-  steps gbs mbs seq lr pp vpp tp sp cp ep etp dp layout nodes gpus_per_node
+  steps gbs mbs seq lr seed pp vpp tp sp cp ep etp dp layout nodes gpus_per_node
   pp_schedule pp_schedule_csv recompute
 Megatron's flags for sizes, layout, batch and sequence are accepted, too:
   --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et*3|t*5L'

@@ -98,7 +98,7 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         message = "`ppctl parity` starts its ranks itself, but this process was started by another launcher"
         raise ConfigError(Problem("PP-E644", message, "ppctl parity, without torchrun or srun", "environment"))
     if args.runs:
-        run = find_run(args.runs[0], args.dir)
+        run = find_run(args.runs[0], args.dir, args.typed)
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
         refuse(args.line.problems)
@@ -164,7 +164,7 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
     if len(args.runs) > 2 or line.overrides or line.problems or line.rest:
         message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
         raise ConfigError(Problem("PP-E644", message, f"ppctl parity {pasted(*args.runs[:2])}", "command line"))
-    runs = [find_run(name, args.dir) for name in args.runs]
+    runs = [find_run(name, args.dir, args.typed) for name in args.runs]
     first, second = (_Side(run, run.read_config(), run.read_plan()) for run in runs)
     report = _report((first, second))
     if not report["steps"]:

@@ -50,7 +50,7 @@ def _head(report: Mapping[str, Any]) -> list[str]:
         shown = ", ".join(keys[:_SHOWN_PARAMETERS]) + f" and {len(keys) - _SHOWN_PARAMETERS} more" * (
             len(keys) > _SHOWN_PARAMETERS
         )
-        lines.append(f"the runs compute different things: {shown} (`ppctl runs --compare A B`)")
+        lines.append(f"the runs compute different things: {shown} (`ppctl runs compare A B`)")
     return [*lines, _law(report)]
 
 

@@ -25,6 +25,8 @@ _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "traffic", "derived")}
 """The JSON's keys if there is no plan, only problems."""
+FORMATS = ("megatron", "automodel", "torchtitan", "bridge")
+"""Whose files `--from` reads."""
 _UNREAD = ("PP-E101", "PP-E105", "PP-E107")
 """Codes of words of a command line that mean nothing: a plan without them would be of something else."""
 
@@ -39,12 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
     parser.add_argument("--dump-schedule", metavar="FILE.csv", help="write the schedule in torch's compute-only CSV")
     add_timeline_argument(parser)
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="plan another system's config (docs/migrating.md)"
+    )
+    parser.add_argument("--from-format", choices=FORMATS, help="whose file it is; by default its content says")
+    parser.add_argument("--write", metavar="FILE.yaml", help="with --from: write the recipe that means the same")
     parser.add_argument("--force", action="store_true", help="exit 0 even if the memory does not fit")
 
 
 @without_collections()  # a plan is many small tuples without cycles: looking for them takes a tenth of the time
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Exit code 0, 2 with problems of the config, 4 if only the memory does not fit."""
+    try:
+        found = _from_file(args)
+    except ConfigError as error:
+        if args.json:
+            print(json.dumps(EMPTY | {"problems": [problem.to_json() for problem in error.problems]}, indent=2))
+        raise
     composed, plan, problems = planned(args.line)
     if not args.line.overrides and not problems:
         note(f"note: {_NOTHING}")
@@ -58,11 +71,27 @@ def run(args: argparse.Namespace) -> int:
         plan = None
     if args.json:
         report = EMPTY if plan is None else plan.report()
+        report = report | ({"translation": found[1]} if found else {})
         print(json.dumps(report | {"problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
-        _show(composed, plan, problems)
+        _show(composed, plan, problems, found[0] if found else "")
     print_problems(problems)
     return 0 if not problems or (args.force and only_memory(problems)) else refusal(problems).exit_code
+
+
+def _from_file(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]] | None:
+    """Put the settings of `--from` below the command line's words; returns what became of them, as text and as data."""
+    if args.source is None and not (args.write or args.from_format):
+        return None
+    from ppctl.cli import plan_from  # and with it the tables of other systems' names
+
+    found = plan_from.read_from(args)
+    args.line = found.line
+    for line in found.notes:
+        note(f"note: {line}")
+    if args.write is not None:
+        note(f"note: wrote {args.write}; use it with: {plan_from.write_recipe(found, args)}")
+    return plan_from.table(found, args.source), [row._asdict() for row in found.rows]
 
 
 def _on_weights(composed: Composed) -> list[str]:
@@ -103,9 +132,9 @@ def _draw(composed: Composed, plan: Plan | None, path: Path, dumped: str | None)
     return []
 
 
-def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem]) -> None:
+def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem], translation: str) -> None:
     columns = width()
-    blocks: list[tuple[str, str]] = []
+    blocks: list[tuple[str, str]] = [(translation, "")] if translation else []
     if plan is not None:
         blocks += [(text, "") for text in plan_text.blocks(plan, composed.config, columns)]
     if problems:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from ppctl.cli.console import aligned, folded, width
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
 from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.host.files import unused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,15 +97,19 @@ def copy_to(recipe: Recipe, to: str | None) -> Path:
     target = Path(to or ".")
     if target.suffix != ".yaml":
         target = target / recipe.path.name
+    write_new(target, recipe.path.read_bytes(), pasted("ppctl", "recipes", "copy", recipe.name))
+    return target
+
+
+def write_new(target: Path, content: bytes, again: str) -> None:
+    """Write a file that is not there yet; `again` is the command line without the file's name. Raises ConfigError if it
+    would be overwritten or cannot be written."""
     if target.exists():
-        free = next(f for n in range(2, 1000) if not (f := target.with_stem(f"{target.stem}-{n}")).exists())
-        message = f"{target} exists, and a copy never overwrites"
-        again = f"ppctl recipes copy {pasted(recipe.name, free)}"
-        raise ConfigError(Problem("PP-E126", message, again, "command line"))
+        message = f"{target} exists, and nothing is ever overwritten"
+        raise ConfigError(Problem("PP-E126", message, f"{again} {pasted(unused(target))}", "command line"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(recipe.path, target)
+        target.write_bytes(content)
     except OSError as error:
         message = f"{target} cannot be written: {error.strerror}"
         raise ConfigError(Problem("PP-E126", message, place="command line")) from None
-    return target

@@ -24,7 +24,7 @@ from ppctl.config.run_rules import WATCHED
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.launch.environment import Started
-from ppctl.launch.planning import plan_of, refuse
+from ppctl.launch.planning import counted_samples, plan_of, refuse
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan
 from ppctl.runs.checkpoint_folder import AUTO, step_of
@@ -97,7 +97,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
     sources = {key: f"run {run.id}" if text.startswith(PLACE) else text for key, text in plan.provenance.items()}
     problems: Sequence[Problem] = ()
     try:
-        composed = override(before, sources, args.line, for_training=True)
+        composed = override(before, sources, args.line, for_training=True, count_samples=counted_samples)
     except RefusedError as error:
         composed, problems = error.composed, error.problems
     same_search = all(before[key] == composed.config[key] for key in _SEARCHED_BY)

@@ -12,10 +12,11 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import yaml
@@ -26,13 +27,12 @@ from ppctl.cli.main import INTERRUPTED
 from ppctl.cli.search_page import page
 from ppctl.cli.timeline import obstacle
 from ppctl.config.argv import PLACE, full_name, normalise
-from ppctl.config.checks import check
+from ppctl.config.checks import beyond_limits, check
 from ppctl.config.keys import text_keys
 from ppctl.config.metadata import MOST_RANKS
 from ppctl.errors import ConfigError, MemoryPlanError, Problem, pasted
-from ppctl.host.files import write_atomically
+from ppctl.host.files import unused, write_atomically
 from ppctl.launch.planning import composed, hides_model
-from ppctl.plan import plan_checked
 from ppctl.plan.layout_choice import AUTO
 from ppctl.plan.memory_limit import GRANULARITY, LIMIT, MODULES
 from ppctl.plan.profile import KEY as PROFILE
@@ -42,12 +42,14 @@ from ppctl.plan.sizes import SEQUENCE
 from ppctl.plan.violations import ConfigValues, Violations, parse_overrides
 from ppctl.search.answer import BAND, AnswerRow, against, as_json, moved, rows
 from ppctl.search.branch import Search
+from ppctl.search.contradictions import contradictions, planned_problems
 from ppctl.search.refine import refined
 from ppctl.search.space import AXES, SEARCHED, SearchSpace
 
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
 _SECONDS, _REFINED = 20.0, 3  # for how long rows are refined, and how many, if nothing is asked
+_TOLD = 2.0  # seconds between lines about a search on a pipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,15 +75,16 @@ def run(args: argparse.Namespace) -> int:
     if problems := [*_unwritable(args)]:
         raise ConfigError(problems)
     values, measured = _values(args)
-    if args.nodes:
+    if args.nodes is not None:
         return _frontier(args, values, measured)
     asked = values if args.against is None else values.overridden(_asked(args.against))
     search = Search(SearchSpace(values, _kept(args, values)), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
         raise _nothing(args, search)
-    listed = rows(search)
-    firsts = {} if interrupted else moved(search, listed)
+    listed, firsts = rows(search), dict[tuple[str, ...], int]()
+    with suppress(KeyboardInterrupt):  # the answer is whole without
+        firsts = {} if interrupted else moved(search, listed)
     lines = [search_text.line(args.line.overrides, search.space, row.planned.configuration) for row in listed]
     changes = against(search, asked) if asked is not values and listed else []
     if not args.json:
@@ -92,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
         write_atomically(Path(args.write), recipe(search))
         note(f"note: wrote {args.write}; `ppctl train +recipe={pasted(args.write)}` trains it")
     if args.html:
-        title = f"{values.config.recipe or 'a model'} on {search.space.world:,} GPUs"
-        write_atomically(Path(args.html), page(search, title))
+        write_atomically(Path(args.html), page(search))
         note(f"note: wrote {args.html}")
     again = _refined(args, search, [] if interrupted else listed)
     if args.json:
@@ -111,6 +113,7 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) 
     if not seconds or not listed:
         return None
     answer: dict[str, Any] = {"rows": len(listed[:most]), "plans": 0, "complete": False, "best": None}
+    note(f"note: refining for at most {seconds:g} s (--refine SECONDS); Ctrl-C ends it")
     best, before = None, signal.signal(signal.SIGALRM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -140,6 +143,8 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
         found.append((search, next(iter(rows(search)), None)))
         if interrupted:
             break
+    if not interrupted and not any(row for _, row in found):
+        raise _nothing(args, max((search for search, _ in found), key=lambda search: search.space.world))
     spaces = [(search.space, row.planned.configuration) for search, row in found if row is not None]
     lines = [search_text.line(_on(args, space.values["nodes"]), space, of) for space, of in spaces]
     if args.json:
@@ -158,8 +163,10 @@ def _on(args: argparse.Namespace, nodes: int) -> list[str]:
 
 def _numbers(text: str) -> list[int]:
     words = text.split(",")
-    if not all(word.isdecimal() and 0 < int(word) <= MOST_RANKS for word in words):
-        raise ConfigError(Problem("PP-E105", f"--nodes {text}: whole numbers with commas", "--nodes 4,8,16", PLACE))
+    sound = all(word.isdecimal() and 0 < int(word) <= MOST_RANKS for word in words)
+    if not sound or len({*map(int, words)}) < len(words):
+        wrong = "one number stands twice" if sound else "whole numbers with commas"
+        raise ConfigError(Problem("PP-E105", f"--nodes {text or repr(text)}: {wrong}", "--nodes 4,8,16", PLACE))
     return [int(word) for word in words]
 
 
@@ -203,9 +210,17 @@ def _to_the_end(search: Search, *, alone: bool = False) -> bool:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Search], None]]:
-    """Yield a function that draws how many configurations are decided, and the best so far; nothing on a pipe."""
+    """Yield a function that draws how many configurations are decided, and the best so far; on a pipe in lines."""
     if not sys.stderr.isatty():
-        yield lambda search: None
+        told = monotonic()
+
+        def tell(search: Search) -> None:
+            nonlocal told
+            if monotonic() - told >= _TOLD:
+                note(search_text.so_far(search))
+                told = monotonic()
+
+        yield tell
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -214,8 +229,8 @@ def _progress() -> Iterator[Callable[[Search], None]]:
         task = bar.add_task("dividing the ranks", total=None)
 
         def show(search: Search) -> None:
-            done = search.counts.memory + search.counts.rules + search.counts.planned
-            bar.update(task, total=search.counts.total or None, completed=done, description=search_text.so_far(search))
+            of, said = search.counts, search_text.so_far(search)
+            bar.update(task, total=of.total or None, completed=of.total - of.undecided, description=said)
 
         yield show
 
@@ -230,14 +245,17 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    least = SearchSpace(values, _kept(args, values)).neutral  # problems of values that are searched are none
+    several = {} if args.nodes is None else {"nodes": max(_numbers(args.nodes))}
+    space = SearchSpace(values.overridden(several), _kept(args, values))
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
-    problems += check(least.config, least.provenance)
+    wrong = check(space.neutral.config, space.neutral.provenance)
+    if wrong and (problems or beyond_limits(space.neutral.config) or space.first is None):
+        problems += wrong  # else they are of values that are searched
     violations: Violations = []
     measured = read_profile(values, violations)
     if problems or violations:
-        raise ConfigError(list(dict.fromkeys([*problems, *(_planned_problems(values) if violations else ())])))
+        raise ConfigError(list(dict.fromkeys([*problems, *(planned_problems(values) if violations else ())])))
     return values, measured
 
 
@@ -249,7 +267,8 @@ def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
     """Problems that keep a search from being made at all."""
     if values["nodes"] is None and values["gpus_per_node"] is None:
-        yield Problem("PP-E228", "a search needs the number of GPUs", "nodes=1 gpus_per_node=8", PLACE)
+        words = "nodes=1 gpus_per_node=8" if args.nodes is None else "gpus_per_node=8"
+        yield Problem("PP-E228", "a search needs the number of GPUs", words, PLACE)
     if values[LIMIT] is None:
         yield Problem("PP-E228", f"a search needs {LIMIT}, in which plans must fit", f"{LIMIT}=80GiB", PLACE)
     for key, usual in (("layout", "null"), (SCHEDULE, "1f1b")):
@@ -262,57 +281,62 @@ def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Prob
             yield Problem("PP-E228", f"--keep {key}: {known} are searched, and {key} is not", "--keep mbs", PLACE)
 
 
-def _planned_problems(values: ConfigValues) -> list[Problem]:
-    """The problems of a config's plan, but for its memory."""
-    try:
-        plan_checked(values.config, values.provenance, [])
-    except ConfigError as error:
-        return list(error.problems)
-    return []
-
-
 def _nothing(args: argparse.Namespace, search: Search) -> ConfigError | MemoryPlanError:
     """The error of a search that found nothing: what is typed contradicts itself, or does not fit the memory."""
     space, counts = search.space, search.counts
     if not counts.memory and not search.over:
-        own = _planned_problems(space.neutral)
-        message = f"of {counts.total:,} configurations with these values every one is against a rule"
-        return ConfigError(own or [Problem("PP-E229", message, "", space.values.cite(*space.fixed))])
-    message = f"none of {counts.total:,} configurations fits {space.world:,} GPUs of {space.values[LIMIT]}"
-    message += f"; {counts.rules:,} are against a rule" * bool(counts.rules)
-    nodes = space.values["nodes"] or 1
-    remedies = []
-    for factor in (2, 4, 8, 16, 32, 64):
-        larger = SearchSpace(space.values.overridden({"nodes": nodes * factor}), _kept(args, space.values))
-        more = Search(larger, search.tree.measured)
-        if any(each.found for each in more.run()):
-            typed = _on(args, nodes * factor)
-            remedies.append(search_text.line(typed, larger, more.found[0].configuration))
-            message += f"; on {larger.world:,}, the least of its doublings, the remedy does"
-            break
-    place = space.values.cite("nodes", "gpus_per_node", LIMIT)
-    return MemoryPlanError(Problem("PP-E803", message, "\n".join(remedies), place))
+        return ConfigError(contradictions(space))
+    gpus = search_text.number(space.world, "GPU")
+    message = f"none of {search_text.number(counts.total, 'configuration')} fits {gpus} of {space.values[LIMIT]}"
+    message += f"; {search_text.number(counts.rules, 'is', 'are')} against a rule" * bool(counts.rules)
+    tried, found = _larger(args, search)
+    message += f"; nothing fits {', '.join(map(str, sorted(tried)))} nodes either" * bool(tried)
+    remedy = ""
+    if found is not None:
+        nodes = found.space.values["nodes"]
+        remedy = search_text.line(_on(args, nodes), found.space, found.found[0].configuration)
+        message += f"; on {nodes:,} nodes, {found.space.world:,} GPUs, the remedy fits"
+    return MemoryPlanError(Problem("PP-E803", message, remedy, space.values.cite("nodes", "gpus_per_node", LIMIT)))
+
+
+def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search | None]:
+    """Numbers of nodes on which nothing fits either, and the search on the least one that was tried on which something
+    does: doublings, and then between the last two."""
+    values, tried = search.space.values, list[int]()
+    least, best = values["nodes"] or 1, None
+
+    def tries(numbers: Iterable[int]) -> Search | None:
+        for nodes in numbers:
+            more = Search(SearchSpace(values.overridden({"nodes": nodes}), _kept(args, values)), search.tree.measured)
+            if any(show(each) or each.found for each in more.run()):
+                return more
+            tried.append(nodes)
+        return None
+
+    with suppress(KeyboardInterrupt), _progress() as show:  # that nothing fits is known by now
+        if best := tries(least * 2**power for power in range(1, 7)):
+            most, least = best.space.values["nodes"], max(tried, default=least)
+            step = -(-(most - least) // 8)
+            best = tries(range(least + step, most, step)) or best
+    return tried, best
 
 
 # What is written
 
 
-def _recipe_file(override: str) -> str:
-    key, _, value = override.partition("=")
-    return value.strip("'\"") if key == "recipe" else ""
-
-
 def _unwritable(args: argparse.Namespace) -> Iterator[Problem]:
     """Why files cannot be written, before a search of a minute; and a time that is none."""
-    for option, name, code in (("--write", "found.yaml", "PP-E127"), ("--html", "found.html", "PP-E129")):
-        path = getattr(args, option[2:])
-        if path and (reason := obstacle(Path(path))):
-            yield Problem(code, f"{path} cannot be written: {reason}", f"{option} {name}", PLACE)
-    files = [Path(each).resolve() for each in (args.write, args.html, *map(_recipe_file, args.line.overrides)) if each]
-    if len(files) != len(set(files)):
-        yield Problem("PP-E127", "--write, --html and the recipe name one file twice", "--write found.yaml", PLACE)
-    if args.nodes and (args.html or args.write or args.refine):
-        yield Problem("PP-E105", "--write, --html and --refine are for one number of nodes", "nodes=4", PLACE)
+    for option, name, code in (("--write", Path("found.yaml"), "PP-E127"), ("--html", Path("found.html"), "PP-E129")):
+        path = Path(getattr(args, option[2:]) or "")
+        reason = obstacle(path) if path.suffix == name.suffix else f"its name must end in {name.suffix}"
+        if not reason and option == "--write" and path.exists():
+            reason, name = "it exists, and a search replaces no recipe", path
+        if reason and getattr(args, option[2:]) is not None:
+            yield Problem(code, f"{path} cannot be written: {reason}", pasted(option, unused(name)), PLACE)
+    alone = [option for option in ("against", "html", "refine", "write") if getattr(args, option)]
+    if args.nodes is not None and alone:
+        message = f"--{alone[0]} is for one number of nodes, and --nodes searches several"
+        yield Problem("PP-E105", message, "nodes=4", PLACE)
     if not 0 <= (args.refine or 0) <= 86_400:
         yield Problem("PP-E105", f"--refine {args.refine:g}: seconds from 0 to a day", "--refine 60", PLACE)
 
@@ -321,9 +345,9 @@ def recipe(search: Search) -> str:
     """The first configuration as a recipe: every value that is no default, with its source."""
     space, first = search.space, search.found[0]
     values, found = space.values_of(first.configuration), {full_name(key) for key in space.words(first.configuration)}
-    head = f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {space.world:,} GPUs, "
-    head += f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned.\n# {search_text.counts(search)}"
-    lines = [head]
+    gpus, rate = search_text.number(space.world, "GPU"), f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned"
+    lines = [f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {gpus}, {rate}."]
+    lines.append(f"# {search_text.counts(search)}")
     section = ""
     for key, info in text_keys().items():
         source, value = values.source(key), values.config[key]

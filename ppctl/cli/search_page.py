@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from html import escape
 from math import log10
 
-from ppctl.cli.search_text import counts, sizes
+from ppctl.cli.search_text import counts, number, sizes
 from ppctl.plan.memory_limit import GIB
 from ppctl.search.branch import Search
 
@@ -18,15 +18,18 @@ _WIDTH, _HEIGHT, _LEFT, _TOP = 960, 460, 70, 20
 _WIDEST = 2.0  # the slowest step that is drawn, in steps of the fastest
 _STYLE = (
     ":root{color-scheme:light dark}body{font:14px/1.45 system-ui,sans-serif;margin:20px;max-width:1100px}"
+    "div{overflow-x:auto}svg{min-width:700px}"
     "text{font-size:12px;fill:currentColor}path{fill:none;stroke:#97a1b3}circle{fill:#2f6fbf;stroke:#2f6fbf}"
     "circle:hover{stroke:currentColor;stroke-width:3}.first{fill:#00794f}.over{fill:none}.over,.device{stroke:#c0262d}"
 )
 
 
-def page(search: Search, title: str) -> str:
+def page(search: Search) -> str:
     """The page, as text. Nothing is fetched when it is opened."""
+    title = f"{search.space.values.config.recipe or 'a model'} on {number(search.space.world, 'GPU')}"
     head = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-    head += f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape(counts(search))}</p>"
+    head += f"<meta name='viewport' content='width=device-width'><style>{_STYLE}</style></head>"
+    head += f"<body><h1>{escape(title)}</h1><p>{escape(counts(search))}</p>"
     return "\n".join(
         [head, *(_field(search) if search.found else ["<p>nothing that fits was planned</p>"]), "</body>\n"]
     )
@@ -47,7 +50,7 @@ def _field(search: Search) -> Iterator[str]:
     def y(size: float) -> int:
         return round(below - _HEIGHT * size / top)
 
-    yield f'<svg viewBox="0 0 {_LEFT + _WIDTH + 40} {below + 60}" role="img" aria-label="memory against time">'
+    yield f'<div><svg viewBox="0 0 {_LEFT + _WIDTH + 40} {below + 60}" role="img" aria-label="memory against time">'
     yield f'<path d="M{_LEFT} {_TOP}V{below}H{_LEFT + _WIDTH}"/>'
     for part in range(6):
         seconds, size = begin + (end - begin) * part / 5, top * part / 5
@@ -60,15 +63,16 @@ def _field(search: Search) -> Iterator[str]:
         columns[x(branch.seconds)] += branch.size
     for at, size in sorted(columns.items()):  # longer where there are more
         yield f'<path stroke-width="2" d="M{at} {below + 2}v{5 + 6 * log10(size + 1):.0f}">'
-        yield f"<title>cut off by their bounds: {size:,} configurations</title></path>"
-    for number, each in reversed([*enumerate(points)]):
+        yield f"<title>cut off by their bounds: {number(size, 'configuration')}</title></path>"
+    for place, each in reversed([*enumerate(points)]):
         seconds, peak = each.plan.step_time_s, each.peak
         words = f"{sizes(each.configuration)}: {seconds:.4g} s, {each.plan.timing.tokens_per_s:,.0f} tokens/s, "
         words += f"peak {peak / GIB.size:.1f} GiB" + ", does not fit" * (not each.fits)
         if each.bound:
             yield f'<path d="M{x(max(begin, each.bound))} {y(peak)}H{x(seconds)}"/>'
-        kind = "over" if not each.fits else "" if number else "first"
+        kind = "over" if not each.fits else "" if place else "first"
         yield f'<circle class="{kind}" cx="{x(seconds)}" cy="{y(peak)}" r="5"><title>{escape(words)}</title></circle>'
     more = sum(branch.size for branch in search.tree.heap) - sum(columns.values())
-    yield "</svg><p>Points: planned configurations, each with a line from its bound; green is the first. Ticks: sets of"
-    yield f"configurations that take at least so long; {more:,} more are right of the picture.</p>"
+    yield "</svg></div><p>Points: planned configurations, each with a line from its bound; green is the first. Ticks:"
+    yield f"sets of configurations that take at least so long; {number(more, 'more is', 'more are')} right of the"
+    yield "picture.</p>"

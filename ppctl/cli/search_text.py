@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppctl.cli.console import aligned, folded, prose
+from ppctl.cli.console import aligned, fits, folded, prose
 from ppctl.config.argv import ALIASES, retyped
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.violations import Overrides, overrides_text
@@ -36,33 +36,42 @@ def text(
     return "\n\n".join(blocks)
 
 
+def number(count: int, one: str, many: str = "") -> str:
+    """A number with a noun or a verb in the singular or the plural, which is `many`, or else has an s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
 def counts(search: Search) -> str:
     """How many configurations were cut off, left and planned, and what that proves."""
     of = search.counts
-    cut = f"{of.memory:,} need more memory than there is"
-    cut += f", {of.rules:,} are against a rule" * bool(of.rules)
+    total, planned = number(of.total, "configuration"), number(of.planned, "was planned", "were planned")
+    cut = number(of.memory, "needs", "need") + " more memory than there is"
+    cut += f", {number(of.rules, 'is', 'are')} against a rule" * bool(of.rules)
     if not search.proved:
-        return f"interrupted: of {of.total:,} configurations seen {cut}, {of.planned:,} were planned; " + (
-            "others may be faster" if of.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
-        )
+        seen = total if search.counted else f"the {total} looked at until then"
+        more = "others may be faster" if of.planned else "to search fewer, type what you know, as tp=1 cp=1 mbs=1"
+        return f"interrupted: of {seen} {cut}, {of.undecided:,} had not been decided, {planned}; {more}"
     proof = f"none is more than {CLOSE:.0%} faster than the first under these prices" if search.found else "none fits"
-    return (
-        f"of {of.total:,} configurations {cut}, {of.left:,} are slower by their bound, {of.planned:,} were planned; "
-        f"{proof}"
-    )
+    return f"of {total} {cut}, {number(of.left, 'is', 'are')} slower by their bound, {planned}; {proof}"
 
 
 def table(listed: Sequence[AnswerRow], columns: int) -> str:
-    """A row for each configuration."""
-    head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by", "configuration"]
-    body = [head]
+    """A row for each configuration, below its figures where beside them there is too little room."""
+    head = ["", "tokens/s", "MFU", "bubble", "peak GiB", "room", "limited by"]
+    body, ways = [head], [["configuration"]]
     for number, row in enumerate(listed, 1):
         plan, peak = row.planned.plan, row.planned.peak
         mfu = "" if plan.timing.mfu is None else f"{plan.timing.mfu:.1%}"
         figures = [f"{plan.timing.tokens_per_s:,.0f}", mfu, f"{plan.bubble_fraction:.1%}", f"{peak / GIB.size:.1f}"]
-        body.append([str(number), *figures, room(row.planned), row.limit, sizes(row.planned.configuration)])
-        body += [["", *[""] * 6, f"or cp{of.cp} mbs{of.micro_batch_size}"] for of in row.alike]
-    return aligned(folded(body, columns, " "), 6)
+        body.append([str(number), *figures, room(row.planned), row.limit])
+        alike = (f"or cp{of.cp} mbs{of.micro_batch_size}" for of in row.alike)
+        ways.append([sizes(row.planned.configuration), *alike])
+    blank = [""] * len(head)
+    each = ([*(blank if n else row), way] for row, some in zip(body, ways, strict=True) for n, way in enumerate(some))
+    if fits(wide := aligned(each, 6), columns):
+        return wide
+    below = ["", *(f"\n{prose([' '.join(['  ', *some])], columns)}" for some in ways[1:])]
+    return "\n".join(map("".join, zip(aligned(body, 6).splitlines(), below, strict=True)))
 
 
 def room(planned: Planned) -> str:
@@ -90,6 +99,8 @@ def order(listed: Sequence[AnswerRow], firsts: Mapping[tuple[str, ...], int], *,
     said = f"the first {close} are within {BAND:.1%} of each other, the median error of plans ({BAND_SOURCE})"
     if close == 1:
         said = f"no other division of the ranks {f'is within {BAND:.1%}' if compared else 'was planned yet'}"
+    elif not compared:
+        said += "; interrupted before all others were planned"
     for number in sorted({*firsts.values()} - {0}):
         named = [" and ".join(slower) for slower, first in firsts.items() if first == number]
         said += f"; priced again with {', or with '.join(named)} a tenth slower, number {number + 1} is first"
@@ -104,28 +115,37 @@ def reason(first: float, other: Other) -> str:
         return f"{name}: nothing with it fits the memory"
     more = other.seconds / first - 1
     share = f"; {other.reason} {'takes' if other.reason[-1] != 's' else 'take'} {other.share:.0%}"
-    said = f"{more:.1%} slower" if more >= 0.0005 else "as fast"
+    said = f"{more:.1%} slower{_error(more)}" if more >= 0.0005 else "as fast"
     if not other.planned:
         said = f"at least {said}" if more >= 0.0005 else "perhaps as fast"
     return f"{name}: {said}{share * (other.share >= 0.01)}"
 
 
+def _error(share: float) -> str:
+    """Words for a difference that is too small to count."""
+    return ", within the error of plans" * (abs(share) <= BAND)
+
+
 def so_far(search: Search) -> str:
     """The best so far in one line."""
+    of = search.counts
+    seen = number(of.total, "configuration") + " seen" * (not search.counted)
+    said = f"{of.total - of.undecided:,} of {seen} decided on "
+    said += f"{number(search.space.world, 'GPU')}, {of.planned:,} planned"
     if not search.found:
-        return f"{len(search.tree.heap):,} branches open"
+        return said + "; none fits yet" * bool(of.planned)
     best = search.found[0]
-    return f"{best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
+    return f"{said}; best so far {best.plan.timing.tokens_per_s:,.0f} tokens/s: {sizes(best.configuration)}"
 
 
 def refinement(of: Mapping[str, Any]) -> str:
     """Text of what planning rows again has found, from the JSON's `refined`."""
     best, rows = of["best"], "the first row" if of["rows"] == 1 else f"the first {of['rows']} rows"
-    said = f"refined ({of['plans']} plans of {rows}{'' if of['complete'] else ', until the time was over'}): "
+    said = f"refined ({number(of['plans'], 'plan')} of {rows}{'' if of['complete'] else ', ended early'}): "
     if best is None:
-        return f"{said}nothing is faster than the first"
+        return said + ("nothing is faster than the first" if of["plans"] or of["complete"] else "none was finished")
     said += f"number {best['row']} is " * (best["row"] != 1) + f"{best['faster']:.1%} faster than the first"
-    return f"{said} with {overrides_text(best['words'])}:\n{best['line']}"
+    return f"{said} with {overrides_text(best['words'])}{_error(best['faster'])}:\n{best['line']}"
 
 
 def line(typed: Sequence[str], space: SearchSpace, of: Configuration, more: Overrides | None = None) -> str:
@@ -148,12 +168,13 @@ def frontier(found: Sequence[tuple[Search, AnswerRow | None]], columns: int) -> 
     for search, row in found:
         gpus = f"{search.space.world:,}"
         if row is None:
-            body.append([gpus, "", "", "", "", "nothing fits"])
+            why = "nothing fits" if search.counts.memory or search.over else "every configuration is against a rule"
+            body.append([gpus, "", "", "", "", why if search.proved else "interrupted"])
             continue
         timing = row.planned.plan.timing
         mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
         rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(row.planned)]
-        body.append([gpus, *rates, sizes(row.planned.configuration)])
+        body.append([gpus, *rates, sizes(row.planned.configuration) + " (interrupted)" * (not search.proved)])
     return aligned(folded(body, columns, " "), 5)
 
 
@@ -165,8 +186,9 @@ def compared(search: Search, changes: Sequence[Change]) -> str:
     faster = sum(each.plan.step_time_s < asked.step_time_s for each in search.found)
     fits = "" if asked.fits else f", and does not fit ({amount(asked.peak)} at its peak)"
     lines = [
-        f"against: a step takes {asked.step_time_s:.4g} s, {asked.step_time_s / first - 1:.1%} more than the first's "
-        f"{first:.4g} s{fits}; {faster} of those planned are faster. With one change:"
+        f"against: a step takes {asked.step_time_s:.4g} s, {(more := asked.step_time_s / first - 1):.1%} more than the "
+        f"first's {first:.4g} s{_error(more)}{fits}; {number(faster, 'plan is', 'plans are')} faster. With one change "
+        f"(less than {BAND:.1%} is within the error of plans):"
     ]
     for change in changes[1:]:
         if change.step_time_s is None:

@@ -36,7 +36,7 @@ MOST_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     one_or_all = parser.add_mutually_exclusive_group(required=True)
-    words = f"one of {', '.join(SCHEDULES)}, {AUTO}; or FILE.csv, a schedule of your own (docs/schedules.md)"
+    words = f"one of {', '.join(SCHEDULES)}, {AUTO}; or FILE.csv, a schedule of your own (ppctl explain PP-E216)"
     one_or_all.add_argument("--schedule", metavar="NAME", help=words)
     one_or_all.add_argument("--compare", action="store_true", help="all schedules that fit, in one table")
     parser.add_argument("--pp", type=int, metavar="P", help="number of pipeline ranks")

@@ -114,7 +114,7 @@ def _text(report: dict[str, Any], columns: int) -> str:
     parts = [prose(_said(report), columns)]
     now = time.time()
     if _tells(report):
-        parts += ["", _table(report["ranks"], now, columns), prose(_ages(report["ranks"], now), columns), ""]
+        parts += ["", _table(report["ranks"], now, columns), prose(_ages(report, now), columns), ""]
     parts += [f"checkpoint {report['checkpoint']}"] * bool(report["checkpoint"])
     parts.append(f"directory {report['path']}")
     return "\n".join([*parts, "", f"next: {report['next']}"] if report["next"] else parts)
@@ -176,15 +176,18 @@ _LONG = 3.0
 """Seconds after which a rank that all others wait for is marked: in a pipeline some rank always waits."""
 
 
-def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
+def _ages(report: dict[str, Any], now: float) -> list[str]:
+    rows = report["ranks"]
     ages = {str(row["host"]): max(0.0, now - row["told"]) for row in rows}
     silent = [f"{host} has sent no heartbeat for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
-    return [f"as the nodes published it {min(ages.values()):.0f} s ago", *silent]
+    before = f", before step {report['step']} was done" if max(row["step"] for row in rows) < report["step"] else ""
+    return [f"as the nodes published it {min(ages.values()):.0f} s ago{before}", *silent]
 
 
 def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
-    """A row per rank: where it was when its host published last, since when, and what it waits for."""
-    table = [["rank", "host", "step", "last done", "now", "for", "waits for"]]
+    """A row per rank: the steps that it had done when its host published last, where it was, since when, and what it
+    waits for."""
+    table = [["rank", "host", "done", "last action", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
         waiting += f" ({row['needs']}{', sent' if row.get('sent') else ''})" if row.get("needs") else ""
@@ -192,6 +195,6 @@ def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
         stood = max(0.0, (now if now - row["told"] > _SILENT else row["told"]) - row["since"])
         mark += "<-- all wait for this one" if row.get("root") and stood >= _LONG else ""
         actions = [str(row.get("done") or ""), str(row.get("current") or row["state"])]
-        place = [str(row["rank"]), str(row["host"]), str(row["step"] + 1)]
+        place = [str(row["rank"]), str(row["host"]), str(row["step"])]
         table.append([*place, *actions, f"{stood:.0f} s", f"{waiting} {mark}".strip()])
     return aligned(folded(table, columns, " "))

@@ -7,15 +7,17 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppctl.cli.console import note
-from ppctl.cli.jobs import hand_over, job_of
+from ppctl.cli.console import aligned, note
+from ppctl.cli.jobs import job_of, note_job
 from ppctl.cli.local_run import accepted, command_line, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
+from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
+from ppctl.config.argv import typed_again
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.devices import machines
@@ -24,7 +26,8 @@ from ppctl.launch.enter import LIVE, package_digest
 from ppctl.launch.environment import Started
 from ppctl.launch.planning import planned, refuse
 from ppctl.launch.run_directory import Launch, new_run, with_value
-from ppctl.launch.script import SlurmJob, render
+from ppctl.launch.script import SlurmJob, directives, render, render_array
+from ppctl.launch.trackers import unusable
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir, printable
 
@@ -34,22 +37,23 @@ _WATCHED = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
+    add_multirun(parser, "one array job")
     parser.add_argument("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object: run, id, job")
 
 
 def run(args: argparse.Namespace) -> int:
     """Submit. Exit codes: 0 submitted, 2 config or SLURM refuses, 3 checkpoint, 4 memory."""
+    if args.line.lists:
+        return _submit_all(args)
     launch, job, untrained = prepare(args)
     if args.dry_run:
         sys.stdout.write(render(job))
         for problem in untrained:
             note(f"note: it would not be submitted: {problem.message}")
         return 0
-    if shutil.which("sbatch") is None:
-        message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
-        raise ConfigError(Problem("PP-E620", message, f"{launch.command} --dry-run", "PATH"))
-    run_dir = submit(launch, job)
+    _must_have_sbatch(f"{launch.command} --dry-run")
+    (run_dir,) = submit([SweptRun("", (launch, job))])
     number = str(run_dir.job()["job"])
     if args.json:
         print(json.dumps({"run": str(run_dir.path), "id": run_dir.id, "job": number}))
@@ -83,7 +87,8 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
     if not args.dry_run:
         config = with_paths(config)
         data, problems = examine(config)
-        refuse(problems)
+        same_machine = config.launch.python is None and config.launch.container_image is None
+        refuse([*problems, *(unusable(config) if same_machine else ())])
     launch = Launch(config, plan, command_line("submit", args), data, time.perf_counter() - began)
     job = SlurmJob(
         config=config,
@@ -96,6 +101,12 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
         after=job_to_wait_for(config),
     )
     return launch, job, untrained
+
+
+def _must_have_sbatch(remedy: str) -> None:
+    if shutil.which("sbatch") is None:
+        message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
+        raise ConfigError(Problem("PP-E620", message, remedy, "PATH"))
 
 
 def nodes_of(config: RunConfig, world: int) -> tuple[int, int, list[Problem]]:
@@ -131,16 +142,59 @@ def job_to_wait_for(config: RunConfig) -> str | None:
     return job.job
 
 
-def submit(launch: Launch, job: SlurmJob) -> RunDir:
-    """Make the run directory and submit its script. If SLURM refuses, nothing is left behind."""
-    made = new_run(launch, Started("person"))
+def submit(swept: Sequence[SweptRun[tuple[Launch, SlurmJob]]]) -> list[RunDir]:
+    """Submit the script of each run, of several as one array job, and return their directories, which are made where
+    there are none. If SLURM refuses, no new one is left behind."""
+    runs: list[RunDir] = []
     try:
-        made.write_script(render(replace(job, run=str(made.path))))
-        hand_over(made)
+        for each in swept:
+            runs.append(each.run or new_run(each.prepared[0], Started("person")))
+            runs[-1].write_script(render(replace(each.prepared[1], run=str(runs[-1].path))))
+            runs[-1].write_status("queued")
+        script = runs[0].submit_script
+        if len(runs) > 1:
+            script = script.with_name("array.sbatch")
+            runs[0].write_script(render_array(swept[0].prepared[1], [run.path for run in runs]), script.name)
+        number, cluster = slurm.sbatch(script)
     except BaseException:
-        shutil.rmtree(made.path, ignore_errors=True)
+        for each, run in zip(swept, runs, strict=False):
+            if each.run is None:
+                shutil.rmtree(run.path, ignore_errors=True)
+            else:
+                run.write_status(each.state)
         raise
-    return made
+    for task, run in enumerate(runs):
+        note_job(run, f"{number}_{task}" if len(runs) > 1 else number, cluster)
+    return runs
+
+
+def _submit_all(args: argparse.Namespace) -> int:
+    """Submit the runs of a command line as one array job, but for those that have finished or have a job already."""
+    if args.dry_run:
+        message = "--dry-run prints the script of one run; type one value of each key"
+        raise ConfigError(Problem("PP-E106", message, f"{typed_again('submit', args.line.overrides)} --dry-run"))
+    swept = prepare_all(args, lambda own: prepare(own)[:2])
+    refuse(list(_of_other_size([each.prepared[1] for each in swept])))
+    _must_have_sbatch(pasted("ppctl", "train", *args.typed[1:]))
+    find_begun(swept, lambda prepared: prepared[0])
+    waiting = [each for each in swept if not each.is_settled]
+    for each, run in zip(waiting, submit(waiting) if waiting else [], strict=True):
+        each.run, each.state = run, "submitted"
+    rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
+    if args.json:
+        print(json.dumps({"runs": [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]}))
+    else:
+        print(aligned([job, each.label, each.state, short_path(run.path)] for each, run, job in rows))
+    return 0
+
+
+def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:
+    """An array job has one size and one time limit."""
+    own = ("--job-name=", "--output=")
+    first, *others = [{line for line in directives(job) if not line.startswith(own)} for job in jobs]
+    if odd := sorted({line for each in others for line in first ^ each}):
+        message = f"the runs of an array job have the same options of sbatch, and these differ: {', '.join(odd)}"
+        yield Problem("PP-E629", message, " && ".join(job.command for job in jobs), "command line")
 
 
 def _check_start(run_dir: RunDir) -> int:

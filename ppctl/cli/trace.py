@@ -25,10 +25,17 @@ from ppctl.records.json_reader import read
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import TIMED
-from ppctl.schedule.measured_step import MeasuredStep, TimeLedger, ledgers
+from ppctl.schedule.measured_step import (
+    SHARE,
+    MeasuredStep,
+    StageChange,
+    TimeLedger,
+    ledgers,
+    measured_costs,
+    stage_changes,
+)
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
-from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
 from ppctl.topology import RankGrid
 
 _MOST_BYTES_OF_A_STEP = 2**27
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if args.timeline is not None:
             one = f"ppctl trace {pasted(args.run)} --timeline step.html"
             raise ConfigError(Problem("PP-E129", "--timeline draws one run", one, "command line"))
-        other = _seen(find_run(args.other, args.dir), args)
+        other = _seen(find_run(args.other, args.dir, args.typed), args)
         compared = both(shown, other)
         print(json.dumps(compared) if args.json else compared_text(compared))
         return 0

@@ -1,12 +1,14 @@
-"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended."""
+"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended; -m: several."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from ppctl.cli.local_run import accepted, adapt_to_machine, command_line, run_to_end, start_of, with_paths
+from ppctl.cli.sweep import add_multirun, train_all
 from ppctl.config.argv import typed_again
 from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
@@ -19,12 +21,15 @@ from ppctl.runs.run_starts import hold
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
+    add_multirun(parser, "one after another")
     parser.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train. Exit codes: 0 done, 1 failed, 2 config, 3 checkpoint, 4 memory, 75 stopped after saving, 130 and 143."""
     with start_of(args) as started:
+        if args.line.lists:
+            return train_all(args, started, partial(prepare, started=started))
         launch = prepare(args, started)
         run_dir = new_run(launch, started)
         with hold(run_dir):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed import Work
@@ -68,36 +69,28 @@ def check_connection(backend: object, channel: Channel) -> None:
         raise PeerLost(channel, RuntimeError(f"NCCL's watchdog ended it ({error.name})"))
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
     """A message that is on its way, or (between two stages of one rank) already there."""
 
-    __slots__ = ("_channel", "_shelf", "_works", "message")
-
-    def __init__(
-        self,
-        message: Message,
-        works: Sequence[Pending] | None = None,
-        shelf: Shelf | None = None,
-        channel: Channel | None = None,
-    ) -> None:
-        self.message = message
-        self._works = works
-        self._shelf = shelf
-        self._channel = channel
+    message: Message
+    works: Sequence[Pending] | None = None
+    shelf: Shelf | None = None
+    channel: Channel | None = None
 
     def wait(self) -> Message:
         """The message, once it is there. On CUDA the current stream waits, not the caller."""
-        if self._works is not None:
-            assert self._channel is not None  # works come from a channel
-            wait_for(self._works, self._channel)
-            self._works = None
+        if self.works is not None:
+            assert self.channel is not None  # works come from a channel
+            wait_for(self.works, self.channel)
+            self.works = None
         return self.message
 
     def release(self) -> None:
         """The message is no longer needed: its buffers go back to the pool."""
         message, self.message = self.message, ()
-        if self._shelf is not None:
-            self._shelf.give_back(message)
+        if self.shelf is not None:
+            self.shelf.give_back(message)
 
 
 class Transport(Protocol):
@@ -202,20 +195,17 @@ class PinnedEnd(DirectEnd):
         return [_Upload(*parts) for parts in zip(works, copies, targets, strict=True)]
 
 
-class _Upload:
+class _Upload(NamedTuple):
     """A receive on the host that ends on the device."""
 
-    __slots__ = ("_copy", "_target", "_work")
-
-    def __init__(self, work: Pending, copy: torch.Tensor, target: torch.Tensor) -> None:
-        self._work = work
-        self._copy = copy
-        self._target = target
+    work: Pending
+    copy: torch.Tensor
+    target: torch.Tensor
 
     def wait(self) -> None:
         """Wait for the host's copy, then queue the device's on the current stream."""
-        self._work.wait()
-        self._target.copy_(self._copy, non_blocking=True)
+        self.work.wait()
+        self.target.copy_(self.copy, non_blocking=True)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,7 +332,7 @@ class _Announced(Arrival):
     def open(self, device: torch.device) -> None:
         self.opened = True
         self.message = self._spec.make(device, self._end.read_header(self._sizes, self._announced))
-        self._works = self._end.receive_into(self.message)
+        self.works = self._end.receive_into(self.message)
 
     def wait(self) -> Message:
         """The message, once it is there."""

@@ -90,12 +90,12 @@ class FusedBatch:
 
     def send(self, end: DirectEnd, message: Message) -> None:
         """Add contiguous tensors to send."""
-        self._add(dist.isend, end.channel, end.channel.target, message)
+        self.add(True, end.channel, message)
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
         """Add a message to receive."""
         message = shelf.take()
-        self._add(dist.irecv, end.channel, end.channel.source, message)
+        self.add(False, end.channel, message)
         return Arrival(message, shelf=shelf)
 
     def settle(self) -> None:
@@ -110,7 +110,9 @@ class FusedBatch:
         if self._sync is not None:
             torch.cuda.synchronize(self._sync)
 
-    def _add(self, op: Callable[..., object], channel: Channel, peer: int, message: Message) -> None:
+    def add(self, sends: bool, channel: Channel, message: Message) -> None:
+        """Add tensors to send over a channel, or to receive into."""
+        op, peer = (dist.isend, channel.target) if sends else (dist.irecv, channel.source)
         self._ops += [dist.P2POp(op, tensor, group=self._group, group_peer=peer) for tensor in message]
         self._channels.append(channel)
 

@@ -46,10 +46,6 @@ def _nccl(store: Store, position: int, ranks: Sequence[int], name: str, limit: t
     return backend
 
 
-def _ucc(store: Store, position: int, ranks: Sequence[int], name: str, limit: timedelta) -> Any:
-    return dist.ProcessGroupUCC(store, position, len(ranks), timeout=limit)
-
-
 def _gloo(store: Store, position: int, ranks: Sequence[int], name: str, limit: timedelta) -> Any:
     backend: Any = dist.ProcessGroupGloo(store, position, len(ranks), timeout=limit)
     backend.options.global_ranks_in_group = list(ranks)
@@ -58,7 +54,11 @@ def _gloo(store: Store, position: int, ranks: Sequence[int], name: str, limit: t
     return backend
 
 
-MAKERS: Mapping[str, Maker] = {"nccl": _nccl, "ucc": _ucc, "gloo": _gloo}
+MAKERS: Mapping[str, Maker] = {
+    "nccl": _nccl,
+    "ucc": lambda store, position, ranks, _, limit: dist.ProcessGroupUCC(store, position, len(ranks), timeout=limit),
+    "gloo": _gloo,
+}
 """By the name of a backend, what makes it."""
 
 

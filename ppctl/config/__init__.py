@@ -4,6 +4,8 @@
                  pipeline_config
     metadata     what a field knows of its key, its limit among that; keys reads it
     argv         words -> overrides; flags and megatron_flags: tables of Megatron's flags; unknown_words
+    translate    another system's file -> overrides: other_configs reads it, name_tables has the names, which are pages,
+                 other_systems what several settings mean together
     compose      the road from words to a config: draft has its layers, mapping gives types, checks finds problems
     hydra_source the only importer of Hydra; yaml_file reads one file, resources finds it
     checks       limits, and the rules by subject: model_rules, parallel_rules, run_rules, precision, data_paths

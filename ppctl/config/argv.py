@@ -1,4 +1,4 @@
-"""The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, no sweeps.
+"""The words of a command line as overrides: full key names, Megatron's flags, values quoted for Hydra, lists apart.
 
 `normalise` turns each word into `KEY=VALUE`; if several words set one key, the last word counts.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +34,9 @@ SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in 
 RECIPE_FLAGS = ("--config", "--recipe")
 """Other programs' ways to name a file of settings; so does a word that ends like a YAML file."""
 
+MULTIRUN = ("-m", "--multirun")
+"""Hydra's flags for one run of each combination of listed values."""
+
 PLACE = "command line"
 
 _BATCH = "train.global_batch_size"
@@ -59,6 +61,8 @@ class Arguments:
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     """Key -> provenance, for a key to which an earlier word gave another value."""
+    lists: dict[str, str] = field(default_factory=dict)
+    """Key -> its values as they were typed (`1,2`), one run for each: empty without -m (`hydra_source` reads them)."""
 
 
 def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
@@ -67,8 +71,7 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
     sorter.merge_translated_flags(command)
-    if sorter.sweeps or sorter.multirun:
-        sorter.arguments.problems.append(sorter.sweep_problem(command))
+    sorter.take_lists(command)
     sorter.arguments.overrides = [f"{key}={value}" for key, (value, _) in sorter.values.items()]
     return sorter.arguments
 
@@ -83,8 +86,8 @@ class _Sorter:
         self.arguments = Arguments()
         self.values: dict[str, tuple[str, str]] = {}
         """Key -> its quoted value, and the word as it was typed."""
-        self.sweeps: list[tuple[str, list[str]]] = []
-        """For each list of values: how it was typed, and the values."""
+        self.lists: dict[str, tuple[str, str, str, list[str]]] = {}
+        """Key -> its values as they were typed, the word, and of a loop the variable and its values."""
         self.translated: list[tuple[TranslatedFlag, Problem]] = []
         """Flags of Megatron's that are keys here, and the problem of each alone."""
         self.multirun = False
@@ -94,7 +97,7 @@ class _Sorter:
     def take(self, token: str) -> None:
         """Sort one token (and the value that follows it)."""
         name, equals, value = token.partition("=")
-        if token in ("-m", "--multirun"):
+        if token in MULTIRUN:
             self.multirun = True
         elif name in self.own:
             self._own_flag([token], needs_value=self.own[name] and not equals)
@@ -138,7 +141,7 @@ class _Sorter:
         known = translated(flag, value, batch)
         if known is not None:
             self.translated.append((known, self.arguments.problems[-1]))
-            self.line += map(pasted, shlex.split(known.override))
+            self.line += (pasted(f"{key}={text}") for key, text in known.pairs)
 
     def _global_batch(self) -> str:
         """The global batch size wherever it stands on the line; empty if it does not, or if it is grown to."""
@@ -153,9 +156,8 @@ class _Sorter:
         if len(self.translated) > 1:
             single = [problem for _, problem in self.translated]
             flags = [known for known, _ in self.translated]
-            words = [word for known in flags for word in shlex.split(known.override)]
             given = {key: value for key, (value, _) in self.values.items()}
-            given |= {key: value for key, _, value in (word.partition("=") for word in words)}
+            given |= dict(pair for known in flags for pair in known.pairs)
             merged = flags_problem(flags, " ".join(["ppctl", command, *self.line]), given)
             self.arguments.problems = [merged, *(one for one in self.arguments.problems if one not in single)]
 
@@ -182,29 +184,35 @@ class _Sorter:
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
         """Add one override, in place of an earlier one of its key, unless it is a list of values."""
         values = sweep_values(key, value)
+        earlier = self.values.pop(key, None)  # so that the key has the last word's place, too
+        self.lists.pop(key, None)
         if values is not None:
-            variable = f"value{len(self.sweeps) + 1}"
-            self.sweeps.append((typed, values))
+            variable = f"value{len(self.line) + 1}"
+            self.lists[key] = value, typed, variable, values
             self.line.append(f'{name}="${variable}"')
             return
         self.line.append(typed)
         quoted = quote(key, value)
-        earlier = self.values.pop(key, None)  # so that the key has the last word's place, too
         if earlier is not None and earlier[0] != quoted:
             self.arguments.sources[key] = f"{PLACE}, replacing {earlier[1]}"
         self.values[key] = quoted, typed
 
-    def sweep_problem(self, command: str) -> Problem:
-        """The shell loop that does what a sweep would."""
-        line = " ".join(["ppctl", command, *self.line])
-        if not self.sweeps:
-            return Problem("PP-E106", "ppctl starts one run at a time: there is no multirun", line, PLACE)
-        for n, (_, values) in reversed(list(enumerate(self.sweeps, start=1))):
-            line = f"for value{n} in {pasted(*values)}; do {line}; done"
-        message = (
-            f"ppctl starts one run at a time, and {', '.join(typed for typed, _ in self.sweeps)} lists several values"
-        )
-        return Problem("PP-E106", message, line, PLACE)
+    def take_lists(self, command: str) -> None:
+        """Keep lists of values apart with -m, for a command that trains several runs; else they are a problem."""
+        typed, several = [word for _, word, *_ in self.lists.values()], "-m" in self.own
+        if several and self.multirun and typed:
+            self.arguments.lists = {key: value for key, (value, *_) in self.lists.items()}
+        elif several and typed:
+            message = f"{', '.join(typed)} lists several values, each for a run of its own: -m asks for these"
+            remedy = pasted("ppctl", command, "-m", *self.tokens)
+            self.arguments.problems.append(Problem("PP-E106", message, remedy, PLACE))
+        elif typed or self.multirun:
+            line = " ".join(["ppctl", command, *self.line])
+            for *_, variable, values in reversed(self.lists.values()):
+                line = f"for {variable} in {pasted(*values)}; do {line}; done"
+            message = f"ppctl {command} takes one config, and {', '.join(typed)} lists several values"
+            message = message if typed else "-m asks for several runs, and no key lists several values"
+            self.arguments.problems.append(Problem("PP-E106", message, line, PLACE))
 
 
 def _reset(name: str) -> str:

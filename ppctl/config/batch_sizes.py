@@ -18,6 +18,8 @@ from ppctl.config.schema import RunConfig, TrainConfig
 
 STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
 """The length of a run, and its other measures."""
+MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
+"""Two names of one value."""
 
 
 class Segment(NamedTuple):
@@ -132,17 +134,14 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         yield (key, full), message, f"{key}=null"
     elif grows % rampup.increment:
         message = f"{rampup.start} + n x {rampup.increment} is never {train.global_batch_size}"
-        fitting = _divisor_near(grows, rampup.increment)
+        # The largest divisor up to the increment of which there are at most MOST_SIZES in it, else all of it.
+        smaller = range(min(rampup.increment, grows), grows // MOST_SIZES, -1)
+        fitting = next((n for n in smaller if grows % n == 0), grows)
         yield (key, full), message, f"'{key}=[{rampup.start}, {fitting}, {rampup.samples}]'"
     elif grows // rampup.increment > MOST_SIZES:
         message = f"the batch takes {grows // rampup.increment:,} sizes on its way; a plan holds at most {MOST_SIZES}"
         fitting = next(n for n in range(-(-grows // MOST_SIZES), grows + 1) if grows % n == 0)
         yield (key,), message, f"'{key}=[{rampup.start}, {fitting}, {rampup.samples}]'"
-
-
-def _divisor_near(number: int, wanted: int) -> int:
-    """The largest divisor of `number` up to `wanted` of which there are at most MOST_SIZES in it, else all of it."""
-    return next((n for n in range(min(wanted, number), number // MOST_SIZES, -1) if number % n == 0), number)
 
 
 def last_steps(segments: list[Segment], steps: int) -> list[tuple[Segment, int]]:

@@ -61,14 +61,9 @@ RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     run_rules.watched_steps,
     parallel_rules.exchanging_layers,
     run_rules.local_copies,
+    run_rules.best_checkpoints,
 )
 """The rules between values, in the order in which their findings are reported."""
-
-NOTES: tuple[Callable[[RunConfig, Mapping[str, str]], Iterator[str]], ...] = (
-    scale.steps_in_words,
-    learning_rate.unreached_peak,
-)
-"""Words about settings that are no mistake, of a config and its provenance."""
 
 _UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 
@@ -82,10 +77,8 @@ def check(
     usual: Mapping[str, Any] = _UNCHANGED,
 ) -> list[Problem]:
     """Every rule that `config` breaks. `for_training` adds, as one problem, what can be planned but not trained yet.
-
     `skip` names keys that have a problem already: rules that read them are left out. `usual` has the values that the
-    command line replaced: remedies go back to them, else to the default.
-    """
+    command line replaced: remedies go back to them, else to the default."""
     problems = []
     reported = set(skip)
 
@@ -138,11 +131,16 @@ def _findings(config: RunConfig) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(config)]
 
 
+def _copied(config: RunConfig) -> RunConfig:
+    """A config whose keys can be set without changing `config`."""
+    return replace(config, **{name: copy(getattr(config, name)) for name in sections()})
+
+
 def _mended(config: RunConfig, remedy: str) -> RunConfig | None:
     """The config with a remedy that sets keys; None for one that does something else, such as to explain."""
     from ppctl.config.yaml_file import ConfigLoader, read_yaml
 
-    mended = replace(config, **{name: copy(getattr(config, name)) for name in sections()})
+    mended = _copied(config)
     for override in shlex.split(remedy):
         key, _, text = override.partition("=")
         if key not in text_keys():
@@ -168,7 +166,7 @@ def is_size(name: str) -> bool:
 def within_limits(config: RunConfig, usual: Mapping[str, Any] = _UNCHANGED) -> RunConfig:
     """`config` with the usual value, or the default, for each key whose value is beyond its limit."""
     beyond = beyond_limits(config)
-    sound = replace(config, **{name: copy(getattr(config, name)) for name in sections()}) if beyond else config
+    sound = _copied(config) if beyond else config
     for name in beyond:
         sound[name] = _usual(name, usual)
     return sound
@@ -176,7 +174,7 @@ def within_limits(config: RunConfig, usual: Mapping[str, Any] = _UNCHANGED) -> R
 
 def notes(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
     """Settings that are no mistake, and hardly meant; how long a miniature runs."""
-    return [text for note in NOTES for text in note(config, provenance)]
+    return [*scale.steps_in_words(config, provenance), *learning_rate.unreached_peak(config)]
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
@@ -230,12 +228,10 @@ def ignored(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 
 def not_trained(config: RunConfig) -> list[Problem]:
     """One problem that names all features that this config needs and this release cannot train yet; none otherwise."""
-    missing: dict[str, list[str]] = {}
-    for what, keys in _models_without_modules(config):
-        missing.setdefault(what, []).extend(keys)
+    missing = [f"{what} ({', '.join(keys)})" for what, keys in _models_without_modules(config)]
     if not missing:
         return []
-    listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
+    listed = ", ".join(missing)
     message = f"this release can plan this config but not train it yet; missing: {listed}"
     recipe = [f"+recipe={config.recipe}"] if config.recipe else []
     return [Problem("PP-E118", message, pasted("ppctl", "plan", *recipe))]

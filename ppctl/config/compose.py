@@ -13,6 +13,7 @@ from ppctl.config.checks import check, ignored, notes
 from ppctl.config.draft import (
     DEFAULT,
     GLOBAL_BATCH,
+    CountSamples,
     CountTokens,
     Draft,
     ReadModel,
@@ -57,12 +58,14 @@ def compose(
     for_training: bool = False,
     read_model: ReadModel | None = None,
     count_tokens: CountTokens | None = None,
+    count_samples: CountSamples | None = None,
 ) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
     Values that `read_model` reads of `model.from` are stronger than files and weaker than the command line; its
-    tokenizer is weaker than both. A vocabulary that nothing sets is counted by `count_tokens`. `for_training` also
-    refuses what can be planned but not trained. Raises RefusedError with all problems.
+    tokenizer is weaker than both. A vocabulary that nothing sets is counted by `count_tokens`, the
+    length of an epoch by `count_samples`. `for_training` also refuses what can be planned but not trained. Raises
+    RefusedError with all problems.
     """
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
@@ -81,7 +84,7 @@ def compose(
         scale_down(draft, scale, arguments.sources.get("scale", PLACE))
     if count_tokens is not None:
         vocabulary(draft, count_tokens, for_training=for_training)
-    return _checked(draft, arguments, for_training)
+    return _checked(draft, arguments, for_training, count_samples)
 
 
 def override(
@@ -90,11 +93,10 @@ def override(
     overrides: Sequence[str] | Arguments,
     *,
     for_training: bool = False,
+    count_samples: CountSamples | None = None,
 ) -> Composed:
-    """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen.
-
-    If they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError.
-    """
+    """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen. If they change
+    pp, vpp or the model's layers and give no layout, the old one is set aside. Raises RefusedError."""
     arguments = _read(overrides)
     choices, values = split_choices(arguments)
     for group, option in choices.items():
@@ -108,7 +110,7 @@ def override(
         now = {name: draft.values[name] for name in sorted(draft.typed)}
         draft.problems += without_effect(now, before, PLACE, {"model.from"})
         put_back(draft, {name: before[name] for name in now}, {"model.from"})
-    return _checked(draft, arguments, for_training)
+    return _checked(draft, arguments, for_training, count_samples)
 
 
 def _read(overrides: Sequence[str] | Arguments) -> Arguments:
@@ -117,8 +119,8 @@ def _read(overrides: Sequence[str] | Arguments) -> Arguments:
     return replace(arguments, problems=[*arguments.problems, *map(not_an_override, arguments.rest)])
 
 
-def _checked(draft: Draft, arguments: Arguments, for_training: bool) -> Composed:
-    draft.adjust()
+def _checked(draft: Draft, arguments: Arguments, for_training: bool, count_samples: CountSamples | None) -> Composed:
+    draft.adjust(count_samples, for_training=for_training)
     config, wrong = convert(draft.values, draft.place)
     named = {problem.place.partition(" (")[0]: problem for problem in wrong}
     # A value that was derived from a wrong one is wrong too: one problem is enough.

@@ -106,11 +106,9 @@ def read_sources(value: str | Sequence[Any] | None) -> tuple[DataSource, ...]:
 
 
 def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """How many samples of each source one cycle of the blend holds.
-
-    Exact if the weights have a common denominator of at most LONGEST_CYCLE, else the nearest that a cycle of that
-    length allows. Raises ValueError for a weight so small that its source would never be read.
-    """
+    """How many samples of each source one cycle of the blend holds. Exact if the weights have a common denominator of
+    at most LONGEST_CYCLE, else the nearest that a cycle of that length allows. Raises ValueError for a weight so small
+    that its source would never be read."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     length = math.lcm(*(share.denominator for share in shares))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE, Arguments
-from ppctl.config.batch_sizes import LENGTHS, STEPS, run_length
+from ppctl.config.batch_sizes import LENGTHS, MICRO_BATCH, STEPS, run_length
 from ppctl.config.checks import within_limits
 from ppctl.config.keys import as_typed, keys, keys_with, mapping_with, sections, text_keys, value_text
 from ppctl.config.mapping import convert, converted_value, to_values
@@ -25,11 +25,9 @@ from ppctl.config.unknown_words import no_such_key, no_such_option
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.host.files import is_file, read_text
 
-MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
-"""Two names of one value."""
-
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 
+EPOCHS = "train.epochs"
 RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
 
 DEFAULT = "default"
@@ -47,6 +45,9 @@ data.tokenizer. Raises PpctlError."""
 
 CountTokens = Callable[[str], int]
 """From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
+
+CountSamples = Callable[[RunConfig], int]
+"""The samples of an epoch. Raises PpctlError."""
 
 
 @dataclass(slots=True)
@@ -90,12 +91,13 @@ class Draft:
         """The config so far, with usual values in place of wrong ones."""
         return within_limits(convert(self.values, self.place)[0], self.covered)
 
-    def adjust(self) -> None:
+    def adjust(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
         """Make the values of keys fit each other, once all values are there."""
         self._resolve()
         self._read_layout_file()
         self._find_schedule_file()
         self._unite_micro_batch()
+        self._count_epochs(count_samples, for_training=for_training)
         self._count_steps()
 
     def _resolve(self) -> None:
@@ -169,12 +171,38 @@ class Draft:
         given = [key for key in LENGTHS if self.values[key] is not None]
         if not given:
             return
-        strongest, own = max(map(self._strength, given)), self._strength(STEPS)
+        sources = [*given, *([EPOCHS] if self.values[EPOCHS] is not None else [])]
+        strongest, own = max(map(self._strength, sources)), self._strength(STEPS)
         if own > strongest:
             for key in given:
                 self.put(key, None, f"derived: {STEPS} is set")
         elif own < strongest:
             self.put(STEPS, run_length(self.config()), f"derived: {given[0]}")
+
+    def _count_epochs(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
+        """Set train.samples by the run's epochs, unless another measure of its length is stronger; as strong a one is
+        refused. What a resumed run has counted stays, unless other epochs are typed. Plans do without data."""
+        epochs, own = self.values[EPOCHS], self._strength(EPOCHS)
+        if epochs is None or (EPOCHS not in self.typed and self.source(LENGTHS[0]).startswith(f"derived: {EPOCHS}")):
+            return
+        others = [key for key in (STEPS, *LENGTHS) if self.values[key] is not None and self._strength(key) >= own]
+        if any(self._strength(key) == own for key in others):
+            message = f"the length of the run is given by {EPOCHS} and by {others[0]}: set one of them"
+            self.problems.append(Problem("PP-E103", message, f"{EPOCHS}=null", self.place(EPOCHS)))
+        if others:
+            self.put(EPOCHS, None, f"derived: {others[0]} is set")
+            return
+        for key in LENGTHS:
+            self.put(key, None, f"derived: {EPOCHS} is set")
+        try:
+            number = count_samples(self.config()) if count_samples is not None else 0
+        except PpctlError as error:
+            number, self.problems = 0, [*self.problems, *(error.problems if for_training else ())]
+        if number:
+            self.put(LENGTHS[0], max(1, round(epochs * number)), f"derived: {EPOCHS}={epochs:g} of {number:,} samples")
+        else:
+            unknown = f"the steps follow from data that cannot be read here; this plan has {STEPS}={self.values[STEPS]}"
+            self.notes.append(f"{EPOCHS}={epochs:g}: {unknown}")
 
     def _strength(self, key: str) -> int:
         """Order of sources: derived and default, files, command line."""

@@ -34,9 +34,8 @@ def gpu_environment(
     config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
     """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
-
-    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in any code.
-    """
+    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in any
+    code."""
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)

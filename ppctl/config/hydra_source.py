@@ -1,14 +1,16 @@
 """All that ppctl uses of Hydra, private names included: no other module imports it, nor OmegaConf. Import it lazily.
 
-Offers `parse` (the override grammar), `load` (the defaults list: groups, `override /group: x`, packages, over conf/ and
-the recipe directories) and `interpolated` (`${...}`).
+Offers `parse` (the override grammar), `combinations` (its choices and ranges), `load` (the defaults list: groups,
+`override /group: x`, packages, over conf/ and the recipe directories) and `interpolated` (`${...}`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from math import prod
 from typing import Any
 
 from hydra import version
@@ -17,15 +19,16 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppctl.config.keys import text_keys
+from ppctl.config.argv import PLACE, Arguments, quote
+from ppctl.config.keys import text_keys, value_text
 from ppctl.config.mapping import leaves, nested
-from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes
+from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes, shown
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
 
@@ -62,7 +65,7 @@ class PpctlSource(ConfigSource):
             recipe = self.chosen if self.chosen and option == self.chosen.name else recipes().get(option)
             return YamlFile(recipe.path, recipe.label) if recipe else None
         path = conf_directory() / f"{name}.yaml"
-        return YamlFile(path, f"conf/{name}.yaml") if path.is_file() else None
+        return YamlFile(path, shown(path)) if path.is_file() else None
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The file, with a recipe going to the root of the tree unless its header says otherwise."""
@@ -111,12 +114,39 @@ def parse(text: str) -> Override:
         raise ConfigError(Problem("PP-E105", message, place="command line")) from None
 
 
-def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    """(dotted key, value, source) of all that the files of a config set, weakest first.
+MOST_RUNS = 256
+"""Runs of one command line with lists of values: all plans are held while all are checked."""
 
-    `choices` are the chosen options by group. Raises ConfigError if a file cannot be read, or a defaults list names
-    something that does not exist or contradicts itself.
-    """
+
+def combinations(line: Arguments) -> list[Arguments]:
+    """The command line of each run of one with lists of values, the last list varying fastest; of equal ones the first.
+    Raises ConfigError for what lists nothing in Hydra's grammar (PP-E105, PP-E106), and for too many runs (PP-E106)."""
+    lists = {key: _listed(key, text) for key, text in line.lists.items()}
+    if prod(map(len, lists.values())) > MOST_RUNS:
+        message = f"{' x '.join(f'{len(values)} of {key}' for key, values in lists.items())} are too many runs"
+        raise ConfigError(Problem("PP-E106", f"{message}: at most {MOST_RUNS}", "ppctl explain PP-E106", PLACE))
+    words = [[f"{key}={quote(key, value_text(value))}" for value in values] for key, values in lists.items()]
+    found = dict.fromkeys(product(*words))
+    return [replace(line, overrides=[*line.overrides, *each], lists={}, problems=[*line.problems]) for each in found]
+
+
+def _listed(key: str, text: str) -> list[Any]:
+    """The values that `text` lists, not many more than there may be runs; text that was quoted stays so."""
+    override = parse(f"{key}={text}")
+    try:
+        values = (
+            islice(override.sweep_iterator(), MOST_RUNS + 1) if override.is_sweep_override() else [override.value()]
+        )
+        return [value.with_quotes() if isinstance(value, QuotedString) else value for value in values]
+    except (HydraException, ValueError) as error:
+        message = f"{key}={text} has no list of values: {str(error).splitlines()[0]}"
+        raise ConfigError(Problem("PP-E106", message, f"{key}=VALUE,VALUE", PLACE)) from None
+
+
+def load(choices: Mapping[str, str]) -> list[tuple[str, Any, str]]:
+    """(dotted key, value, source) of all that the files of a config set, weakest first. `choices` are the chosen
+    options by group. Raises ConfigError if a file cannot be read, or a defaults list names something that does not
+    exist or contradicts itself."""
     version.setbase("1.3")
     source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
     overrides = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]

@@ -126,10 +126,24 @@ class LogConfig:
     interval: int = key(1, positive(), names="--log-interval")
     """Steps between lines, in metrics.jsonl, on the screen and for trackers: every n-th step, and besides the first of
     a start, the last, and those with an evaluation. A line is about its own step, not a mean."""
-    tensorboard: bool = key(False, known_as="--tensorboard-dir")
+    tensorboard: bool = False
     """Write the keys of metrics.jsonl for TensorBoard as well."""
-    wandb: bool = key(False, known_as="--wandb-project")
+    tensorboard_dir: str | None = key(
+        None, NOT_EMPTY, known_as="--tensorboard-dir", needs="log.tensorboard=true", verbatim=True
+    )
+    """The directory for TensorBoard's files of all runs, each run's below it in NAME/ID; none: the run's trace/."""
+    wandb: bool = False
     """Send the keys of metrics.jsonl to Weights & Biases as well."""
+    wandb_project: str | None = key(None, ONE_LINE, known_as="--wandb-project", needs="log.wandb=true")
+    """Weights & Biases: the project; none takes log.name."""
+    wandb_entity: str | None = key(None, ONE_LINE, known_as="--wandb-entity", needs="log.wandb=true")
+    """Weights & Biases: the user or team that owns the project; none takes the user's own default."""
+    wandb_tags: list[str] | None = key(None, needs="log.wandb=true")
+    """Weights & Biases: tags of the run, as [baseline,lr-search]."""
+    wandb_dir: str | None = key(None, NOT_EMPTY, known_as="--wandb-save-dir", needs="log.wandb=true", verbatim=True)
+    """Weights & Biases: the directory for its files, in wandb/ below it; none: the run's trace/."""
+    wandb_mode: str | None = key(None, one_of("online", "offline"), needs="log.wandb=true")
+    """Weights & Biases: offline keeps files for `wandb sync` and needs no login; none takes WANDB_MODE, or online."""
     trace: str | None = key(None, STEPS)
     """Steps in which every action of every rank is kept: 10:12 is steps 10 and 11. `ppctl trace` shows them."""
     torch_profile: str | None = key(None, STEPS, known_as="profile")
@@ -138,5 +152,8 @@ class LogConfig:
     gradients: str | None = key(None, STEPS)
     """Steps in which every rank's gradients are kept, and a fingerprint of every message. `ppctl parity A B` compares
     two runs by them."""
+    prompts: list[str] | None = key(None, lines=True)
+    """Texts that the model continues when the run has finished, printed and kept in result.json; with data.format=chat
+    users' messages. none: a piece of the data, of conversations one up to an answer."""
     profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""

@@ -124,7 +124,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         yield ("optim.lr_pieces",), message, "ppctl explain optim.lr_pieces"
 
 
-def unreached_peak(config: RunConfig, _: Mapping[str, str]) -> Iterator[str]:
+def unreached_peak(config: RunConfig) -> Iterator[str]:
     """A warm-up that ends after the run."""
     steps, warmup = config.train.steps, warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:

@@ -179,3 +179,23 @@ class ModelConfig:
     """Weight of the MTP losses in the training loss."""
     mtp_loss_scaling_pieces: list[Any] | None = key(None, MTP_PIECES, training=True)
     """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head (not of MLA's)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one routed expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def outputs(self) -> int:
+        """Hidden states from which the loss layer computes logits: the decoder's, and one for each MTP module."""
+        return 1 + (self.mtp_num_layers or 0)

@@ -63,9 +63,7 @@ def dtype_name(value: Any) -> str | None:
 @dataclass
 class ModelParallelConfig:
     """How a model is split over ranks and how its pipeline communicates. Raises ValueError where fields contradict.
-
-    Models add what they need to it (`config.hidden_size = ...`), as Megatron's do: therefore no slots.
-    """
+    Models add what they need to it (`config.hidden_size = ...`), as Megatron's do: therefore no slots."""
 
     tensor_model_parallel_size: int = key(
         1,

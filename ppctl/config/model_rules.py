@@ -69,7 +69,7 @@ def turns_heads(model: ModelConfig) -> bool:
 def _heads(model: ModelConfig) -> Iterator[Finding]:
     heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
     keys = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
-    width = model.kv_channels or model.hidden_size // heads
+    width = model.head_dim
     if not latent and model.kv_channels is None and model.hidden_size % heads:
         message = f"{heads} heads do not divide a hidden size of {model.hidden_size}"
         yield keys[:2], message, f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}"
@@ -85,8 +85,7 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
 
 
 def _rotary(model: ModelConfig) -> Iterator[Finding]:
-    head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    share, width = model.rotary_percent, model.qk_pos_emb_head_dim
+    head, share, width = model.head_dim, model.rotary_percent, model.qk_pos_emb_head_dim
     turned = int(head * share)
     if model.multi_latent_attention and width % 2:
         message = f"rotary positions rotate pairs: a width of {width} is odd"
@@ -148,8 +147,7 @@ def without_effect(
     typed: Mapping[str, Any], fitting: Mapping[str, Any], place: str, read: Collection[str]
 ) -> list[Problem]:
     """The problems of values of `model` that were typed for a model whose code is transformers': its config.json has
-    them, or nothing reads them. `fitting` has the right value of each key, `read` the keys that do count.
-    """
+    them, or nothing reads them. `fitting` has the right value of each key, `read` the keys that do count."""
     return [
         Problem(
             "PP-E103",

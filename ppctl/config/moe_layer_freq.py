@@ -15,11 +15,9 @@ _LIMIT = 100_000
 
 
 def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
-    """Per decoder layer, whether its feed-forward is a mixture of experts.
-
-    `moe_layer_freq` is 1 (every layer), N (layers 0, N, 2N, ... as Megatron counts), a list of 0/1 with one entry per
-    layer, or an expression of lists, `+` and `*` as text: "[0]*3+[1]*58". Raises ConfigError (PP-E210) otherwise.
-    """
+    """Per decoder layer, whether its feed-forward is a mixture of experts. `moe_layer_freq` is 1 (every layer), N
+    (layers 0, N, 2N, ... as Megatron counts), a list of 0/1 with one entry per layer, or an expression of lists, `+`
+    and `*` as text: "[0]*3+[1]*58". Raises ConfigError (PP-E210) otherwise."""
     if not model.num_moe_experts:
         return (False,) * model.num_layers
     freq = _listed(model)

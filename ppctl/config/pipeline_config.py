@@ -120,11 +120,9 @@ def _rounded(stages: int, pp_size: int, how: str | None, count: str) -> int:
 
 
 def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...] | None:
-    """The stages of one pipeline rank, in chunk order, under `loop` or `v` placement; None for any other style.
-
-    Loop: pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises PlacementError, a
-    ValueError, where the stages do not divide or a V has not two per rank.
-    """
+    """The stages of one pipeline rank, in chunk order, under `loop` or `v` placement; None for any other style. Loop:
+    pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises PlacementError, a ValueError,
+    where the stages do not divide or a V has not two per rank."""
     if num_stages % pp_size:
         raise PlacementError(_bad(f"{num_stages} stages cannot be shared evenly by {pp_size} pipeline ranks").problems)
     per_rank = num_stages // pp_size

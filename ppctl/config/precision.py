@@ -115,10 +115,10 @@ def _widths(model: ModelConfig, etp: int) -> dict[str, int]:
         widths |= {"kv_lora_rank": model.kv_lora_rank, "qk_pos_emb_head_dim": model.kv_lora_rank + turned}
         widths |= {"q_lora_rank": model.q_lora_rank or 0}
     else:
-        width = model.kv_channels or model.hidden_size // max(1, heads)
-        widths |= {"num_query_groups": width * (model.num_query_groups or heads), "num_attention_heads": width * heads}
+        width = model.head_dim
+        widths |= {"num_query_groups": width * model.query_groups, "num_attention_heads": width * heads}
     if model.num_moe_experts is not None:
-        widths |= {"moe_ffn_hidden_size": (model.moe_ffn_hidden_size or model.ffn_hidden_size) // etp}
+        widths |= {"moe_ffn_hidden_size": model.expert_width // etp}
         widths |= {"moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 0}
     return widths
 

@@ -22,7 +22,7 @@ class Recipe:
     name: str
     path: Path
     label: str
-    """The path as it is shown: `recipes/NAME.yaml` for a shipped one, else as found."""
+    """The path as it is shown: as `shown` says for a shipped one, else as found."""
 
     @property
     def description(self) -> str:
@@ -37,6 +37,11 @@ class Recipe:
 def _shipped(installed: str, checkout: str) -> Path:
     packaged = _PACKAGE / installed
     return packaged if packaged.is_dir() else _PACKAGE.parent / checkout
+
+
+def shown(path: Path) -> str:
+    """A shipped file as it is named to people: from the directory that holds the package, or of the checkout."""
+    return str(path.relative_to(_PACKAGE.parent))
 
 
 def conf_directory() -> Path:
@@ -56,7 +61,7 @@ def recipes() -> dict[str, Recipe]:
         for path in sorted(Path(directory).expanduser().glob("*.yaml")):
             by_name.setdefault(path.stem, Recipe(path.stem, path, str(path)))
     for path in sorted(recipes_directory().glob("*.yaml")):
-        by_name.setdefault(path.stem, Recipe(path.stem, path, f"recipes/{path.name}"))
+        by_name.setdefault(path.stem, Recipe(path.stem, path, shown(path)))
     return by_name
 
 
@@ -70,10 +75,8 @@ def is_file_name(option: str) -> bool:
 
 
 def find_recipe(option: str) -> Recipe | None:
-    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`).
-
-    A name that no recipe has may be a file's in the working directory, without its ending.
-    """
+    """The recipe of `recipe=OPTION`, by its name or as the path of a file (`mine.yaml`, `../runs/mine.yaml`). A name
+    that no recipe has may be a file's in the working directory, without its ending."""
     known = None if is_file_name(option) else recipes().get(option)
     if known or not option:
         return known

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
+from ppctl.config.batch_sizes import MICRO_BATCH
 from ppctl.config.keys import Finding, keys_with, names_of_keys
 from ppctl.config.quantities import slurm_seconds, steps_of
 from ppctl.config.schema import RunConfig
+from ppctl.errors import Problem, pasted
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -38,8 +41,7 @@ def environment(config: RunConfig) -> Iterator[Finding]:
 def samples(config: RunConfig) -> Iterator[Finding]:
     """The size of a sample and of a microbatch."""
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
-        keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
-        yield keys, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
+        yield MICRO_BATCH, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
     length, positions = config.data.seq_length, config.model.max_position_embeddings
     if config.pipeline.pp_seq_len not in (None, length):
         message = f"messages would be made for sequences of {config.pipeline.pp_seq_len}, and the data's have {length}"
@@ -72,6 +74,15 @@ def local_copies(config: RunConfig) -> Iterator[Finding]:
         yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
 
 
+def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
+    """Checkpoints that are kept by their evaluation: one without would never be the best."""
+    evaluated, saved = config.train.eval_interval, config.checkpoint.interval
+    if config.checkpoint.keep_best and (not evaluated or not saved or saved % evaluated):
+        message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
+        fitting = f"interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else "keep_best=0"
+        yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, f"checkpoint.{fitting}"
+
+
 def submission(config: RunConfig) -> Iterator[Finding]:
     """Time limits, lines of the batch script, and options that ppctl sets itself."""
     launch = config.launch
@@ -96,3 +107,10 @@ def _arguments(key: str, arguments: Sequence[str]) -> Iterator[Finding]:
             yield (key,), f"{key}: ppctl sets {option} by {owners[option]}", f"{key}=null"
         elif option in _NEVER:
             yield (key,), f"{key}: with {option} ppctl could not tell how the job goes", f"{key}=null"
+
+
+def not_installed(switch: str) -> Problem:
+    """The problem (PP-E704) of a tracker that the key `switch` turns on, without its package."""
+    package = switch.partition(".")[2]
+    remedy = f"{pasted(sys.executable)} -m pip install {package}"
+    return Problem("PP-E704", f"{switch} is on and {package} is not installed", remedy, switch)

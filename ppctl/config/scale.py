@@ -41,6 +41,7 @@ _LEFT_AT_DEFAULTS = (
     *("parallel.sequence_parallel", "parallel.hierarchical_context_parallel_sizes", "parallel.expert_dispatch"),
     *("data.path", "data.tokenizer", "data.format", "data.chat_template", "data.pack"),
     *("model.mtp_loss_scaling_pieces", "train.batch_rampup", "train.samples", "train.tokens"),
+    "train.epochs",
     *("optim.warmup_tokens", "optim.lr_decay_style", "optim.lr_decay_steps", "optim.lr_decay_tokens"),
     *("optim.lr_wsd_decay_steps", "optim.lr_pieces"),
     *("launch.nodes", "launch.gpus_per_node", "launch.device_memory"),
@@ -161,7 +162,6 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 def _experts(model: ModelConfig, experts: int) -> dict[str, Any]:
     """8 experts, groups of at least two, the same share of groups used, and at least two chosen if it was more."""
     count = min(experts, EXPERTS)
-    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
     shared = model.moe_shared_expert_intermediate_size
     groups, used = model.moe_router_num_groups, model.moe_router_group_topk
     kept = groups and _divisor(count, min(groups, count // 2))
@@ -170,7 +170,7 @@ def _experts(model: ModelConfig, experts: int) -> dict[str, Any]:
         "num_moe_experts": count,
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": EXPERT_WIDTH,
-        "moe_shared_expert_intermediate_size": shared and _in_proportion(shared, EXPERT_WIDTH, width, 8),
+        "moe_shared_expert_intermediate_size": shared and _in_proportion(shared, EXPERT_WIDTH, model.expert_width, 8),
         "moe_router_num_groups": kept,
         "moe_router_group_topk": used and kept and groups and _in_proportion(used, kept, groups),
     }

@@ -13,6 +13,7 @@ from ppctl.config.metadata import (
     MOST_STAGES,
     MOST_TOKENS,
     NOT_EMPTY,
+    PYTHON_NAMES,
     TIME,
     key,
     not_negative,
@@ -31,10 +32,14 @@ class DataConfig:
     """The training data and the length of a sample."""
 
     path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
-    """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
-    rows of {path, weight}; none reads the running interpreter's standard library sources."""
+    """Glob of .txt, .jsonl, .parquet and .arrow files, directory that `datasets` has saved, prefix of a .bin and .idx,
+    or a blend of such with weights, as "[0.3,a,0.7,b]" or rows of {path, weight}; none reads the sources of the running
+    interpreter's standard library."""
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
     """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
+    cache: str | None = key("auto", NOT_EMPTY, verbatim=True)
+    """The directory in which the tokens of text and conversations are kept, so that a tokenizer reads them once:
+    `auto`, ~/.cache/ppctl/tokens; none tokenizes on every rank at each start. `byte` needs none."""
     validation_path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--valid-data-path", verbatim=True)
     """Data for evaluation, in the form of data.path; none holds out a share of data.path."""
     validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
@@ -42,11 +47,11 @@ class DataConfig:
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
     format: str = key(TEXT, one_of(TEXT, CHAT, COMPLETION))
-    """The meaning of a line of a .jsonl file: `text`, of which every token is learned; `chat`, messages, of which the
-    assistant's turns are; `completion`, an object of prompt and completion, of which this is. Rows are then whole
-    conversations, filled up."""
+    """The meaning of a line of a .jsonl file or a row of a table: `text`, of which every token is learned; `chat`,
+    messages, of which the assistant's turns are; `completion`, an object of prompt and completion, of which this is.
+    Rows are then whole conversations, filled up."""
     text_key: str = key("text", NOT_EMPTY, verbatim=True, needs="data.format=text")
-    """For format=text: the field of a .jsonl line that has the text."""
+    """For format=text: the field of a .jsonl line, or the column of a table, that has the text."""
     chat_template: str | None = key(
         None,
         NOT_EMPTY,
@@ -142,6 +147,9 @@ class TrainConfig:
     """The length of the run in samples, in place of steps: as many whole steps as they fill."""
     tokens: float | None = key(None, positive())
     """The length of the run in tokens, in place of steps."""
+    epochs: float | None = key(None, positive(), known_as="num_train_epochs num_epochs --epochs")
+    """The length of the run in passes over the samples of data.path, in place of steps: it sets train.samples. With a
+    blend of weights, in passes after which every sample of every path has come."""
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
     batch_rampup: list[int] | None = key(None, RAMPUP, names="--rampup-batch-size", mathematics=True)
@@ -154,7 +162,7 @@ class TrainConfig:
         known_as="pipeline_parallel_microbatch_size --batch-size",
     )
     """Sequences per microbatch."""
-    seed: int = key(1234, not_negative(), mathematics=True)
+    seed: int = key(1234, not_negative(), names="seed", mathematics=True)
     """Seed of initial weights and of the order of samples."""
     eval_interval: int = key(0, not_negative())
     """Steps between evaluations; 0 never evaluates. There is also one after the last step."""
@@ -189,6 +197,9 @@ class TrainConfig:
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
+    callbacks: list[str] | None = key(None, PYTHON_NAMES)
+    """Classes of your own that follow the run, as [package.module:Class], imported by every rank from where Python
+    finds them (PYTHONPATH) and called in this order (docs/callbacks.md)."""
     on_bad_step: str = key("stop", one_of("stop", "skip"), names="train.nonfinite")
     """The reaction to a gradient norm that is not finite, or too large by `spike_factor`: `stop` ends the run before
     the update; `skip` leaves the update out and goes on behind the step's samples, at most ten times in a row."""
@@ -206,6 +217,8 @@ class CheckpointConfig:
     """Number of checkpoints to keep; 0 keeps all."""
     keep_every: int = key(0, not_negative())
     """Also keep the checkpoints of every N-th step; 0 for none."""
+    keep_best: int = key(0, not_negative(), known_as="load_best_model_at_end")
+    """Also keep the N checkpoints with the lowest eval_loss. Needs an interval that is a multiple of eval_interval."""
     async_: bool = key(True, names="--async-save")
     """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
     as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""

@@ -42,10 +42,12 @@ def no_such_key(key: str, text: str) -> Problem:
         return not_a_section(key, PLACE)
     if (within := _within_a_field(key, text)) is not None:
         return within
+    if (elsewhere := _of_another_system(key, text)) is not None:
+        return elsewhere
     last = key.rpartition(".")[2]
-    elsewhere = next((why for word, why in ELSEWHERE.items() if word in last.lower().split("_")), None)
-    if elsewhere is not None:
-        return Problem("PP-E101", f"there is no key {key}: {elsewhere}", ADAPTERS, PLACE)
+    adapters = next((why for word, why in ELSEWHERE.items() if word in last.lower().split("_")), None)
+    if adapters is not None:
+        return Problem("PP-E101", f"there is no key {key}: {adapters}", ADAPTERS, PLACE)
     known = ALIASES.get(last) or meant_by(last)
     if known is not None and text_keys()[known].facts.support.state == LATER:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
@@ -66,6 +68,17 @@ def _within_a_field(key: str, text: str) -> Problem | None:
     value = text if text.replace(".", "", 1).isdecimal() or text in ("true", "false", "null") else f'"{text}"'
     example = f'{mapping}.{field}={{"{inner}": {value}}}'
     return Problem("PP-E101", message, pasted(example), PLACE)
+
+
+def _of_another_system(key: str, text: str) -> Problem | None:
+    """The problem of a setting of torchtitan's or Automodel's, in its section, with what it means here."""
+    from ppctl.config.translate import typed_elsewhere  # the tables of other systems' names
+
+    if (found := typed_elsewhere(key, text)) is None:
+        return None
+    message = f"there is no key {key}: {found.why or 'the setting has another name'}"
+    remedy = found.override or (f"ppctl explain {found.why.split()[0].rstrip(',:')}" if found.code == "PP-E107" else "")
+    return Problem("PP-E101", message if remedy else f"{message}; leave it out", remedy, PLACE)
 
 
 def _misspelt(key: str, name: str) -> bool:

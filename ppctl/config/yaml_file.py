@@ -122,11 +122,8 @@ class UnreadableYaml(ValueError):
 
 
 def read_yaml(text: str, loader: Any = PlainLoader) -> tuple[Any, dict[str, int]]:
-    """The value of a text, and dotted key -> line of its mappings. Raises UnreadableYaml.
-
-    Whatever others wrote is read here: a few lines of aliases make a tree without end, and libyaml crashes if lists
-    are nested deeply.
-    """
+    """The value of a text, and dotted key -> line of its mappings. Raises UnreadableYaml. Whatever others wrote is read
+    here: a few lines of aliases make a tree without end, and libyaml crashes if lists are nested deeply."""
     reader, depth = loader(text), 0
     try:
         for values, event in enumerate(yaml.parse(text, loader)):

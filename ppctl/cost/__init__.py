@@ -3,8 +3,8 @@
 parameter_counts     per layer, per stage and for the model; state: bytes of weights, gradients and optimizer
 layer_parts          what a layer keeps for its backward; operands, context_parallelism
 working_memory       what a layer has in memory besides, while it runs
-activations          both for a stage, and what waits on the host; owned_matrices: for Muon's owners
-foreign              both for layers of transformers
+activations          both for a stage, also of transformers' layers, and what waits on the host
+owned_matrices       elements of Muon's owners
 flops, times         FLOPs, and seconds on a device preset
 traffic              what a rank sends in a microbatch; step_traffic: once a step
 setting              the sizes on which all of this depends

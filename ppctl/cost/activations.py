@@ -1,22 +1,22 @@
 """Bytes of one microbatch's activations on one device, by stage: what is saved for the backward, and the peak of a
 pass.
 
-Layer by layer: `layer_parts` (kept) and `working_memory`.
+Layer by layer: `layer_parts` (kept) and `working_memory`; of models of transformers from their measured costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.foreign import foreign_running, foreign_tables
 from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
 from ppctl.cost.setting import Setting
 from ppctl.cost.working_memory import in_backward, in_forward
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import LayerCost, foreign_of, measured_for, most
 from ppctl.geometry.layers import (
+    LOSS_ROWS,
     Kind,
     Layer,
     foreign_cost,
@@ -99,7 +99,7 @@ def kind_pricer(model: ModelConfig, setting: Setting) -> KindPricer:
     @cache
     def price(kind: Kind, modules: tuple[str, ...]) -> tuple[float, float, float, float]:
         if (foreign := foreign_cost(model, kind, setting.element, setting.seq_length)) is not None:
-            return foreign_running(model, kind, foreign, setting)
+            return _foreign_running(model, kind, foreign, setting)
         parts = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
         for module, size in parts:
@@ -155,22 +155,22 @@ def _with_tables(
 ) -> StagePieces:
     """A stage of a model of transformers: its forward makes all tables, of which it keeps those that layers need."""
     kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
-    tables = foreign_tables(model, kinds, setting)
+    made, kept, keeps_input = _foreign_tables(model, kinds, setting)
     hidden = setting.hidden_bytes(model)
     costs = [foreign_cost(model, kind, setting.element, setting.seq_length) for kind, _ in kinds]
     keeps = [again or cost is None or cost.keeps_input for (_, again), cost in zip(kinds, costs, strict=True)]
     first = int(held[0].kind == "embedding")
     # A stage without the embedding has a stand-in for its result, of zeros. With it the first layer keeps that result,
     # or else it lives as long.
-    more = tables.made - tables.kept - (hidden if first and keeps[1:2] == [True] else 0)
+    more = made - kept - (hidden if first and keeps[1:2] == [True] else 0)
     running = {}
     for place, piece in pieces.items():
         decoder = held[place].kind == "decoder"
         # What no backward keeps is there while it is read: a layer's input.
         given = hidden if decoder and place > first and not keeps[place] else 0
         running[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
-    arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
-    return StagePieces(running, 0, tables.kept + arrived + _router_logits(model, held, setting))
+    arrived = 0 if held[0].kind == "embedding" or keeps_input or held[0] in recomputed else hidden
+    return StagePieces(running, 0, kept + arrived + _router_logits(model, held, setting))
 
 
 def _moved(
@@ -236,3 +236,49 @@ def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> fl
     sizes = Sizes.of(model)
     width = sizes.turned if sizes.latent else int(sizes.head * model.rotary_percent)
     return 2 * setting.element * width * -(-setting.seq_length // setting.sizes.cp)
+
+
+_LABEL = 8
+"""Bytes of a token's number, and of its label."""
+
+
+def _foreign_running(
+    model: ModelConfig, kind: Kind, cost: LayerCost, setting: Setting
+) -> tuple[float, float, float, float]:
+    """Bytes that stay, that a recomputed layer makes again with its input, and beside in its forward and backward."""
+    batch, length, hidden = setting.micro_batch_size, setting.seq_length, setting.hidden_bytes(model)
+    inside = cost.kept.of(batch, length)
+    stays = inside + (hidden if cost.keeps_input and kind.name != "embedding" else 0)
+    forward = most(cost.in_forward, batch, length)
+    backward = most(cost.in_inputs if setting.deferred else cost.in_backward, batch, length)
+    if kind.name == "embedding":
+        return inside + _LABEL * setting.tokens, 0.0, forward, backward
+    if kind.name == "loss":  # the logits, whose gradient takes their place; blocks of them in float32
+        block = setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size
+        logits = setting.element * setting.tokens * model.vocab_size
+        stays += logits + _LABEL * setting.tokens
+        if cost.back is not None:  # measured with the gradient of the logits, which is gone after the head's product
+            backward = max(0.0, backward - logits)
+        # What the head puts out is in its forward: it stays.
+        return stays, 0.0, max(forward - logits, 2 * block), max(backward, 3 * block + setting.wide * setting.tokens)
+    return stays, inside + hidden, forward, backward
+
+
+def _foreign_tables(
+    model: ModelConfig, kinds: Sequence[tuple[Kind, bool]], setting: Setting
+) -> tuple[float, float, bool]:
+    """Bytes of the tables that a stage's forward makes once for its layers (kind, whether it is recomputed) with what
+    else lives beside these, bytes that backwards keep of them, and whether the first layer keeps what arrived. A
+    recomputed layer keeps its arguments."""
+    foreign = foreign_of(model)
+    assert foreign is not None
+    measured = measured_for(foreign.measured, setting.element, setting.seq_length)
+    kept: set[int] = set()
+    keeps_input = False
+    for place, (kind, recomputed) in enumerate(kinds):
+        if (cost := measured.cost(kind.name, kind.structure)) is not None:
+            kept |= {*(cost.reads if recomputed else cost.keeps)}
+            keeps_input |= place == 0 and cost.keeps_input
+    batch, length = setting.micro_batch_size, setting.seq_length
+    sizes = [table.of(batch, length) for table in measured.tables]
+    return sum(sizes) + measured.before.of(batch, length), sum(sizes[number] for number in kept), keeps_input

@@ -57,10 +57,8 @@ def exchanging(cp_comm_type: str, over: ParallelSizes, levels: Levels | None) ->
 
 
 def kept_more(model: ModelConfig, ranks: int, over: ParallelSizes) -> float:
-    """Elements per token that `ranks` which exchange heads keep: the result by heads, and keys and values repeated.
-
-    By the other ways each rank keeps of its own what it would keep of whole sequences.
-    """
+    """Elements per token that `ranks` which exchange heads keep: the result by heads, and keys and values repeated. By
+    the other ways each rank keeps of its own what it would keep of whole sequences."""
     if ranks == 1:
         return 0.0
     heads, groups, width = _heads(model, over)

@@ -45,7 +45,7 @@ def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: 
     """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
     sizes = Sizes.of(model)
     if kind == "loss":
-        return 2 * batch * seq * sizes.vocabulary * sizes.hidden * (1 + (model.mtp_num_layers or 0))
+        return 2 * batch * seq * sizes.vocabulary * sizes.hidden * model.outputs
     if kind not in ("decoder", "mtp"):
         return 0
     layer = attention_flops(model, batch, seq) + feed_forward_flops(model, moe, batch, seq)

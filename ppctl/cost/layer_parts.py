@@ -37,7 +37,7 @@ def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[LayerP
         per_logit = setting.element if per_logit is None else per_logit
         # Of a vocabulary that is divided: a log-sum, the place of the label's word, and whether it is here and counts.
         divided = setting.wide + 10 if setting.sizes.tp > 1 and setting.allocator.backward else 0
-        states = outputs(model) * (setting.element * hidden + per_logit * setting.words(model) + divided)
+        states = model.outputs * (setting.element * hidden + per_logit * setting.words(model) + divided)
         return [LayerPart(INPUT, states + 8 + (0 if model.mtp_num_layers else final_norm_bytes(setting) * hidden))]
     layer = [*attention_parts(model, setting, kind.cp_comm_type), *feed_forward_parts(model, kind.moe, setting)]
     return [*layer, LayerPart("mtp", _mtp_vectors(setting) * hidden)] if kind.name == "mtp" else layer
@@ -95,11 +95,8 @@ def _masked(model: ModelConfig, setting: Setting) -> int:
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
     """The softmax's sum of each head; without a fused kernel the probabilities of every pair, and with dropout the mask
-    and what it leaves.
-
-    torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries, keys and values,
-    not these. ppctl's own attention with dropout keeps neither scores nor copies.
-    """
+    and what it leaves. torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries,
+    keys and values, not these. ppctl's own attention with dropout keeps neither scores nor copies."""
     own = setting.allocator.transformer_engine
     sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp
     if model.attention_dropout and not own:
@@ -157,15 +154,8 @@ def final_norm_bytes(setting: Setting) -> float:
 
 
 def _mtp_vectors(setting: Setting) -> float:
-    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes.
-
-    The embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep
-    the state as well.
-    """
+    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes: the
+    embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep the
+    state as well."""
     inside, outside = norm_sizes(setting)
     return inside + 2 * outside + final_norm_bytes(setting) + (inside if setting.allocator.fp32_norms else 0)
-
-
-def outputs(model: ModelConfig) -> int:
-    """Hidden states from which the loss layer computes logits: the decoder's, and one for each MTP module."""
-    return 1 + (model.mtp_num_layers or 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, product
 from operator import mul
 from typing import NamedTuple
@@ -130,18 +131,14 @@ class Scores:
         place = schedule.placement
         stages = [place.stages_of(pp_rank) for pp_rank in range(place.pp)]
         self._ranks = [_Alive(own, worst_moments(row, own)) for own, row in zip(stages, schedule.actions, strict=True)]
-        self._price = price
+        self._price = cache(price)
         self._limit = limit
-        self._prices: dict[tuple[int, int, int, bool], StagePrice] = {}
         self._seconds: dict[tuple[int, int, int, bool], float] = {}
         self._held: dict[tuple[tuple[int, ...], tuple[StagePrice, ...]], int] = {}
 
     def of(self, stage: int, first: int = 0, count: int = 0, mtp: bool = False) -> StagePrice:
         """The price of one stage."""
-        key = (stage, first, count, mtp)
-        if key not in self._prices:
-            self._prices[key] = self._price(*key)
-        return self._prices[key]
+        return self._price(stage, first, count, mtp)
 
     def stage_prices(self, candidate: Candidate) -> list[StagePrice]:
         """The prices of all stages."""
@@ -206,10 +203,8 @@ class Scores:
 
 
 def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The Pareto-maximal counts of microbatches in flight by stage (from F to B or I), over all times of the list.
-
-    With split backwards a count per stage of the microbatches between I and W is appended.
-    """
+    """The Pareto-maximal counts of microbatches in flight by stage (from F to B or I), over all times of the list. With
+    split backwards a count per stage of the microbatches between I and W is appended."""
     position = {stage: index for index, stage in enumerate(stages)}
     waiting = {stage: len(stages) + index for index, stage in enumerate(stages)}
     alive = [0] * (2 * len(stages) if any(action.op is I for action in row) else len(stages))

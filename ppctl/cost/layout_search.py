@@ -99,12 +99,10 @@ class _LayoutSearch:
                     self.simulated(candidate)
             fruitless = 0 if self.best() != before else fruitless + 1
         ranked = sorted(self.results.values(), key=self.order)
-        final = sorted(map(self.in_full, ranked[: self.finalists()]), key=self.order)
+        # Fewer are simulated in full if steps are very long, but two.
+        finalists = max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
+        final = sorted(map(self.in_full, ranked[:finalists]), key=self.order)
         return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
-
-    def finalists(self) -> int:
-        """How many may be simulated in full: fewer if steps are very long, but two."""
-        return max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
 
     @property
     def spent(self) -> int:
@@ -222,10 +220,8 @@ def _step_time(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
 
 
 def _shortened(schedule: Schedule) -> tuple[Schedule, int]:
-    """The schedule with so few microbatches that it settles only just, and how many were left out.
-
-    The middle of a step repeats itself: what is left out are whole rounds of the pipeline between its ends.
-    """
+    """The schedule with so few microbatches that it settles only just, and how many were left out. The middle of a step
+    repeats itself: what is left out are whole rounds of the pipeline between its ends."""
     pp = schedule.placement.pp
     rounds = (schedule.num_microbatches - 2 * _SETTLED * pp) // pp
     if rounds <= 0:

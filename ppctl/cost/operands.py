@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import stage_pieces
-from ppctl.cost.foreign import foreign_operands
 from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import foreign_of, most
 from ppctl.geometry.layers import Kind, Layer, foreign_cost, layer_kinds, offloaded_layers
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
@@ -53,7 +52,8 @@ def _of_layer(model: ModelConfig, kind: Kind, setting: Setting) -> tuple[float, 
     """Bytes that a layer keeps for W, and what W has beside them: its largest weight gradient."""
     foreign = foreign_cost(model, kind, setting.element, setting.seq_length)
     if foreign is not None:
-        return foreign_operands(foreign, setting)
+        batch, length = setting.micro_batch_size, setting.seq_length
+        return foreign.deferred.of(batch, length), most(foreign.in_weights, batch, length)
     width = operand_width(model, kind, setting.sizes, setting.sp)
     return width * setting.tokens * setting.element, _largest(model, kind, setting.sizes) * setting.element
 
@@ -71,10 +71,8 @@ def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, 
 
 
 def is_deferred(row: Parameter) -> bool:
-    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's.
-
-    Routers multiply in float32 and are small; the output's operands are a microbatch's logits.
-    """
+    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's. Routers
+    multiply in float32 and are small; the output's operands are a microbatch's logits."""
     return row.role in ("matrix", "expert", "other", "embedding") and not row.name.startswith("output.")
 
 
@@ -98,11 +96,9 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
 
 
 def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel: int) -> float:
-    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results.
-
-    Of what it divides, a rank has its own part of all tokens; what leads out of it has gradients of whole width of all
-    tokens, and what leads in keeps those of the own tokens alone.
-    """
+    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results. Of what it
+    divides, a rank has its own part of all tokens; what leads out of it has gradients of whole width of all tokens, and
+    what leads in keeps those of the own tokens alone."""
     splits: dict[int, int] = {at - bool(row.experts): getattr(sizes, axis) for axis, at in row.splits if axis != "ep"}
     if row.role == "embedding":
         return row.shape[1] / (1 if splits else sequence_parallel)

@@ -60,10 +60,8 @@ def iteration_bytes(
     model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, gradient: int, limit: int
 ) -> int:
     """The most bytes beside the state while matrices go through the iteration, `limit` elements of one shape at once.
-
     First what is made orthogonal of all, in bfloat16, and of one stack as wide as a gradient; then that, two steps'
-    results and two squares of the shorter side.
-    """
+    results and two squares of the shorter side."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for row, number in (row for layers in stages for row in hidden_matrices(model, layers)):
         of_stack = held(row.elements, row.axes, sizes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from math import prod
 
 from ppctl.config.schema import ModelConfig
@@ -46,10 +45,8 @@ def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
-    """(dense parameters, experts' parameters) on one device: they are replicated over different ranks.
-
-    An uneven split counts its largest part.
-    """
+    """(dense parameters, experts' parameters) on one device: they are replicated over different ranks. An uneven split
+    counts its largest part."""
     dense = experts = 0
     for axes, number in count.items():
         own = held(number, axes, sizes)
@@ -57,33 +54,9 @@ def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
     return dense, experts
 
 
-def count_of(rows: Iterable[Parameter], experts: int | None = None) -> Count:
+def _elements(rows: Iterable[Parameter], experts: int | None = None) -> int:
     """The rows' parameters; `experts` of each layer's routed ones (none: all)."""
-    count: Count = Counter()
-    for row in rows:
-        count[row.axes] += row.elements if experts is None or not row.experts else row.size * experts
-    return count
-
-
-@cache
-def _kind_count(sizes: Sizes, kind: Kind, experts: int | None = None) -> Count:
-    return count_of(kind_parameters(sizes, kind), experts)
-
-
-def attention(model: ModelConfig) -> Count:
-    """One attention block with its own norms, without the layer's input norm."""
-    rows = kind_parameters(Sizes.of(model), Kind("decoder", False))
-    return count_of(row for row in rows if row.inside("attention"))
-
-
-def decoder(model: ModelConfig, moe: bool, experts: int | None = None) -> Count:
-    """One decoder layer; with `experts` of its routed ones (none: all)."""
-    return _kind_count(Sizes.of(model), Kind("decoder", moe), experts)
-
-
-def embedding(model: ModelConfig) -> Count:
-    """The token table; the output projection has the same size."""
-    return count_of([mtp_embedding(Sizes.of(model))])
+    return sum(row.elements if experts is None or not row.experts else row.size * experts for row in rows)
 
 
 def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
@@ -146,13 +119,12 @@ def active_parameters(model: ModelConfig) -> int:
 
 def mtp_parameters(model: ModelConfig) -> int:
     """All MTP modules, without copies of embedding and output; their layer is of the last decoder layer's kind."""
-    one = _kind_count(Sizes.of(model), Kind("mtp", mtp_is_moe(model)))
-    return (model.mtp_num_layers or 0) * one.total()
+    return (model.mtp_num_layers or 0) * _elements(kind_parameters(Sizes.of(model), Kind("mtp", mtp_is_moe(model))))
 
 
 def hugging_face_parameters(model: ModelConfig) -> int:
     """The model as Hugging Face stores it: MTP modules in, each with its own copy of embedding and output."""
-    copies = (model.mtp_num_layers or 0) * 2 * embedding(model).total()
+    copies = (model.mtp_num_layers or 0) * 2 * mtp_embedding(Sizes.of(model)).elements
     return total_parameters(model) + mtp_parameters(model) + copies
 
 
@@ -160,5 +132,5 @@ def _backbone(model: ModelConfig, experts: int | None) -> int:
     sizes = Sizes.of(model)
     once = [row for row in beside_layers(sizes) if row.copy_of is None]
     kinds = Counter(layer_kinds(model, (Layer("decoder", index) for index in range(model.num_layers))))
-    layers = sum(number * _kind_count(sizes, kind, experts).total() for kind, number in kinds.items())
-    return layers + count_of(once).total()
+    layers = sum(number * _elements(kind_parameters(sizes, kind), experts) for kind, number in kinds.items())
+    return layers + _elements(once)

@@ -96,10 +96,8 @@ def state_bytes(
 def saved_bytes(
     count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> int:
-    """Bytes of optimizer state that a rank writes to a checkpoint: the masters and moments of `count` parameters.
-
-    Under sharding only the rank's part of them counts. A matrix that Muon moves has one moment, AdamW's have two.
-    """
+    """Bytes of optimizer state that a rank writes to a checkpoint: the masters and moments of `count` parameters. Under
+    sharding only the rank's part of them counts. A matrix that Muon moves has one moment, AdamW's have two."""
     dense, experts = on_device(count, sizes)
     if sharding == "none":
         return (dense + experts) * precision.shared_optimizer - sum(muon.on(sizes)) * precision.gradient
@@ -118,10 +116,8 @@ _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
 
 
 def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
-    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them.
-
-    In decoder layers the weights of attention and feed-forward count, not the router; in the loss layer the output.
-    """
+    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them. In
+    decoder layers the weights of attention and feed-forward count, not the router; in the loss layer the output."""
     shapes = set()
     for kind in set(layer_kinds(model, layers)):
         rows = kind_parameters(Sizes.of(model), kind) if kind.name != "embedding" else ()
@@ -158,11 +154,9 @@ def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
 def ends_of(
     kept: Sequence[int], while_backward: Sequence[int], while_inputs: Sequence[int], deferred: Sequence[Operands]
 ) -> Ends:
-    """The backwards of stages that keep `kept` from their F on; `deferred` says what they keep for W.
-
-    A B needs `while_backward` beside, an I `while_inputs`. An I frees what its layers kept while it puts their operands
-    off: it needs most with the last layer or the first.
-    """
+    """The backwards of stages that keep `kept` from their F on; `deferred` says what they keep for W. A B needs
+    `while_backward` beside, an I `while_inputs`. An I frees what its layers kept while it puts their operands off: it
+    needs most with the last layer or the first."""
     later = [each.kept for each in deferred]
     grown = [
         more + max(0, each.kept - own) if each.in_inputs is None else each.in_inputs
@@ -251,11 +245,9 @@ def passing(
     limit: int = BUCKET_ELEMENTS,
     muon: Orthogonalised = ADAMW_ALONE,
 ) -> Passing:
-    """State of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
-
-    `matrices` are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are
-    the first of every layer, travel before experts: other ranks share those.
-    """
+    """State of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more. `matrices`
+    are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are the first
+    of every layer, travel before experts: other ranks share those."""
     every, part = on_device(count, sizes), shared(*on_device(count, sizes), sizes, muon)
     owned, ways = muon.on(sizes), (sizes.dp * sizes.cp, sizes.edp)
     equal = [
@@ -288,11 +280,8 @@ def most(
     calls: int = 1,
 ) -> Most:
     """Over the list of a rank that has `stages`, which runs `calls` times a step; activations by stage are as `peaks`
-    takes them.
-
-    Gradients are summed in the last call. Of a microbatch `received[stage]` bytes came as a message: such memory is
-    used again, and not given back.
-    """
+    takes them. Gradients are summed in the last call. Of a microbatch `received[stage]` bytes came as a message: such
+    memory is used again, and not given back."""
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
     came = [0] * len(bytes_of) if received is None else received

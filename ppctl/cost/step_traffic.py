@@ -12,8 +12,7 @@ from ppctl.cost.traffic import COUNT, Traffic
 from ppctl.geometry.canonical_names import embedding_uses, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
 from ppctl.geometry.matrix_owners import owned_runs
-from ppctl.geometry.parts import Parts, Place, tp_sums
-from ppctl.geometry.rows import Parameter
+from ppctl.geometry.rows import Parameter, Parts, Place, tp_sums
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 REPORTED = 14
@@ -144,15 +143,14 @@ def step_sums(
     model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
 ) -> Traffic:
     """Traffic of the step's end on a rank with these stages: sums over replicas and tensor-parallel ranks, and weights.
-
-    If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`.
-    """
+    If a tensor is cut into uneven runs, the first rank's run counts. Buckets are those of `parallel/replicate.py`."""
     found, every, partial = Traffic(), [], []
     apart = _apart(sizes)
     for layers in stages:
         rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
         every += rows
-        for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
+        in_parts = [row for row in rows if not (sums.owned and row.hidden_matrix)]
+        for axis, ranks, own in _groups(in_parts, sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 _note_gradient_sum(found, axis, ranks, bucket, sums)
     for row in every:
@@ -165,10 +163,8 @@ def step_sums(
 
 
 def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: ParallelSizes, width: int) -> int:
-    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide.
-
-    A bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies.
-    """
+    """The most bytes of a stage's gradients that are copied at once to be summed over replicas, each `width` wide. A
+    bucket's copy is made beside its gradients; a tensor that is a bucket of its own is summed where it lies."""
     rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
     sums = [
         bucket
@@ -176,11 +172,6 @@ def copied_for_sums(model: ModelConfig, layers: Sequence[Layer], sizes: Parallel
         for bucket in buckets([held(row.elements, row.axes, sizes) for row in own])
     ]
     return width * max((sum(bucket) for bucket in sums if len(bucket) > 1), default=0)
-
-
-def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:
-    """The rows without the matrices that are owned by one rank each."""
-    return [row for row in rows if not (sums.owned and row.hidden_matrix)]
 
 
 def _matrices(
@@ -224,9 +215,7 @@ def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterato
 
 def _note_gradient_sum(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
     """Add to `found` the sum of one bucket of gradients over `ranks` ranks, and the gather of the weights that follow.
-
-    `bucket` holds the number of elements of each parameter. Under sharding each is padded to a multiple of `ranks`.
-    """
+    `bucket` holds the number of elements of each parameter. Under sharding each is padded to a multiple of `ranks`."""
     if sums.sharding == "none":
         found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
         return

@@ -19,7 +19,7 @@ from ppctl.cost.parameter_counts import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
 from ppctl.geometry.expert_reach import expert_runs, reached
-from ppctl.geometry.foreign_costs import LayerCost
+from ppctl.geometry.foreign_model import LayerCost
 from ppctl.geometry.layers import Kind, foreign_cost, made_again_by
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
@@ -80,7 +80,7 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
         return [Work("embedding", traffic=tokens * 3 * h * element, weights=rows * h, kernels=4)]
     if kind.name == "loss":
         columns = model.vocab_size / tp
-        logits = tokens * columns * (1 + (model.mtp_num_layers or 0))
+        logits = tokens * columns * model.outputs
         # Logits are written, widened, and read twice for a log-softmax.
         return [
             Work("layernorm", traffic=2 * tokens * h * element / setting.sp, kernels=2),
@@ -211,11 +211,9 @@ class Machine(NamedTuple):
 def machine_of(
     device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig, nodes: int = 1, stack: str = PPCTL
 ) -> Machine:
-    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as
-    `stack` uses it. ppctl's tokens go by `nodes`, in 16 bits.
-
-    Megatron's go as DeepEP sends them: once to each domain, and to each rank there at once.
-    """
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`, `mxfp8` or `nvfp4`, as `stack`
+    uses it. ppctl's tokens go by `nodes`, in 16 bits. Megatron's go as DeepEP sends them: once to each domain, and to
+    each rank there at once."""
     efficiency = efficiency_of(device, stack)
     routing = _fused_dispatch(device, sizes, model) if stack == MEGATRON else _dispatch(device, sizes, model, nodes)
     peaks = {"fp8": device.fp8_flops, "mxfp8": device.fp8_flops, "nvfp4": device.fp4_flops or device.fp8_flops}

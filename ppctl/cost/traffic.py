@@ -103,7 +103,7 @@ def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
     """Traffic of one layer, without recomputation."""
     tensor, h, found = _TensorAxis(setting), model.hidden_size, _nothing()
     if kind.name == "loss":
-        for _ in range(1 + (model.mtp_num_layers or 0)):
+        for _ in range(model.outputs):
             _column_parallel_input(found, tensor, h, waits=False)
             found.forward.add(tensor.numbers(setting.wide * setting.tokens))  # the largest logit, and then the sums
             found.forward.add(tensor.numbers(2 * setting.wide * setting.tokens))
@@ -253,10 +253,8 @@ def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Se
 
 
 def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
-    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it.
-
-    After it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
-    """
+    """The last sum of what is recomputed, if nothing after it is saved for the backward: torch stops before it. After
+    it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout."""
     balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff
     kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)
     if kept or (model.hidden_dropout and not inside):

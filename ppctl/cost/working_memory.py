@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.context_parallelism import live_more
-from ppctl.cost.layer_parts import feed_forward_parts, outputs
+from ppctl.cost.layer_parts import feed_forward_parts
 from ppctl.cost.setting import Setting
 from ppctl.geometry.expert_reach import expert_runs
 from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName, score_rows
@@ -58,11 +58,9 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
 
 
 def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping[str, float]) -> float:
-    """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch.
-
-    `again` are the bytes that each recomputed module makes again. A weight's gradient lives beside the activations'
-    until it is added to the others. Checked against `ppctl rehearse` by tests/torch/rehearsal/test_recipes.py.
-    """
+    """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch. `again` are the
+    bytes that each recomputed module makes again. A weight's gradient lives beside the activations' until it is added
+    to the others. Checked against `ppctl rehearse` by tests/torch/rehearsal/test_recipes.py."""
     if not setting.allocator.backward:
         return sum(again.values())
     if kind.name == "embedding":  # the table's gradient
@@ -92,9 +90,7 @@ def in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping
 
 def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
     """Bytes of a dense feed-forward's backward: the last product's input's gradient, then both factors, or the weight.
-
-    Without a gate the one factor's gradient takes the place of what the last product read.
-    """
+    Without a gate the one factor's gradient takes the place of what the last product read."""
     sizes, tp = Sizes.of(model), setting.sizes.tp
     inner = setting.element * setting.tokens * sizes.ffn / tp
     weight = 0 if setting.deferred else setting.element * sizes.ffn * sizes.hidden / tp
@@ -117,10 +113,8 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
 
 def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
     """Bytes of the experts' backward: gradients of the weighted sum's rows, then as in a dense one, without freed rows.
-
     Shared experts come first, and what they kept is free. Computing the layer again has its peak at the weighted sum,
-    with as many bytes.
-    """
+    with as many bytes."""
     sizes, over, chosen = Sizes.of(model), setting.sizes, model.moe_router_topk
     size = setting.element * setting.tokens
     rows = size * chosen * sizes.hidden * over.etp / over.tp
@@ -149,7 +143,7 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     summing = 2 * n * h if setting.sp > 1 else 0  # all tokens and their gradient, which is summed beside the weight's
     scattered = _reading(model, setting._replace(deferred=False), 1) / setting.element  # the output is never deferred
     products = [hidden + weight + summing, scattered if setting.sp > 1 else 0]
-    for done in range(2, outputs(model) + 1):
+    for done in range(2, model.outputs + 1):
         products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + summing)
     blocks = 3 if setting.sizes.tp == 1 else 1
     return max(setting.wide * (blocks * min(LOSS_ROWS, n) * v + n), setting.element * max(products))
@@ -177,8 +171,7 @@ class _Dropping(NamedTuple):
 
 def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
     """Bytes of a block of queries: scores and probabilities, the mask, and in the backward both their gradients; there
-    also those of all keys and values, which are summed in float32.
-    """
+    also those of all keys and values, which are summed in float32."""
     if not model.attention_dropout or not setting.allocator.backward:
         return _Dropping(0.0, 0.0)
     sizes, wide = Sizes.of(model), setting.wide

@@ -45,7 +45,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
         self.place = place
-        self._given = {"source": source, "marks": dict(marks), "seconds": SECONDS, "memory": MEMORY}
+        # All that its texts depend on.
+        self.given = {"source": source, "marks": dict(marks), "seconds": SECONDS, "memory": MEMORY}
         try:
             self._process: subprocess.Popen[str] | None = self._start()
         except RenderingFailed as error:
@@ -59,6 +60,12 @@ class ChatTemplate:
         text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
         return text, spans
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation up to where the assistant's next answer begins. Raises as `render`."""
+        self._process = self._process or self._start()
+        text: str = self._answer(self._process, {"messages": messages, "tools": None, "prompt": True})[0]
+        return text
+
     def _start(self) -> subprocess.Popen[str]:
         """The process that renders, once it has read the template."""
         process = subprocess.Popen(
@@ -70,7 +77,7 @@ class ChatTemplate:
             env=os.environ | {"PYTHONHASHSEED": "0"},  # sets have one order in all processes
         )
         weakref.finalize(self, _end, process)
-        self.says_what_is_generated = self._answer(process, self._given)
+        self.says_what_is_generated = self._answer(process, self.given)
         return process
 
     def _answer(self, process: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:

@@ -46,6 +46,11 @@ class ConversationRows:
         """All tokens of all conversations."""
         return self.conversations.tokens
 
+    def opening(self) -> Tokens:
+        """The tokens of the middle conversation up to the first that is trained on: a turn to answer."""
+        begin, end = self.firsts[(len(self.firsts) - 1) // 2 :][:2]
+        return self.tokens[begin : begin + int(self.learned[begin:end].argmax())]
+
     def num_samples(self, seq_length: int) -> int:
         """The rows, which were made for `seq_length`."""
         assert seq_length == self.seq_length

@@ -1,4 +1,4 @@
-"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned."""
+"""Conversations and prompts with completions: from a line or row to tokens, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ppctl.config.training_config import CHAT, COMPLETION
 from ppctl.data.chat_template import ChatTemplate, RenderingFailed, Spans
 from ppctl.data.text import Line, encoded, lines
+from ppctl.data.token_cache import Progress, encoded_once
 from ppctl.data.tokenizer import Tokenizer, Tokens
 from ppctl.errors import Problem
 
@@ -60,11 +61,31 @@ class _Text(NamedTuple):
     place: str
 
 
-def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
-    """Every line of the .jsonl `files` in order: messages, rendered by the template, or without one a prompt and its
-    completion. Raises DataError as `encoded` does."""
-    texts = (_text_of(line, template) for line in lines(files))
+def encode_conversations(
+    files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, progress: Progress = lambda size: None
+) -> Iterator[Learned]:
+    """Every line or row of `files` in order: messages, rendered by the template, or without one a prompt and its
+    completion. `progress` is as of `documents`. Raises DataError as `encoded` does."""
+    texts = (_text_of(line, template) for line in lines(files, progress))
     return encoded(texts, lambda batch: _encoded(batch, tokenizer, template))
+
+
+def kept_conversations(
+    files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None, cache: Path | None
+) -> list[Learned]:
+    """Those conversations out of `cache`, without their texts: a token that is learned is kept as its complement,
+    which is negative. Raises as `encoded_once` does."""
+
+    def make(progress: Progress) -> Iterator[tuple[Tokens, str]]:
+        for one in encode_conversations(files, tokenizer, template, progress):
+            own = one.tokens.astype("<i4")
+            yield np.where(one.learned, ~own, own), one.place
+
+    form = {"template": None if template is None else template.given, "tokenizer": tokenizer.identity}
+    tokens, lengths, _ = encoded_once(cache, files, form, np.dtype("<i4"), make)
+    none = np.zeros(0, np.int64)
+    pieces = enumerate(np.split(tokens, np.cumsum(lengths)[:-1]), start=1)
+    return [Learned(np.where(t < 0, ~t, t), t < 0, f"conversation {n:,}", "", none, 0) for n, t in pieces]
 
 
 def _encoded(batch: Sequence[_Text], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import numpy.typing as npt
 
 from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
 from ppctl.data.sampler import Ids
-from ppctl.data.text import READ_LIBRARY, encode_files, matching, names, standard_library
+from ppctl.data.text import READ_LIBRARY, documents, encode_files, matching, names, standard_library
+from ppctl.data.token_cache import Progress, encoded_once
 from ppctl.data.tokenizer import Tokenizer, Tokens, end_mark, token_dtype
 from ppctl.errors import DataError, Problem
 
@@ -109,38 +111,44 @@ def held_out_samples(number: int, fraction: float, description: str) -> int:
     return held_out
 
 
-def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") -> Corpus:
+def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text", cache: Path | None = None) -> Corpus:
     """Read what one path of `data.path` names, or the interpreter's own library if it is None.
 
-    `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and
-    .jsonl files, each line an object whose `text_key` is a document. Files are read in the order of their names. Raises
-    DataError naming each file that is at fault.
+    `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and of
+    .jsonl files and tables, each line or row an object whose `text_key` is a document. Files are read in the order of
+    their names; their tokens are kept in `cache`, if there is one. Raises DataError naming each file that is at fault.
     """
     prefix = None if path is None else as_prefix(path)
     if prefix is not None:
         return _mapped(prefix)
     files, description = standard_library() if path is None else matching(path)
-    return _encoded(files, tokenizer, description, text_key)
+    return _encoded(files, tokenizer, description, text_key, cache)
 
 
-def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
-    """All documents as one array of tokens, each with its end mark. Raises DataError (PP-E404) if there is no text."""
+def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str, cache: Path | None) -> Corpus:
+    """All documents as one array of tokens, each with its end mark. A document's place is looked for in the files when
+    it is asked for. Raises DataError (PP-E404) if there is no text."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
-    documents = [(own, place) for own, place in encode_files(files, tokenizer, text_key=text_key) if len(own)]
-    if not documents:
+
+    def make(progress: Progress) -> Iterator[tuple[Tokens, str]]:
+        for own, place in encode_files(files, tokenizer, progress, text_key):
+            yield np.append(own, end).astype(dtype, copy=False) if len(own) else own, place
+
+    form = {"text": text_key, "tokenizer": tokenizer.identity}
+    tokens, lengths, digest = encoded_once(cache, files, form, dtype, make)
+    if not len(tokens):
         raise DataError(
             Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
         )
-    tokens = np.concatenate([piece for own, _ in documents for piece in (own, end)]).astype(dtype, copy=False)
-    ends = np.cumsum([len(own) + 1 for own, _ in documents])
-    places = [place for _, place in documents]
-    return Corpus(
-        tokens,
-        hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
-        f"{description}: {len(documents):,} documents, {len(tokens):,} tokens",
-        lambda position: places[int(np.searchsorted(ends, position, side="right"))],
-    )
+    ends = np.cumsum(lengths)
+
+    def place_of(position: int) -> str:
+        number = int(np.searchsorted(ends, position, side="right"))
+        return next(islice(documents(files, text_key=text_key), number, None)).place
+
+    counts = f"{np.count_nonzero(lengths):,} documents, {len(tokens):,} tokens"
+    return Corpus(tokens, digest, f"{description}: {counts}", place_of)
 
 
 def _mapped(prefix: str) -> Corpus:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,12 +14,14 @@ from ppctl.config.training_config import CHAT, TEXT
 from ppctl.data.blend import Blend
 from ppctl.data.chat_template import ChatTemplate, open_template
 from ppctl.data.conversation_rows import ConversationRows, make_rows
-from ppctl.data.conversations import encode_conversations
+from ppctl.data.conversations import encode_conversations, kept_conversations
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.indexed import as_prefix, bin_path
+from ppctl.data.prompts import prompts_of
 from ppctl.data.text import matching
 from ppctl.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, PpctlError, Problem
+from ppctl.host.files import cache_directory
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -92,30 +96,37 @@ def of_document_ends(data: DataConfig) -> list[str]:
 
 def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | ConversationRows]:
     """Return the function that reads one path of `data.path`, as `data.format` says."""
+    cache = None if data.cache is None or data.tokenizer == "byte" else Path(data.cache).expanduser()
+    if data.cache == "auto" and cache is not None:
+        cache = cache_directory() / "tokens"
     if data.format == TEXT:
-        return lambda path: load_corpus(path, tokenizer, data.text_key)
+        return lambda path: load_corpus(path, tokenizer, data.text_key, cache)
     template = open_template(data.tokenizer, data.chat_template) if data.format == CHAT else None
-    return lambda path: load_conversations(path, data, tokenizer, template)
+    return lambda path: load_conversations(path, data, tokenizer, template, cache)
 
 
 def load_conversations(
-    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+    path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None, cache: Path | None
 ) -> ConversationRows:
-    """The rows of the .jsonl files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
+    """The rows of the files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
     prefix = None if path is None else as_prefix(path)
     if path is None or prefix is not None:
-        message = f"data.format={data.format} reads .jsonl files, and data.path={path} names none"
+        message = f"data.format={data.format} reads .jsonl files and tables, and data.path={path} names none"
         raise DataError(Problem("PP-E418", message, "data.path='chats/*.jsonl'", place=str(bin_path(prefix or ""))))
     files, description = matching(path)
-    return make_rows(
-        list(encode_conversations(files, tokenizer, template)),
-        description,
+    make = partial(
+        make_rows,
+        description=description,
         vocab_size=tokenizer.vocab_size,
         seq_length=data.seq_length,
         too_long=data.too_long,
         pack=data.pack,
         filling=tokenizer.eos or 0,
     )
+    kept = kept_conversations(files, tokenizer, template, cache)
+    with suppress(DataError):
+        return make(kept)
+    return make(list(encode_conversations(files, tokenizer, template)))  # which have places
 
 
 def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:
@@ -153,6 +164,10 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
     except PpctlError as error:
         return {}, list(error.problems)
     problems = list(_unmarked(data, config))
+    try:
+        prompts_of(config, load_tokenizer(config.data.tokenizer))
+    except PpctlError as error:
+        problems += error.problems
     training = _record(data.training, config, problems)
     held_out = None if data.held_out is None else _record(data.held_out, config, problems)
     return training | {"held_out": held_out}, list(dict.fromkeys(problems))

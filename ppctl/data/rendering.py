@@ -100,9 +100,11 @@ def rendered(
 
     That is what stands between `{% generation %}` and `{% endgeneration %}`, if the template `says` it. Elsewhere it
     is what each turn adds to the conversation before it; None if that is no text at the end of a beginning of the
-    whole. Raises TemplateError for texts that are too long or would be other ones in another process.
+    whole. A `prompt` asks for the text up to the next answer. Raises TemplateError for texts that are too long or would
+    be other ones in another process.
     """
-    messages, tools = given["messages"], given["tools"]
+    messages, tools, asks = given["messages"], given["tools"], "prompt" in given
+    says = says or asks  # nobody reads which part of a prompt is an answer
     held = json.dumps([*messages, tools], ensure_ascii=False)
     if _BEGIN in held or _END in held:
         raise TemplateError("the conversation holds U+FDD0 or U+FDD1, which are no characters")
@@ -113,7 +115,7 @@ def rendered(
             raise TemplateError(f"it makes a text of more than {LONGEST:,} characters")
         return text
 
-    pieces, spans, length = re.split(f"[{_BEGIN}{_END}]", render(messages)), list[tuple[int, int]](), 0
+    pieces, spans, length = re.split(f"[{_BEGIN}{_END}]", render(messages, prompt=asks)), list[tuple[int, int]](), 0
     for number, piece in enumerate(pieces):
         length += len(piece)
         if number % 2:

@@ -1,4 +1,4 @@
-"""Text files: which files a pattern matches, the documents in the files, and the documents' tokens."""
+"""Files of text: which files a pattern matches, the documents in the files, and the documents' tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ppctl.data.tables import TABLES, rows, saved_files
 from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem, listed, pasted
 
-READABLE = (".txt", ".jsonl")
+READABLE = (".txt", ".jsonl", *TABLES)
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 """Directories of the standard library that are tests, a GUI that some systems leave out, or not the library at all."""
 MOST_PROBLEMS = 20
@@ -41,18 +42,18 @@ def standard_library() -> tuple[list[Path], str]:
 
 
 def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
-    """The .txt and .jsonl files that `pattern` means, in the order of their names, and a line that describes them.
-    `form` is how messages write the pattern. Raises DataError if there are no files."""
+    """The readable files that `pattern` means, in the order of their names or as `datasets` has saved them, and a line
+    that describes them. `form` is how messages write the pattern. Raises DataError if there are no files."""
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
     paths = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
     once = {os.path.realpath(name): Path(name) for name in reversed(paths) if not os.path.isdir(name)}
-    everything = sorted(once.values())
+    everything = saved_files(Path(expanded), form) or sorted(once.values())
     files = [file for file in everything if file.suffix in READABLE]
     if not files:
         raise DataError(_no_match(pattern, expanded, everything, form))
     left_out = len(everything) - len(files)
-    also = f"; {left_out} more matching that are neither .txt nor .jsonl were left out" if left_out else ""
+    also = f"; {left_out} more matching that are none of {', '.join(READABLE)} were left out" if left_out else ""
     return files, f"{form.format(pattern)} ({len(files)} files{also})"
 
 
@@ -64,7 +65,7 @@ def _no_match(pattern: str, expanded: str, not_readable: list[Path], form: str) 
         return Problem("PP-E401", f"{named} is a directory; it takes files, by name or glob", remedy=inside)
     remedy = READ_LIBRARY if form.startswith("data.") else f"ls {pasted(Path(expanded).absolute().parent)}"
     if not_readable:
-        message = f"{named} matches no .txt or .jsonl file; only these are read"
+        message = f"{named} matches none of {', '.join(READABLE)}; only these are read"
         return Problem("PP-E401", message, remedy=remedy, place=names(not_readable))
     missing = "no file matches"
     if not glob.has_magic(pattern):
@@ -83,14 +84,14 @@ def names(files: list[Path]) -> str:
 def documents(
     files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
 ) -> Iterator[Document | Problem]:
-    """All documents in order, empty ones too, and what is wrong if one cannot be read: a .txt file, or of a .jsonl file
-    the `text_key` of every line that is not blank. `progress` takes the bytes read since its last call."""
+    """All documents in order, empty ones too, and what is wrong if one cannot be read: .txt files, and the `text_key`
+    of each row and each line that is not blank. `progress` takes the bytes read since its last call."""
     for item in _read_all(files, progress):
         yield _document(item, text_key) if isinstance(item, Line) else item
 
 
 class Line(NamedTuple):
-    """An object in a .jsonl file."""
+    """An object in a .jsonl file, or a row of a table."""
 
     value: Mapping[str, Any]
     place: str
@@ -101,11 +102,11 @@ class Line(NamedTuple):
         return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
 
 
-def lines(files: list[Path]) -> Iterator[Line | Problem]:
-    """The objects in .jsonl files in order, and what is wrong if a line or a file is none."""
-    for item in _read_all(files, lambda size: None):
+def lines(files: list[Path], progress: Callable[[int], None]) -> Iterator[Line | Problem]:
+    """The objects in .jsonl files and tables in order, and what is wrong if a line or a file is none."""
+    for item in _read_all(files, progress):
         if isinstance(item, Document):
-            message = f"{item.place} is text, and conversations are read from .jsonl files"
+            message = f"{item.place} is text, and conversations are read from .jsonl files and tables"
             yield Problem("PP-E418", message, "data.format=text", item.place)
         else:
             yield item
@@ -115,6 +116,8 @@ def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Do
     for file in files:
         try:
             yield from _read(file, progress)
+        except ValueError as error:  # pyarrow's of a table: lines and texts are problems of their own
+            yield Problem("PP-E402", f"{file} is damaged: {error}", remedy=f"ls -l {pasted(file)}")
         except OSError as error:
             yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l {pasted(file)}")
 
@@ -122,6 +125,9 @@ def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Do
 def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     if not stat.S_ISREG(file.stat().st_mode):
         yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l {pasted(file)}")
+        return
+    if file.suffix in TABLES:
+        yield from (Line(row, f"{file}: row {number}") for number, row in enumerate(rows(file, progress)))
         return
     if file.suffix != ".jsonl":
         data = file.read_bytes()

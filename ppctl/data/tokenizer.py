@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from ppctl.errors import ConfigError, DataError, Problem
 from ppctl.host.files import MOST_READ_OF_A_MODEL, read_text
@@ -72,6 +73,7 @@ class ByteTokenizer:
     pad = 258
     vocab_size = 259
     """One more than the largest id."""
+    identity = "byte"
     marks: Sequence[str] = ()
     """Special tokens as text; first the tokens that usually end a document."""
 
@@ -142,6 +144,13 @@ class HuggingFaceTokenizer:
             message = f"data.tokenizer={path}: it is no tokenizer.json: {reason}"
             raise DataError(Problem("PP-E410", message, "data.tokenizer=byte", place=str(file))) from None
         return cls(library, _find_eos(library, file.parent))
+
+    @property
+    def identity(self) -> str:
+        """Names all that its tokens depend on."""
+        import tokenizers
+
+        return xxh3_128(f"{tokenizers.__version__} {self.eos} {self._library.to_str()}".encode()).hexdigest()
 
     @property
     def marks(self) -> list[str]:

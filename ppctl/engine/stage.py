@@ -66,14 +66,6 @@ class Live(NamedTuple):
     """Collects weight gradients for the W, if the backward is split."""
 
 
-class Due(NamedTuple):
-    """The state of a microbatch between its I and its W."""
-
-    deferred: DeferredGradients
-    arrivals: tuple[Arrival, ...]
-    """Messages in whose memory something deferred lies: released with the W."""
-
-
 class Stage:
     """A stage's microbatches in flight, and the hand-over to its neighbours.
 
@@ -110,7 +102,8 @@ class Stage:
         self.inbox_of_next: dict[int, Arrival] | None = None
         self.gradient_inbox_of_previous: dict[int, Arrival] | None = None
         self._live: dict[int, Live] = {}
-        self._due: dict[int, Due] = {}
+        self._due: dict[int, tuple[DeferredGradients, tuple[Arrival, ...]]] = {}
+        """From I to W, and messages in whose memory something deferred lies: released with the W."""
 
     def wait_for_input(self, mb: int) -> None:
         """Return once all that the forward of a microbatch needs is there."""
@@ -178,8 +171,8 @@ class Stage:
         del gradients
         arrivals = tuple(each for each in (arrival, gradient) if each is not None)
         if deferred is not None:
-            self._due[mb] = Due(deferred, tuple(each for each in arrivals if deferred.keeps(each.message)))
-            arrivals = tuple(each for each in arrivals if each not in self._due[mb].arrivals)
+            kept = tuple(each for each in arrivals if deferred.keeps(each.message))
+            self._due[mb], arrivals = (deferred, kept), tuple(each for each in arrivals if each not in kept)
         for each in arrivals:
             each.release()
 

@@ -17,7 +17,6 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.families.conversions import POSITIONS, Unbuilt
 from ppctl.families.family_table import FAMILIES, Family, Field
-from ppctl.geometry.layers import expert_width, head_dim, query_groups
 
 TRAINING = frozenset(key.attribute for key in keys_with("training").values())
 """Fields about training only: weights do not depend on them."""
@@ -33,10 +32,8 @@ def known_families() -> list[str]:
 
 
 def read_config(config: Mapping[str, Any], place: str) -> tuple[Family, ModelConfig]:
-    """The family and the model of a config.json; `place` is where it was read.
-
-    Raises ConfigError: PP-E520 for an unknown family, PP-E521 naming each key that ppctl does not build or misses.
-    """
+    """The family and the model of a config.json; `place` is where it was read. Raises ConfigError: PP-E520 for an
+    unknown family, PP-E521 naming each key that ppctl does not build or misses."""
     kind = config.get("model_type")
 
     def refused(message: object, key: str = "model_type", code: str = "PP-E521") -> Problem:
@@ -80,10 +77,8 @@ def _read_field(field: Field, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that expresses `model` exactly, and its config.json.
-
-    Raises ConfigError (PP-E522) naming, for the family that comes nearest, what it cannot express.
-    """
+    """The family that expresses `model` exactly, and its config.json. Raises ConfigError (PP-E522) naming, for the
+    family that comes nearest, what it cannot express."""
     wanted = _architecture(model)
     nearest: tuple[int, Family, list[str]] | None = None
     for family in FAMILIES:
@@ -133,7 +128,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     if model.multi_latent_attention:
         forget(("num_query_groups", "kv_channels", "qk_layernorm", "rotary_percent", "add_qkv_bias"))
     else:
-        values |= {"num_query_groups": query_groups(model), "kv_channels": head_dim(model)}
+        values |= {"num_query_groups": model.query_groups, "kv_channels": model.head_dim}
         forget(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
     if model.rotary_scaling_factor is None:
         forget(("rotary_scaling_type", "original_max_position_embeddings", "beta_fast", "beta_slow"))
@@ -143,7 +138,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     if experts is None:
         forget(field.name for field in fields(model) if "moe" in field.name and field.name not in TRAINING)
     else:
-        values |= {"moe_ffn_hidden_size": expert_width(model), "moe_layer_freq": fitted_moe_layer_freq(model)}
+        values |= {"moe_ffn_hidden_size": model.expert_width, "moe_layer_freq": fitted_moe_layer_freq(model)}
         values["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
         grouped = (model.moe_router_num_groups or 1) > 1
         values |= {} if grouped else {"moe_router_num_groups": None, "moe_router_group_topk": None}

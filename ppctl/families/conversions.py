@@ -12,7 +12,6 @@ from typing import Any
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import expert_width
 
 Json = Mapping[str, Any]
 
@@ -142,7 +141,7 @@ def _write_first_dense(model: ModelConfig) -> dict[str, Any]:
         return {"first_k_dense_replace": model.num_layers}
     return {
         "n_routed_experts": model.num_moe_experts,
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // expert_width(model),
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_width,
         "first_k_dense_replace": moe_layer_pattern(model).count(False),
         "moe_layer_freq": 1,
     }

@@ -114,10 +114,8 @@ def has_weights(path: Path) -> bool:
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> shape, for the whole model with its multi-token prediction, in canonical order.
-
-    Every expert is a tensor of its own. A tied output and the copy of the embedding that MTP reads are no tensors.
-    """
+    """Canonical name -> shape, for the whole model with its multi-token prediction, in canonical order. Every expert is
+    a tensor of its own. A tied output and the copy of the embedding that MTP reads are no tensors."""
     sizes = Sizes.of(model)
     layers = [Layer("decoder", index) for index in range(model.num_layers)]
     layers += [Layer("mtp", depth) for depth in range(model.mtp_num_layers or 0)]

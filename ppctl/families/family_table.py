@@ -76,10 +76,8 @@ _MTP_NAME = re.compile(r"mtp\.(\d+)\.(layer\.)?(.+)")
 
 
 def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str:
-    """Hugging Face's name of a canonical tensor.
-
-    `own_names` are the family's names that differ from `LAYER`. Raises KeyError for a name that is not canonical.
-    """
+    """Hugging Face's name of a canonical tensor. `own_names` are the family's names that differ from `LAYER`. Raises
+    KeyError for a name that is not canonical."""
     table = {**LAYER, **own_names}
     if name in MODEL:
         return MODEL[name]

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.families.directory import model_tensors
-from ppctl.geometry.layers import head_dim, query_groups
 
 Shape = tuple[int, ...]
 
@@ -149,7 +148,7 @@ def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> MegatronP
 
 def _of_groups(which: str, model: ModelConfig) -> RowBlock:
     """The rows of queries, keys or values: of each group its heads' queries, then its keys, then its values."""
-    groups, head = query_groups(model), head_dim(model)
+    groups, head = model.query_groups, model.head_dim
     queries = model.num_attention_heads // groups * head
     first, count = {"q": (0, queries), "k": (queries, head), "v": (queries + head, head)}[which]
     return RowBlock(groups, first, count, queries + 2 * head)

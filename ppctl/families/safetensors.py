@@ -43,11 +43,9 @@ class Stored:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file.
-
-    Raises CheckpointError (PP-E523) for one that is missing, cut or of another kind, and for one whose tensors have
-    other sizes than their bytes, or do not lie one after the other: what the library itself would not open.
-    """
+    """The tensors of one file. Raises CheckpointError (PP-E523) for one that is missing, cut or of another kind, and
+    for one whose tensors have other sizes than their bytes, or do not lie one after the other: what the library itself
+    would not open."""
     try:
         with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -98,11 +96,8 @@ def _misfits(tensors: Mapping[str, Stored], start: int) -> Iterator[str]:
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
-    """All tensors of a directory by name, from its index or its only file.
-
-    Raises CheckpointError (PP-E523) naming every damaged file, and every tensor that the index places in a file that
-    lacks it, or outside of the directory.
-    """
+    """All tensors of a directory by name, from its index or its only file. Raises CheckpointError (PP-E523) naming
+    every damaged file, and every tensor that the index places in a file that lacks it, or outside of the directory."""
     index = directory / INDEX
     if not index.exists():
         return read_header(directory / SINGLE)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ppctl.config.keys import nearest
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, some
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 
@@ -169,7 +169,7 @@ def _uncovered(modules: dict[str, nn.Module], cut: ModuleCut) -> list[Problem]:
     ]
     if not lost:
         return []
-    shown = ", ".join(lost[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
+    shown = some(lost, _SHOWN)
     homes = dict.fromkeys(name.rpartition(".")[0] for name in lost)
     if "" in homes:
         remedy = "put parameters of the model itself into a module of their own, and name it in a part"

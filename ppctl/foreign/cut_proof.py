@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.cut import ModuleCut, saved
-from ppctl.foreign.cut_stage import Arguments, CutStage, Forms, copied, first_tensor, is_tensor, with_first_tensor
+from ppctl.foreign.cut_stage import Arguments, CutStage, Forms, copied, first_tensor, with_first_tensor
 from ppctl.foreign.fully_shard import Casts, cast
 
 CODE = "PP-E132"
@@ -84,14 +84,16 @@ def _autocast(forward: _Forward, blank: nn.Module, device: torch.device) -> Cros
     with FakeTensorMode(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
         crossing = forward(copied(blank, device), device)
         assert crossing is not None  # it is, if the device is the one that autocast is for
-    return Crossing(
-        *(tree_map(partial(_in_place, _META), each) for each in (crossing.edges, crossing.forms, crossing.output))
-    )
+    return Crossing(*(_in_place(_META, each) for each in (crossing.edges, crossing.forms, crossing.output)))
 
 
-def _in_place(place: torch.device, each: Any) -> Any:
-    """A tensor of the same form and dtype on this device, without values; all else as it is."""
-    return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=place) if is_tensor(each) else each
+def _in_place(place: torch.device, values: Any) -> Any:
+    """Values with tensors of the same forms and dtypes on this device, without values; all else as it is."""
+
+    def empty(each: Tensor) -> Tensor:
+        return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=place)
+
+    return tree_map_only(Tensor, empty, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class _Forward:
 
     def __call__(self, blank: nn.Module, place: torch.device) -> Crossing | None:
         """On tensors in `place`; None if the model's own code switches on an autocast that does not reach them."""
-        arguments = tree_map(partial(_in_place, place), self.arguments)
+        arguments = _in_place(place, self.arguments)
         with torch.no_grad():
             positional, named = cast(arguments, self.around[0].inputs)
             followed = self._follow(blank, (positional, named), place)
@@ -224,7 +226,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in _SHAPE_ALONE:
             return result
-        read = [each for each in tree_leaves((args, kwargs or {})) if is_tensor(each) and each in self._marks]
+        read = [each for each in tree_leaves((args, kwargs or {})) if isinstance(each, Tensor) and each in self._marks]
         for each in read:
             if self._marks[each] != self.part:
                 self._crossed(each)
@@ -234,7 +236,7 @@ class _Watch(TorchDispatchMode):
 
     def _mark(self, result: Any, part: int) -> None:
         for each in tree_leaves(result):
-            if is_tensor(each):
+            if isinstance(each, Tensor):
                 self._marks[each] = part
 
     def _crossed(self, tensor: Tensor) -> None:
@@ -273,13 +275,11 @@ class _Watch(TorchDispatchMode):
         self._running.pop()
         self.part = max(self.part, part)
 
-        def result(each: Any) -> Any:
+        def result(each: Tensor) -> Tensor:
             """A new tensor, marked with this part, in place of a result that may be an unchanged input."""
-            if not is_tensor(each):
-                return each
             made = torch.empty_like(each)
             self._marks[made], self._names[made] = part, f"the result of {name}"
             return made
 
-        self.forms[name] = tree_map(result, output)
+        self.forms[name] = tree_map_only(Tensor, result, output)
         return self.forms[name]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ppctl.foreign.cut import UNCUT, ModuleCut, saved_buffers
 
@@ -143,9 +143,7 @@ class CutStage(nn.Module):
         if name not in self.forms:
             return self._arrived
         device = None if self._arrived is None else self._arrived.device
-        return tree_map(
-            lambda each: torch.zeros_like(each, device=device) if is_tensor(each) else each, self.forms[name]
-        )
+        return tree_map_only(Tensor, partial(torch.zeros_like, device=device), self.forms[name])
 
     def _behind(self, *positional: Any, **named: Any) -> Any:
         """Leave the stage where a module of a later one is called: its first tensor is this stage's result."""
@@ -155,11 +153,6 @@ class CutStage(nn.Module):
         """Run the inner model's forward, whose first tensor has arrived unless this stage has its first part."""
         first = self.number == self.cut.inner_parts[0]
         return self._left(None if first else first_tensor((positional, named)), partial(forward, *positional, **named))
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether a leaf of arguments or results is a tensor."""
-    return isinstance(value, Tensor)
 
 
 def first_tensor(arguments: Arguments) -> Tensor:

@@ -1,7 +1,6 @@
 """A model directory of transformers as the value that plans, stages and checkpoints read (`ForeignModel`).
 
-Knows in which order a model is read, proved and measured, and what tells its layers apart: the classes of their modules
-and the plain values that these hold, whatever any of them means. Must not know ranks or weights.
+Layers are told apart by the classes of their modules and the plain values that these hold, whatever any of them means.
 
 `python -m ppctl.foreign.describe DIR OUT` writes the answer as JSON: the description, or what is wrong with DIR. It is
 what `model.from=DIR` and `ppctl doctor --model DIR` start (`ppctl/launch/described.py`).
@@ -28,7 +27,7 @@ from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.cut import further_names, saved_buffers
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import ConfigFails, library_version, make_model, read_own_config
-from ppctl.foreign.measure import measure, rough, router_logits
+from ppctl.foreign.measure import Say, measure, rough, router_logits
 from ppctl.foreign.miniature import CODE_FAILS, line_of
 from ppctl.foreign.miniature_proof import CutProof, drops_of, prove
 from ppctl.foreign.peft_adapters import add_adapters, shapes_of
@@ -40,7 +39,7 @@ from ppctl.records.json_reader import read
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
-_OTHER_MODEL = "one process trains it with transformers alone; docs/architectures.md lists the architectures that run"
+_OTHER_MODEL = "one process trains it with transformers alone"
 _UNBOUNDED = 1 << 20
 """Positions of a model whose config names no limit."""
 
@@ -85,10 +84,14 @@ def _zero(config: Any, name: str) -> str:
     return "0"
 
 
-def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> ForeignModel:
-    """Read, prove and measure, with adapters if these are trained. Raises ConfigError: as `read_own_config`, PP-E528,
-    PP-E529 for dropout, and as `add_adapters`."""
+def describe(
+    directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, say: Say = lambda _: None
+) -> ForeignModel:
+    """Read, prove and measure, with adapters if these are trained. `say` is told what begins. Raises ConfigError: as
+    `read_own_config`, PP-E528, PP-E529 for dropout, and as `add_adapters`."""
+    say("reading it with transformers")
     config = read_own_config(directory, overrides)
+    say("proving with a miniature that it can be cut")
     refuse_dropout(config, directory)
     proof = proved(config, directory, overrides)
     anatomy, blank = proof.anatomy, make_model(config, "meta").train()
@@ -106,7 +109,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
     size, positions = sizes["hidden_size"], sizes["max_position_embeddings"]
     examples = [layers.index(each) for each in different]
     try:
-        measured = measure(*_without_routers(config, anatomy), examples, size, positions, adapters)
+        measured = measure(*_without_routers(config, anatomy), examples, size, positions, adapters, say)
     except (*CODE_FAILS, NotImplementedError) as error:
         measured = rough([kind for kind, _ in different], size, partial(_active, experts=experts))
         notes.append(f"its costs are estimated from its matrices, since its code reads values ({type(error).__name__})")
@@ -323,11 +326,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
     """Return JSON: an object with the description as text (`model`), or with `problems`."""
     try:
         asked = None if adapters is None else read(Adapters, adapters)
-        return json.dumps({"model": describe(directory, overrides, asked).to_text()})
+        return json.dumps({"model": describe(directory, overrides, asked, _say).to_text()})
     except PpctlError as error:
         return json.dumps({"problems": [problem.to_json() for problem in error.problems]})
 

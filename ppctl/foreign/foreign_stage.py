@@ -20,8 +20,7 @@ from ppctl.foreign.peft_adapters import add_adapters, canonical
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.parts import WHOLE, Parts
-from ppctl.geometry.rows import Parameter, Role
+from ppctl.geometry.rows import WHOLE, Parameter, Parts, Role
 from ppctl.model.initialize import Initialize, initial_value, initialize
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage_model import Run, StageModel

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """All floating tensors of arguments or results in another dtype, as fully_shard does it."""
     if dtype is None:
         return value
-    return tree_map(
-        lambda each: each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each, value
-    )
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, value)
 
 
 def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
@@ -100,16 +97,10 @@ def imitate(blank: nn.Module, stages: Sequence[StageDtypes]) -> None:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 table[key] = nn.Parameter(other, requires_grad=tensor.requires_grad) if is_parameter else other
     for name, casts in {name: casts for stage in stages for name, casts in stage.modules.items()}.items():
-        modules[name].register_forward_pre_hook(partial(_cast_inputs, casts), with_kwargs=True)
-        modules[name].register_forward_hook(partial(_cast_result, casts))
-
-
-def _cast_inputs(casts: Casts, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return cast((args, kwargs), casts.inputs)
-
-
-def _cast_result(casts: Casts, _: nn.Module, args: Any, result: Any) -> Any:
-    return cast(result, casts.result)
+        modules[name].register_forward_pre_hook(
+            lambda _, args, kwargs, dtype=casts.inputs: cast((args, kwargs), dtype), with_kwargs=True
+        )
+        modules[name].register_forward_hook(lambda _, args, result, dtype=casts.result: cast(result, dtype))
 
 
 class GradientSync:

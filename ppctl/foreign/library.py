@@ -139,6 +139,18 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
     return model
 
 
+def read_whole_model(directory: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Read a directory's model with its weights, as transformers does; `dtype` None keeps that of the files. Raises
+    ConfigError as `read_own_config`, and PP-E527 with the library's reason."""
+    config, library = read_own_config(directory), _transformers()
+    load, alone = library.AutoModelForCausalLM.from_pretrained, dict(local_files_only=True, trust_remote_code=False)
+    try:
+        model: nn.Module = load(directory, config=config, dtype=dtype or "auto", **alone)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _refused(directory, f"transformers does not load it: {str(error).partition(chr(10))[0]}") from None
+    return model
+
+
 @contextmanager
 def known_rows(*, packed: bool | None = False, hides: bool | None = None) -> Iterator[None]:
     """Tell transformers whether positions restart within rows (`packed`) and whether a mask hides tokens (`hides`). For

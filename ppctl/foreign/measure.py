@@ -28,8 +28,7 @@ from ppctl.foreign.measured_pass import (
 )
 from ppctl.foreign.miniature import lower_windows
 from ppctl.foreign.peft_adapters import add_adapters
-from ppctl.geometry.foreign_costs import Growth, LayerCost, PartCosts, Peak
-from ppctl.geometry.foreign_model import Adapters, Anatomy, RouterLogits
+from ppctl.geometry.foreign_model import Adapters, Anatomy, Growth, LayerCost, PartCosts, Peak, RouterLogits
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
 
@@ -37,6 +36,9 @@ _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
 _LONGEST_LOOP = 64
 """Tokens of the longest sequence if a layer loops over tokens: each turn takes a millisecond to measure."""
+Say = Callable[[str], None]
+"""Takes a line about what is done now."""
+
 _FEW = (2, 4)
 """Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
 _LEAST = 16
@@ -50,13 +52,15 @@ def measure(
     hidden: int,
     positions: int,
     adapters: Adapters | None = None,
+    say: Say = lambda _: None,
 ) -> tuple[PartCosts, ...]:
-    """The costs of a model that allows so many `positions`, with those of its layers `kinds`, one of each kind.
+    """The costs of a model that allows so many `positions`, with those of its layers `kinds`, one of each kind; `say`
+    is told what is measured.
 
     In float32 and bfloat16; once more for sequences that are at least as long as a window, or chunk, of its attention.
     Raises what torch does for code that reads values which nothing has.
     """
-    found = []
+    found = list[PartCosts]()
     windowed = deepcopy(config)
     window = lower_windows(windowed)
     unmasked = window - 1  # the library masks what is as long as a window, though each token sees all before it
@@ -69,6 +73,7 @@ def measure(
         longest = min(_LONGEST, positions, unmasked) if whole and shorter else min(_LONGEST, positions)
         for element, dtype in _WIDTHS.items():
             model = _model_of(shape, anatomy, kinds, hidden, dtype, adapters)
+            say(f"measuring its layers ({len(found) + 1} of {2 * (1 + shorter)})")
             loops = model.loops() if loops is None else loops
             most = min(longest, _LONGEST_LOOP) if loops else longest
             found.append(model.measured(element, above, (most // 4, most // 2, most)))

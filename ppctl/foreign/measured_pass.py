@@ -135,12 +135,6 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def grouped_flops(one: Sequence[int], other: Sequence[int]) -> int:
-    """Operations of a grouped product of these shapes: every row, or column, meets one group's matrix."""
-    rows, inner = one
-    return 2 * rows * inner * other[-1]
-
-
 COUNTED = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query, key, value
@@ -148,7 +142,8 @@ COUNTED = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
         sdpa_backward_flop_count(grad, query, key, value)
     ),
-    _aten._grouped_mm: lambda one, other, *_, **__: grouped_flops(one, other),
+    # Every row, or column, meets one group's matrix.
+    _aten._grouped_mm: lambda one, other, *_, **__: 2 * one[0] * one[1] * other[-1],
 }
 """Operators whose operations torch's counter does not know."""
 

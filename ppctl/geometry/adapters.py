@@ -114,10 +114,8 @@ def is_adapter(name: str) -> bool:
 
 
 def with_adapters(rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]]) -> tuple[Parameter, ...]:
-    """The rows of a layer: every weight, frozen, with the two parts of its adapter after it, if it has one.
-
-    `made` are the shapes of all parts of adapters in the layer, by name.
-    """
+    """The rows of a layer: every weight, frozen, with the two parts of its adapter after it, if it has one. `made` are
+    the shapes of all parts of adapters in the layer, by name."""
     parameters = []
     for row in rows:
         parameters.append(frozen(row))

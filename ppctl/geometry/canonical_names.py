@@ -39,10 +39,8 @@ def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parame
 
 
 def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, Parameter]:
-    """Canonical name -> row of all that a stage holds, copies included, in canonical order.
-
-    Experts go by the name of their stack. Over all of a model's layers the order is the model's.
-    """
+    """Canonical name -> row of all that a stage holds, copies included, in canonical order. Experts go by the name of
+    their stack. Over all of a model's layers the order is the model's."""
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = dict(zip(held, layer_kinds(model, held), strict=True))
     rows_of_names: dict[str, Parameter] = {}

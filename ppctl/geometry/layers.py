@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from ppctl.geometry.foreign_costs import LayerCost, measured_for
-from ppctl.geometry.foreign_model import described, first_trained, foreign_of
+from ppctl.geometry.foreign_model import LayerCost, described, first_trained, foreign_of, measured_for
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
 """embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""
@@ -105,8 +104,7 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 
 def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
     """How many of these layers have a router with an auxiliary loss; of a model whose own code adds one over all layers
-    1 if the loss is among these.
-    """
+    1 if the loss is among these."""
     if (foreign := foreign_of(model)) is not None:
         return int(bool(foreign.anatomy.routers) and Layer("loss") in layers)
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
@@ -133,10 +131,7 @@ def has_backward(model: ModelConfig, layer: Layer) -> bool:
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
     """How this layer's attention exchanges between ranks that each hold a part of a sequence. MTP layers do as the last
-    decoder layer.
-
-    `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag.
-    """
+    decoder layer. `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag."""
     if layer.kind not in NUMBERED:
         return "p2p"
     listed = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
@@ -155,26 +150,9 @@ def _has_experts(layer: Layer, pattern: tuple[bool, ...]) -> bool:
 
 
 def holds_final_norm(model: ModelConfig, layers: Collection[Layer]) -> bool:
-    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer.
-
-    MTP modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3.
-    """
+    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer. MTP
+    modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3."""
     return (Layer("decoder", model.num_layers - 1) if model.mtp_num_layers else Layer("loss")) in layers
-
-
-def head_dim(model: ModelConfig) -> int:
-    """Width of one attention head (not of MLA's)."""
-    return model.kv_channels or model.hidden_size // model.num_attention_heads
-
-
-def query_groups(model: ModelConfig) -> int:
-    """Number of key/value heads."""
-    return model.num_query_groups or model.num_attention_heads
-
-
-def expert_width(model: ModelConfig) -> int:
-    """Inner width of one routed expert."""
-    return model.moe_ffn_hidden_size or model.ffn_hidden_size
 
 
 DEFAULT_MODULES = ("core_attn",)

@@ -27,11 +27,9 @@ class Matrices(NamedTuple):
 
 
 def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
-    """For each entry, how many of its matrices each rank owns: longest processing time first (Graham 1969).
-
-    The matrix with the most operations goes to the rank with the fewest so far; of equal ones the earlier entry, of
-    equal ranks the lower: every rank of a job finds the same.
-    """
+    """For each entry, how many of its matrices each rank owns: longest processing time first (Graham 1969). The matrix
+    with the most operations goes to the rank with the fewest so far; of equal ones the earlier entry, of equal ranks
+    the lower: every rank of a job finds the same."""
     owned = [[0] * ranks for _ in matrices]
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
@@ -46,9 +44,7 @@ def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
 
 def owned_runs(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, dict[int, range]]:
     """Name -> rank of a group -> the elements that it owns, of matrices and stacks [number, rows, columns] read flat.
-
-    Those of a stack are neighbours, in the order of ranks; a rank that owns none is not there.
-    """
+    Those of a stack are neighbours, in the order of ranks; a rank that owns none is not there."""
     entries = [Matrices(*shape[-2:], *shape[:-2]) for shape in shapes.values()]
     runs: dict[str, dict[int, range]] = {}
     for name, entry, owned in zip(shapes, entries, deal(entries, ranks), strict=True):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.foreign_model import described
-from ppctl.geometry.layers import Kind, expert_width, head_dim, query_groups
+from ppctl.geometry.layers import Kind
 from ppctl.geometry.rows import EMBEDDING, MTP_EMBEDDING, OUTPUT, Gradient, Parameter, Role
 
 
@@ -74,10 +74,10 @@ class Sizes(NamedTuple):
             hidden=model.hidden_size,
             vocabulary=model.vocab_size,
             heads=model.num_attention_heads,
-            groups=query_groups(model),
-            head=head_dim(model),
+            groups=model.query_groups,
+            head=model.head_dim,
             ffn=model.ffn_hidden_size,
-            expert=expert_width(model),
+            expert=model.expert_width,
             shared=model.moe_shared_expert_intermediate_size or 0,
             experts=model.num_moe_experts or 0,
             positions=model.max_position_embeddings if learned else 0,
@@ -103,10 +103,8 @@ class Sizes(NamedTuple):
 
 @cache
 def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
-    """The rows of one layer, in canonical order; of a loss the output, without the final norm.
-
-    Those of a model of transformers are in its description; its final norm is the loss layer's.
-    """
+    """The rows of one layer, in canonical order; of a loss the output, without the final norm. Those of a model of
+    transformers are in its description; its final norm is the loss layer's."""
     if sizes.transformers is not None:
         return described(sizes.transformers).rows(kind.name, kind.structure)
     if kind.name == "decoder":

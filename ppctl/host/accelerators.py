@@ -91,17 +91,7 @@ _GPUS = (
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
 _CPU = Device(
-    "cpu",
-    "CPU",
-    50 * GIGA,
-    50 * GIGA,
-    10 * GIGA,
-    2.1 * GIGA,
-    1_000_000,
-    2.1 * GIGA,
-    200e-6,
-    0.0,
-    0.0,
+    *("cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0),
     host_link=5 * GIGA,
 )
 
@@ -137,7 +127,7 @@ def whose_prices(device: Device, stack: str) -> str:
 
 MEASURED = {
     "h100": "measured once, on one H100 alone, on 2026-11-26: a dense step took 0.97 times as long as planned, one "
-    "with experts 1.07 times (benchmarks/results-gpu-2026-11-26.md)",
+    "with experts 1.07 times",
     "cpu": "rates of one core of one server",
 }
 """What is known of steps of ppctl's own, by device."""

@@ -37,11 +37,9 @@ def gpus_needed(ranks: int, *, share: bool) -> int:
 
 
 def device_type(asked: str, gpus: int, ranks: int, *, share: bool) -> str:
-    """`cuda` or `cpu`, for all `ranks` of a machine with `gpus`; `asked` is one of these, or `any`.
-
-    `any` is cuda if there are enough GPUs. All ranks of a machine get the same: if each one looked for its own GPU
-    alone, the first ranks would wait in NCCL for others that use gloo.
-    """
+    """`cuda` or `cpu`, for all `ranks` of a machine with `gpus`; `asked` is one of these, or `any`. `any` is cuda if
+    there are enough GPUs. All ranks of a machine get the same: if each one looked for its own GPU alone, the first
+    ranks would wait in NCCL for others that use gloo."""
     if asked != "any":
         return asked
     return "cuda" if gpus >= gpus_needed(ranks, share=share) else "cpu"

@@ -44,6 +44,12 @@ def nearest_there(path: Path) -> Path:
     return next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), Path("/"))
 
 
+def unused(path: Path) -> Path:
+    """`path`, or the first with a number behind its name that is not there."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))
+    return next((each for each in (path, *numbered) if not os.path.lexists(each)), path)
+
+
 def _expanded(path: Path | str) -> Path:
     try:
         return Path(path).expanduser()
@@ -60,10 +66,8 @@ def read_whole(path: Path | str, most: int = MOST_READ, *, follow: bool = True) 
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file to read it; without `follow` not through a link in its place.
-
-    Raises OSError with the reason in `strerror`: also for a pipe or a device, which may have no end, without waiting.
-    """
+    """Open a regular file to read it; without `follow` not through a link in its place. Raises OSError with the reason
+    in `strerror`: also for a pipe or a device, which may have no end, without waiting."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:

@@ -49,11 +49,9 @@ def _names() -> re.Pattern[str]:
 
 @contextmanager
 def own_directory(place: Path | None = None) -> Iterator[Path]:
-    """A new directory with a random name in `place` (default: the temporary directory), removed at the end.
-
-    Removes first what processes of this user's have left in `place` when they were killed: the kernel has released
-    their locks. Raises ConfigError (PP-E649).
-    """
+    """A new directory with a random name in `place` (default: the temporary directory), removed at the end. Removes
+    first what processes of this user's have left in `place` when they were killed: the kernel has released their locks.
+    Raises ConfigError (PP-E649)."""
     try:
         place = place or Path(tempfile.gettempdir())
         _sweep(place)
@@ -69,10 +67,8 @@ def own_directory(place: Path | None = None) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path`, and if it is missing its parent, for this user alone, unless it is there.
-
-    Raises OSError if either is a link, no directory, or another user's; the parent may be the system's.
-    """
+    """Make `path`, and if it is missing its parent, for this user alone, unless it is there. Raises OSError if either
+    is a link, no directory, or another user's; the parent may be the system's."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     above = path.parent.lstat()
     if not stat.S_ISDIR(above.st_mode) or above.st_uid not in (os.geteuid(), 0):
@@ -83,10 +79,8 @@ def make_directory(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """A descriptor of a regular file in a directory that is this user's alone; `flags` as os.open takes them.
-
-    Never waits. Raises OSError if the file or its directory is another user's, a link or of another type.
-    """
+    """A descriptor of a regular file in a directory that is this user's alone; `flags` as os.open takes them. Never
+    waits. Raises OSError if the file or its directory is another user's, a link or of another type."""
     with _inside(path.parent) as directory:
         descriptor = os.open(path.name, flags | _SAFELY, 0o600, dir_fd=directory)
     status = os.fstat(descriptor)

@@ -15,11 +15,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def python(module: str) -> list[str]:
-    """The command that runs `module` in a process of its own, with the modules that this process can import.
-
-    `python -m` takes modules from the working directory first, where another user may have put a `torch.py`: that
-    directory is left out (-P) unless this process itself was started so that it counts.
-    """
+    """The command that runs `module` in a process of its own, with the modules that this process can import. `python
+    -m` takes modules from the working directory first, where another user may have put a `torch.py`: that directory is
+    left out (-P) unless this process itself was started so that it counts."""
     with suppress(OSError):  # the working directory has been removed
         if not {"", os.getcwd()} & set(sys.path):
             return [sys.executable, "-P", "-m", module]
@@ -45,17 +43,6 @@ def is_gone(process: Mapping[str, Any]) -> bool:
     pid, began = process.get("pid"), process.get("started")
     here = process.get("machine") == socket.gethostname() and process.get("boot") == boot() != ""
     return here and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
-
-
-def exists(pid: int) -> bool:
-    """Whether there is a process with this number, whoever owns it."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def started(pid: int) -> int | None:

@@ -8,6 +8,7 @@
     machine        what this machine has
     weights        the weights that a run starts from; described: models whose code is transformers'
     slurm          SLURM's commands
+    trackers       whether TensorBoard and Weights & Biases can record a run
 
 A submitted job runs `script` (its text: job.sbatch), on every node `enter`, in every task `rank`, then `leave`.
 """

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
+import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,7 +19,7 @@ from typing import Any
 
 import ppctl
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, visible
 from ppctl.families.directory import read_config_file
 from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 from ppctl.host.files import cache_directory, read_text, write_atomically
@@ -37,7 +41,7 @@ def describe(
 ) -> tuple[str, Path | None]:
     """The text of `model.transformers`, the proof and the costs of a model, and the file where it was kept.
 
-    It was made before, for the same config and versions; else, or with `anew`, it is made now, which takes some ten
+    It was made before, for the same config and versions; else, or with `anew`, it is made now, which takes 10 to 60
     seconds, and the file is None.
 
     Raises ConfigError: PP-E520 without a config.json, PP-E526 if torch or transformers is not here, PP-E527 to
@@ -103,15 +107,35 @@ def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | Non
         command += ["--overrides", json.dumps(dict(overrides))]
         command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        lines, code = _watched(command, environment, directory)
         try:
             reply: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            last = lines[-1] if lines else f"exit {done.returncode}"
+            last = lines[-1] if lines else f"exit {code}"
             message = f"the model at {directory} could not be examined: {last}"
             raise ConfigError(Problem("PP-E528", message, place=str(directory))) from None
     return reply
+
+
+def _watched(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
+    """The lines of a child's stderr, and its exit code. A person sees each, on a terminal with the time that passes."""
+    screen, began, lines = getattr(sys.stderr, "below", sys.stderr), time.monotonic(), ["starting torch"]
+    begin, end = ("\r\033[K", "") if screen.isatty() else ("", "\n")
+    room = shutil.get_terminal_size().columns - 1 if begin else None
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=nowhere, stderr=pipe, env=dict(environment), bufsize=0) as child:
+        assert child.stderr is not None  # it is a pipe
+        told = [b"\n"]
+        try:
+            while told != [b""]:
+                if told or begin:
+                    text = visible(f"note: {time.monotonic() - began:.0f} s, examining {directory}: {lines[-1]}")[:room]
+                    print(f"{begin}{text}", end=end, file=screen, flush=True)
+                told = [child.stderr.readline() for _ in select.select([child.stderr], [], [], 1.0)[0]]
+                lines += [text for each in told if (text := each.decode(errors="replace").strip())]
+        finally:
+            print(begin, end="", file=screen, flush=True)
+    return lines[1:], child.returncode
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.hang.verdict import published_states
-from ppctl.launch.outcome import DONE, STOPPED, TERMINATED, JobOutcome, failures, report
+from ppctl.launch.outcome import DONE, STOPPED, JobOutcome, failures, report, terminated
 from ppctl.records.rank_records import RankState
 from ppctl.runs.rundir import RunDir
 
@@ -46,7 +46,7 @@ def job_outcome(run: RunDir, step_code: int, *, ended: bool) -> JobOutcome:
     if result == "stopped":
         return JobOutcome(STOPPED, "stopped")
     if ended:
-        return JobOutcome(TERMINATED, "interrupted", "terminated: the job was ended before all ranks had saved")
+        return terminated(run, "the job was ended")
     lines = [
         f"error PP-E703: the ranks ended (srun: exit code {step_code}) and none of them gave a reason",
         *(f"  rank {state.rank} was {state.state} at step {state.step + 1}" for state in _states(run)[:8]),

@@ -60,11 +60,9 @@ def shortage(
     share: bool,
     command: str = "train",
 ) -> list[Problem]:
-    """Problems of this machine: what it lacks to run all `ranks`.
-
-    `command` and `arguments` are the command line's, for the remedies. A command that names a run (`resume RUN`) has
-    its config from there: by themselves its arguments plan nothing.
-    """
+    """Problems of this machine: what it lacks to run all `ranks`. `command` and `arguments` are the command line's, for
+    the remedies. A command that names a run (`resume RUN`) has its config from there: by themselves its arguments plan
+    nothing."""
     begins = " " not in command
     elsewhere = typed_again("plan", arguments) if begins else "ppctl doctor"
     if device == "cuda":

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ppctl.errors import remedy_lines
+from ppctl.errors import PpctlError, remedy_lines, some
 from ppctl.hang.verdict import schedule_of
 from ppctl.host.files import open_regular
 from ppctl.records.rank_records import RankFailure, RankState
+from ppctl.runs.checkpoint_folder import find, step_of
 from ppctl.runs.rundir import RunDir
 
 DONE, STOPPED, INTERRUPTED, TERMINATED = 0, 75, 130, 143
@@ -53,6 +54,16 @@ class JobOutcome:
                 step = max((state.step for state in states), default=step)
             line = self.report.partition("\n")[0]
             run.write_status(self.state, step=step, exit_code=self.exit_code, message=line)
+
+
+def terminated(run: RunDir, who: str) -> JobOutcome:
+    """The outcome of a job that was ended from outside, and whether that was before its last save."""
+    report = f"terminated: {who} before all had saved"
+    with suppress(PpctlError, OSError):
+        last = find(run.checkpoints)
+        if last is not None and step_of(last.path) >= run.read_config().train.steps:
+            report = f"terminated after the last save, {last.path.name}: only result.json and its samples are missing"
+    return JobOutcome(TERMINATED, "interrupted", report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +172,9 @@ def _between(run: RunDir, ends: Sequence[int]) -> str:
 def _other_ranks(later: Sequence[RankFailure], world_size: int) -> str:
     if not later:
         return f"the other {world_size - 1} ranks were ended" if world_size > 2 else "the other rank was ended"
-    firsts = [(failure.rank, _text(failure).partition("\n")[0]) for failure in later[:3]]
+    firsts = [(failure.rank, _text(failure).partition("\n")[0]) for failure in later]
     shown = [f"rank {rank} ({line if len(line) <= 80 else line[:77] + '...'})" for rank, line in firsts]
-    rest = f" and {len(later) - 3} more" if len(later) > 3 else ""
-    return f"followed by {', '.join(shown)}{rest}"
+    return f"followed by {some(shown, 3)}"
 
 
 def _last_lines(run: RunDir, rank: int) -> list[str]:

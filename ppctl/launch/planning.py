@@ -12,6 +12,7 @@ from ppctl.config.argv import Arguments
 from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import text_keys
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.violations import MEMORY
@@ -26,32 +27,38 @@ def planned(
     config, problems = composed(overrides, for_training=for_training)
     if problems and hides_model(config, problems):
         return config, None, list(dict.fromkeys(problems))
-    return config, *plan_of(config, problems)
+    plan, problems = plan_of(config, problems)
+    return config, plan, [problem for problem in problems if not _follows(problem, problems)]
+
+
+def _follows(problem: Problem, problems: Sequence[Problem]) -> bool:
+    """Whether a problem is about a key that has its default because the flag that means it was refused."""
+    refused = [each for each in problems if each.code == "PP-E107"]
+    defaults = [line.partition(" =")[0] for line in problem.place.splitlines() if line.endswith(" (default)")]
+    return problem not in refused and any(key in f"{each.message}{each.remedy}" for key in defaults for each in refused)
 
 
 def composed(overrides: Sequence[str] | Arguments, *, for_training: bool = False) -> tuple[Composed, list[Problem]]:
     """The config that words describe, as far as it could be composed, and its problems."""
     try:
-        return compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens), []
+        return compose(
+            overrides,
+            for_training=for_training,
+            read_model=_read_model,
+            count_tokens=_count_tokens,
+            count_samples=counted_samples,
+        ), []
     except RefusedError as error:
         return error.composed, list(error.problems)
 
 
 def hides_model(config: Composed, problems: Sequence[Problem]) -> bool:
     """Whether more problems would be those of something else: without the recipe, the directory or a size."""
-    return any(map(_hides_sizes, problems)) or _is_unread(config)
-
-
-def _hides_sizes(problem: Problem) -> bool:
-    """Whether nothing can be derived because a recipe was not found or a size could not be read."""
-    name = problem.place.partition(" ")[0]
-    return problem.code == "PP-E104" or (problem.code == "PP-E102" and name in text_keys() and is_size(name))
-
-
-def _is_unread(composed: Composed) -> bool:
-    """Whether `model.from` names a model of which nothing could be taken."""
-    given = composed.config.model.from_ is not None
-    return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
+    unread = {each.place.partition(" ")[0] for each in problems if each.code == "PP-E102"} & text_keys().keys()
+    if any(each.code == "PP-E104" for each in problems) or any(map(is_size, unread)):
+        return True
+    given = config.config.model.from_ is not None
+    return given and not any(source.startswith("model.from=") for source in config.provenance.values())
 
 
 def plan_of(
@@ -93,6 +100,13 @@ def _count_tokens(tokenizer: str) -> int:
     from ppctl.data.load import load_tokenizer  # numpy
 
     return load_tokenizer(tokenizer).vocab_size
+
+
+def counted_samples(config: RunConfig) -> int:
+    """The samples of an epoch, after which every one has come. Raises PpctlError for data that cannot be read."""
+    from ppctl.data.load import load_data  # numpy
+
+    return load_data(config.data).training.span(config.data.seq_length)
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

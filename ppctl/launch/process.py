@@ -54,10 +54,8 @@ def _parent_death_signal() -> Callable[[], None]:
 
 def _before_exec() -> Callable[[], None]:
     """Returns the function that the child runs between fork and exec; what needs loading is loaded in the parent.
-
     SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them. The kernel kills
-    it when the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent.
-    """
+    it when the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent."""
     launcher = os.getpid()
     arrange = _parent_death_signal()
 

@@ -87,10 +87,8 @@ def _fill(run: RunDir, launch: Launch) -> None:
 
 
 def environment_record(device: str, launch_env: Mapping[str, str]) -> dict[str, Any]:
-    """env.json: where and with what a run was started.
-
-    `launch_env` counts like the environment. Only the listed variables are recorded: environments hold secrets.
-    """
+    """env.json: where and with what a run was started. `launch_env` counts like the environment. Only the listed
+    variables are recorded: environments hold secrets."""
     variables = os.environ | dict(launch_env)
     return {
         "time": time.time(),

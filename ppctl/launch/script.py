@@ -13,7 +13,7 @@ The modules' names stand in scripts of runs that can still be requeued.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,15 @@ def render(job: SlurmJob) -> str:
         health=_filled("health_check.sbatch", check=_q(launch.health_check), SICK_NODE="PP-E625") if checked else "",
         NO_START="PP-E622",
         REQUEUED_OFTEN="PP-E626",
+    )
+
+
+def render_array(job: SlurmJob, runs: Sequence[Path]) -> str:
+    """The script of an array job like `job` whose task number n runs the script in the run directory `runs[n]`."""
+    shared = [line for line in directives(job) if not line.startswith("--output=")]
+    lines = "".join(f"#SBATCH {line}\n" for line in (*shared, f"--array=0-{len(runs) - 1}"))
+    return _filled(
+        "array.sbatch", command=job.command, directives=lines, runs="\n".join(f"  {_q(run)}" for run in runs)
     )
 
 

@@ -31,7 +31,7 @@ from ppctl.hang.verdict import verdict
 from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.host.processes import python
 from ppctl.launch.environment import rank_environment
-from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, Exit, JobOutcome, failures, report
+from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, TERMINATED, Exit, JobOutcome, failures, report, terminated
 from ppctl.launch.process import LAST_LINES, RankProcess, copy_lines, writer_to
 from ppctl.records.rank_records import RankFailure, RankState
 from ppctl.runs import heartbeat
@@ -40,8 +40,9 @@ from ppctl.runs.rundir import RunDir
 
 _ASK_AGAIN = 1.0
 """Seconds between two requests to stop to a rank that is still starting."""
-_ONE_PRESS = 1.0
-"""Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already."""
+_ONE_PRESS = 0.3
+"""Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already, and a
+person who presses a key twice takes longer."""
 _AFTER_KILL = 5.0
 """Seconds to wait for a process that was killed; one in an uninterruptible system call may stay."""
 _PROGRESS_INTERVAL_S = 1.0
@@ -55,10 +56,8 @@ def _no_action(number: int, frame: FrameType | None) -> None:
 
 
 class Signals:
-    """Signals and deaths of children as a list to wait for: no busy loop, and no work inside a handler.
-
-    While entered, the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored.
-    """
+    """Signals and deaths of children as a list to wait for: no busy loop, and no work inside a handler. While entered,
+    the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored."""
 
     def __enter__(self) -> Signals:
         self._reader, self._writer = os.pipe()
@@ -296,11 +295,9 @@ class Watch:
 
 
 def supervise(job: LocalJob, show: Callable[[str], None] | None = None) -> JobOutcome:
-    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/.
-
-    Leaves no process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a
-    process cannot be started (PP-E614).
-    """
+    """Run `job` to its end; rank 0's stdout goes to `show` (default: stdout) line by line, all else to logs/. Leaves no
+    process behind, and a status.json with the outcome. Call it from the main thread. Raises ConfigError if a process
+    cannot be started (PP-E614)."""
     with Signals() as signals:
         watch = Watch(job, signals, show or writer_to(sys.stdout), _say)
         try:
@@ -326,9 +323,11 @@ def _outcome(watch: Watch) -> JobOutcome:
         causes = failures(list(watch.exits.values()), [*run.errors(), *watch.unwritten_errors])
         return JobOutcome(causes[0].exit_code, "failed", report(run, causes, watch.states, watch.job.world_size))
     if watch.cause == "interrupt":
-        return JobOutcome(INTERRUPTED, "interrupted", "interrupted: all ranks were ended, nothing more was saved")
+        began = watch.job.first_step < max((state.step for state in watch.states.values()), default=0)
+        how = "nothing more was saved" if began else "before the first step: nothing was saved"
+        return JobOutcome(INTERRUPTED, "interrupted", f"interrupted: all ranks were ended, {how}")
     if watch.cause == "terminated":
-        return JobOutcome(TERMINATED, "interrupted", "terminated: the ranks were ended before all had saved")
+        return terminated(run, "the ranks were ended")
     if state == "stopped":
         return JobOutcome(STOPPED, "stopped", "stopped by Ctrl-C" if watch.asked_by_key else "")
     if watch.asked is not None and state != "finished":

@@ -62,11 +62,8 @@ def model_values(
     lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
     """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
-    adapters.
-
-    Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) if a checkpoint
-    has no model.
-    """
+    adapters. Raises ConfigError as `read_config`, `describe` and `asked_adapters`, CheckpointError (PP-E503) if a
+    checkpoint has no model."""
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known, saved = {field.name for field in fields(ModelConfig)} - {"from_"}, run_state(path).get("model")
@@ -84,14 +81,9 @@ def model_values(
     return {name: value for name, value in asdict(model).items() if name not in not_set}
 
 
-def values_of(
-    text: str,
-    implementation: str = "auto",
-    overrides: Mapping[str, str] = MappingProxyType({}),
-    lora: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
+def values_of(text: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
-    tokenizer = _tokenizer(find_weights(text))
+    tokenizer = tokenizer_of(find_weights(text))
     values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides, lora).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
@@ -164,7 +156,8 @@ def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str
     return found
 
 
-def _tokenizer(path: Path) -> str | None:
+def tokenizer_of(path: Path) -> str | None:
+    """The tokenizer that a directory or a checkpoint comes with, as `data.tokenizer` names it; None without one."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
     state = run_state(path)

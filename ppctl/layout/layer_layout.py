@@ -97,10 +97,8 @@ class PipelineParallelLayerLayout:
         return find_problems(rules)
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Check whether the layout is valid. Raises LayoutError with all problems.
-
-        Returns `mtp_standalone`: whether a rank other than the last pp_rank holds the MTP layers.
-        """
+        """Check whether the layout is valid. Raises LayoutError with all problems. Returns `mtp_standalone`: whether a
+        rank other than the last pp_rank holds the MTP layers."""
         if problems := self.problems(num_layers, mtp_num_layers):
             raise LayoutError(problems)
         return any("m" in stage for stage in self._letters[-self.pipeline_model_parallel_size : -1])

@@ -56,10 +56,8 @@ TYPES = {letter: layer_type for layer_type, letter in LETTERS.items()}
 @dataclass(frozen=True, slots=True)
 class LayoutSource:
     """The source of a layout: the key that the user typed and, for a string, the column of every layer.
-
     `columns[stage]` has one entry per layer and one more for the bar (or the end) that closes the stage. A list has no
-    text; its places are paths such as `layout[2][0]`.
-    """
+    text; its places are paths such as `layout[2][0]`."""
 
     key: str
     text: str | None = None

@@ -40,10 +40,8 @@ class Mistake(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A parsed text: its stages, the columns of their layers (and of each stage's end), and its mistakes.
-
-    With mistakes, `stages` is what was understood, and `repaired` the text after every mistake's own local repair.
-    """
+    """A parsed text: its stages, the columns of their layers (and of each stage's end), and its mistakes. With
+    mistakes, `stages` is what was understood, and `repaired` the text after every mistake's own local repair."""
 
     stages: tuple[str, ...]
     columns: tuple[tuple[int, ...], ...]

@@ -22,10 +22,8 @@ _Nearest = Callable[[Sequence[str]], tuple[str, ...]]
 def read_layout(
     layout: Any, key: str, pp: int | None = None, num_layers: int | None = None, mtp_num_layers: int | None = None
 ) -> tuple[tuple[str, ...], LayoutSource]:
-    """The stages that a string or a list spells, and where they were written.
-
-    Suggestions are sound for `pp` ranks (None: one chunk per rank) and a model of these layers. Raises LayoutError.
-    """
+    """The stages that a string or a list spells, and where they were written. Suggestions are sound for `pp` ranks
+    (None: one chunk per rank) and a model of these layers. Raises LayoutError."""
 
     def nearest(stages: Sequence[str]) -> tuple[str, ...]:
         kept = tuple(stages) or ("",)

@@ -159,10 +159,8 @@ def stages_of(counts: Sequence[int], mtp_num_layers: int, mtp_stage: int) -> tup
 def mend(
     stages: tuple[str, ...], pp: int, num_layers: int | None = None, mtp_num_layers: int | None = None
 ) -> tuple[str, ...] | None:
-    """The nearest stages that break no rule, with the layout's own layers if the model's are not given.
-
-    None if even the nearest would expand to more than a layout may hold.
-    """
+    """The nearest stages that break no rule, with the layout's own layers if the model's are not given. None if even
+    the nearest would expand to more than a layout may hold."""
     layers = sum(stage.count("t") for stage in stages) if num_layers is None else max(0, num_layers)
     mtp = sum(stage.count("m") for stage in stages) if mtp_num_layers is None else max(0, mtp_num_layers)
     fitted = _fit(stages, pp)

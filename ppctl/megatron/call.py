@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from ppctl.comm.buffers import Message
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
-from ppctl.megatron.message_shapes import Edges, group_size
-from ppctl.megatron.models import misuse, per_chunk, setting, timed
+from ppctl.megatron.message_shapes import Edges
+from ppctl.megatron.models import misuse, per_chunk, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.split_products import split_products
 from ppctl.megatron.steps import ForwardStep, check_attached, check_first_val_step, forward_step
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
-from ppctl.weight_gradients.left_whole import tell_what_stays
+from ppctl.weight_gradients.functions import tell_what_stays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,8 @@ class CallOnRank:
         self._call, self._schedule, self._flags, self._edges = call, schedule, flags, edges
         self._stages = schedule.placement.stages_of(pp_rank)
         self._last = schedule.placement.num_stages - 1
-        self._cp = group_size(call.groups, "cp", setting(call.config, "context_parallel_size", 1))
+        cp_group = getattr(call.groups, "cp", None)
+        self._cp = getattr(call.config, "context_parallel_size", 1) if cp_group is None else int(cp_group.size())
         self._plan = sync
         self._store: list[Any] = []
         self._tokens: Tensor | None = None
@@ -78,38 +79,38 @@ class CallOnRank:
         """Run the call. Returns what the last stage stored; an empty list on ranks without it. Raises EngineError,
         which names the action, if an action fails."""
         call, config = self._call, self._call.config
-        with timed(config, "forward-backward", 1, barrier=setting(config, "barrier_with_L1_time", True)):
-            self._sync = Synchroniser(self._plan, config, call.chunks, self._stages)
+        with timed(config, "forward-backward", 1, barrier=getattr(config, "barrier_with_L1_time", True)):
+            self._sync = Synchroniser(config, call.chunks, self._stages)
             self._deferral = self._make_deferral()
             with ExitStack() as contexts:
                 self._enter(contexts)
-                self._sync.start()
+                self._sync.run(self._plan.start)
                 run_schedule(
                     self._schedule,
                     [self._program(chunk) for chunk in range(len(call.chunks))],
                     communicator,
-                    deallocate_pipeline_outputs=bool(setting(config, "deallocate_pipeline_outputs", False)),
-                    variable_shapes=bool(setting(config, "variable_seq_lengths", False)),
-                    timed=None if setting(config, "timers") is None else partial(timed, config),
+                    deallocate_pipeline_outputs=bool(getattr(config, "deallocate_pipeline_outputs", False)),
+                    variable_shapes=bool(getattr(config, "variable_seq_lengths", False)),
+                    timed=None if getattr(config, "timers", None) is None else partial(timed, config),
                 )
                 if self._deferral is not None:
                     self._deferral.finish(getattr(call.groups, "tp", None))
-                self._sync.end()
+                self._sync.run(self._plan.end)
         self._finalize()
         return self._store
 
     def _make_deferral(self) -> Deferral | None:
         call = self._call
-        if call.forward_only or not setting(call.config, "defer_embedding_wgrad_compute", False):
+        if call.forward_only or not getattr(call.config, "defer_embedding_wgrad_compute", False):
             return None
-        if not setting(call.config, "gradient_accumulation_fusion", False):
+        if not getattr(call.config, "gradient_accumulation_fusion", False):
             message = "defer_embedding_wgrad_compute adds to main_grad, which gradient_accumulation_fusion makes"
             raise misuse(message, "gradient_accumulation_fusion=True")
         return Deferral(call.config, list(call.chunks), call.num_microbatches) if self._last in self._stages else None
 
     def _enter(self, contexts: ExitStack) -> None:
         contexts.enter_context(self._sync)
-        if not self._call.forward_only and setting(self._call.config, "gradient_accumulation_fusion", False):
+        if not self._call.forward_only and getattr(self._call.config, "gradient_accumulation_fusion", False):
             contexts.enter_context(main_gradients(self._call.chunks))
         if self._deferral is not None:
             contexts.enter_context(self._deferral.applied())
@@ -121,9 +122,10 @@ class CallOnRank:
         edges = self._edges(stage)
 
         def forward(mb: int, inputs: Message) -> Message:
-            self._sync.before(Action(Op.F, stage, mb))
+            action = Action(Op.F, stage, mb)
+            self._sync.run(self._plan.before.get(action, ()))
             outputs = self._forward(chunk, mb, list(inputs) or [None] * max(len(edges.receives), 1))
-            self._sync.after(Action(Op.F, stage, mb))
+            self._sync.run(self._plan.after.get(action, ()))
             return outputs
 
         halved: set[int] = set()
@@ -132,10 +134,10 @@ class CallOnRank:
             splits = (stage, mb) in self._schedule.split
             backward = Action((Op.W if mb in halved else Op.I) if splits else Op.B, stage, mb)
             halved.add(mb)
-            self._sync.before(backward)
+            self._sync.run(self._plan.before.get(backward, ()))
             with timed(self._call.config, "backward-compute"):
                 run()
-            self._sync.after(backward)
+            self._sync.run(self._plan.after.get(backward, ()))
 
         tell = partial(tell_what_stays, stage, self._call.chunks[chunk])
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward, on_deferred=tell)
@@ -166,7 +168,7 @@ class CallOnRank:
             # A first stage gets no input whose missing gradient would show that the output is detached.
             check_attached(call.chunks[chunk], outputs)
         self._tokens = num_tokens if self._tokens is None else self._tokens + num_tokens
-        scale = setting(call.config, "grad_scale_func")
+        scale = getattr(call.config, "grad_scale_func", None)
         if stage == self._last and scale is not None and not call.forward_only:
             outputs = [scale(outputs[0]), *outputs[1:]]
         return tuple(outputs)
@@ -174,48 +176,32 @@ class CallOnRank:
     def _finalize(self) -> None:
         """Call `finalize_model_grads_func(chunks, tokens, pg_collection=...)`: the tokens only for losses per token."""
         call = self._call
-        finalize = setting(call.config, "finalize_model_grads_func")
+        finalize = getattr(call.config, "finalize_model_grads_func", None)
         if finalize is None or call.forward_only:
             return
-        tokens = self._tokens if setting(call.config, "calculate_per_token_loss", False) else None
+        tokens = self._tokens if getattr(call.config, "calculate_per_token_loss", False) else None
         more = {} if call.force_all_reduce is None else {"force_all_reduce": call.force_all_reduce}
         finalize(list(call.chunks), tokens, pg_collection=call.groups, **more)
 
 
 class Synchroniser(ExitStack):
-    """Runs a plan's events; a context that leaves `no_sync` on every path, exceptions included.
+    """Runs events of a plan; a context that leaves `no_sync` on every path, exceptions included.
 
     `no_sync_func` makes a context; a list of them makes one each, entered together. `grad_sync_func` and
     `param_sync_func` take an iterable of parameters; a list has one function per chunk. The config is only read.
     """
 
-    def __init__(self, plan: SyncPlan, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
+    def __init__(self, config: Any, chunks: Sequence[nn.Module], stages: Sequence[int]) -> None:
         super().__init__()
-        self._plan = plan
-        no_sync = setting(config, "no_sync_func")
+        no_sync = getattr(config, "no_sync_func", None)
         self._holds = no_sync if isinstance(no_sync, list | tuple) else [no_sync] if no_sync is not None else []
         self._calls: dict[SyncKind, Mapping[int, Callable[[], object]]] = {
-            kind: _calls(setting(config, name), name, chunks, stages)
+            kind: _calls(getattr(config, name, None), name, chunks, stages)
             for kind, name in ((SyncKind.REDUCE, "grad_sync_func"), (SyncKind.GATHER, "param_sync_func"))
         }
 
-    def start(self) -> None:
-        """Run what comes before the first action."""
-        self._run(self._plan.start)
-
-    def before(self, action: Action) -> None:
-        """Run what comes before an action."""
-        self._run(self._plan.before.get(action, ()))
-
-    def after(self, action: Action) -> None:
-        """Run what comes after an action."""
-        self._run(self._plan.after.get(action, ()))
-
-    def end(self) -> None:
-        """Run what comes when all messages are through."""
-        self._run(self._plan.end)
-
-    def _run(self, events: Iterable[Sync]) -> None:
+    def run(self, events: Iterable[Sync]) -> None:
+        """Run these events of the plan."""
         for kind, stage in events:
             if kind is SyncKind.HOLD:
                 for hold in self._holds:

@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from ppctl.comm.channels import MessageError, PeerLost, Pending, VariableEnd, empty_header, header, shapes_of, wait_for
-from ppctl.comm.communicator import Communicator
-from ppctl.comm.connections import HEADER_TAGS, TAGS, other_end
+from ppctl.comm.channels import MessageError, Pending, VariableEnd, empty_header, header, shapes_of, wait_for
+from ppctl.comm.communicator import Communicator, FusedBatch
 from ppctl.errors import ConfigError, Problem
 from ppctl.schedule.action import Channel
 
@@ -63,8 +61,8 @@ class NeighbourExchange:
 
     def __init__(self, communicator: Communicator) -> None:
         self._group, self._end, self._modes = communicator.pp_group, communicator.end, communicator.modes
-        self._device, self._sync, self.fused = communicator.device, communicator.sync, communicator.fused
-        self._batched = communicator.batched
+        self._device, self._batched = communicator.device, communicator.batched
+        self._fused = FusedBatch(self._group, sync=communicator.sync) if communicator.fused else None
         self._header_device = torch.device("cpu") if communicator.staged else communicator.device
         rank, size = self._group.rank(), self._group.size()
         before, after = (rank - 1) % size, (rank + 1) % size
@@ -148,20 +146,22 @@ class NeighbourExchange:
     # --- how it moves ------------------------------------------------------------------------------------------------
 
     def _start(self, moves: Moves, *, headers: bool = False) -> dict[str, Handle]:
-        """Start the moves, receives first if each goes by itself. Returns what to wait for, by move."""
+        """Start the moves, receives first if each goes by itself. Returns what to wait for, by move; fused ones are
+        listed in the order of `MOVES`, which both ends share, and are over."""
         if self._group.size() == 1:
             return {name: self._to_itself(name, moves[name], headers) for name in MOVES if name in moves}
-        if self.fused:
-            return self._fuse(moves, headers)
+        if self._fused is not None:
+            for name in MOVES:
+                if name in moves:
+                    self._fused.add(name.startswith("send"), self._channels[name], (moves[name],))
+            self._fused.settle()
+            return {name: Handle((), self._channels[name]) for name in moves}
         receives_first = sorted((name for name in MOVES if name in moves), key=lambda name: name.startswith("send"))
         return {name: self._start_one(name, moves[name], headers) for name in receives_first}
 
     def _finish(self, handles: Mapping[str, Handle]) -> None:
-        """Wait for moves; after a fused exchange with batch_p2p_sync, for the whole device."""
         for handle in handles.values():
             handle.wait()
-        if self.fused and self._sync is not None:
-            torch.cuda.synchronize(self._sync)
 
     def _start_one(self, name: str, tensor: torch.Tensor, headers: bool) -> Handle:
         channel = self._channels[name]
@@ -170,25 +170,6 @@ class NeighbourExchange:
             end = end.headers if headers else end.body
         works = end.start_send((tensor,)) if name.startswith("send") else end.receive_into((tensor,))
         return Handle(works, channel)
-
-    def _fuse(self, moves: Moves, headers: bool) -> dict[str, Handle]:
-        """Start all moves in one batch_isend_irecv, in the order of `MOVES`, which both ends must share; headers have
-        tags of their own."""
-        tags = HEADER_TAGS if headers else TAGS
-        names = [name for name in MOVES if name in moves]
-        ops = []
-        for name in names:
-            channel = self._channels[name]
-            op = dist.isend if name.startswith("send") else dist.irecv
-            peer, tag = other_end(channel, self._group.rank()), tags[channel.direction]
-            ops.append(dist.P2POp(op, moves[name], group=self._group, tag=tag, group_peer=peer))
-        try:
-            works = dist.batch_isend_irecv(ops) if ops else []
-        except RuntimeError as error:
-            raise PeerLost(self._channels[names[0]], error) from error
-        # A backend that fuses gives one work for all; waiting for it more than once does no harm.
-        each = [[work] for work in works] if len(works) == len(ops) else [works] * len(ops)
-        return {name: Handle(own, self._channels[name]) for name, own in zip(names, each, strict=True)}
 
     def _to_itself(self, name: str, tensor: torch.Tensor, headers: bool) -> Handle:
         """A pipeline of one rank is its own neighbour; what it sends is kept here until it is received."""

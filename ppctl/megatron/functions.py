@@ -1,7 +1,5 @@
 """Megatron's forward-backward functions: each names a policy and when gradients are synchronised.
 
-Knows policies, passes and the functions' arguments. Must not know how an action is carried out.
-
 All functions have the same arguments. `forward_step_func(data_iterator, model)` returns a stage's output and a loss
 function (see `forward_step`). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and
 lists with one per chunk if the schedule interleaves. `num_microbatches` counts those of this call. `seq_length` (or
@@ -34,7 +32,7 @@ from torch import nn
 
 from ppctl.megatron.call import Call, CallOnRank
 from ppctl.megatron.message_shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
-from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
+from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, whole_number
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.pipelines import agree, groups_or_own, misplaced_on_v, pipeline_of, pipeline_sizes
 from ppctl.megatron.steps import ForwardStep
@@ -188,14 +186,14 @@ def _run_pipeline(call: Call, communicator: Any, adjust: AdjustShapes | None) ->
     schedule = _lowered(call, pipeline, request)
     row = schedule.actions[pp_rank]
     trains = not call.forward_only
-    reduces = setting(call.config, "grad_sync_func") is not None
+    reduces = getattr(call.config, "grad_sync_func", None) is not None
     if call.interleaved:
         sync = sync_of_chunks(
             row,
             pp_rank,
             stages=schedule.placement.stages_of(pp_rank),
             reduces=trains and reduces,
-            gathers=trains and setting(call.config, "param_sync_func") is not None,
+            gathers=trains and getattr(call.config, "param_sync_func", None) is not None,
         )
     else:
         sync = sync_of_one_chunk(row, reduces=reduces)
@@ -214,7 +212,7 @@ def _lowered(call: Call, pipeline: P2PCommunicator | None, request: ScheduleRequ
     pp = 1 if pipeline is None else pipeline.total_stages
     own = "forward_only" if call.forward_only else "interleaved_1f1b" if call.interleaved else "1f1b"
     batched = pipeline is not None and (pipeline.batched or _is_first_on_device(pipeline, f"{request}, {own}"))
-    group = setting(call.config, "microbatch_group_size_per_vp_stage") if call.interleaved else None
+    group = getattr(call.config, "microbatch_group_size_per_vp_stage", None) if call.interleaved else None
     microbatches = whole_number(call.num_microbatches, "num_microbatches")
     return lowered_schedule(request, own, pp, len(call.chunks), microbatches, group, batched=batched)
 
@@ -251,7 +249,7 @@ def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
 def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[Action, bool]:
     """For every forward of this rank's list whether all its layers are recomputed. Raises ConfigError below 0."""
     name = "num_microbatches_with_partial_activation_checkpoints"
-    partial = setting(config, name)
+    partial = getattr(config, name, None)
     if partial is not None and partial < 0:
         raise misuse(f"{name} is {partial}: it counts microbatches", f"{name}=0")
     return checkpoint_flags(row, partial, window)
@@ -261,7 +259,7 @@ def _must_agree(call: Call, *, varying: bool) -> dict[str, int | None]:
     """The arguments that all ranks must pass alike; sizes only if every edge carries the same shape."""
     values: dict[str, int | None] = {"num_microbatches": call.num_microbatches, "forward_only": bool(call.forward_only)}
     values["number of model chunks"] = len(call.chunks)
-    if not varying and not setting(call.config, "variable_seq_lengths", False):
+    if not varying and not getattr(call.config, "variable_seq_lengths", False):
         values |= dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), call.sizes, strict=True))
     return values
 

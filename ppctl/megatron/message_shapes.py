@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ppctl.comm.modes import torch_dtype
-from ppctl.megatron.models import misuse, setting, whole_number
+from ppctl.megatron.models import misuse, whole_number
 
 TensorShape = tuple[int, ...]
 AdjustShapes = Callable[[list[TensorShape], list[TensorShape]], tuple[list[TensorShape], list[TensorShape]]]
 
 
-class EdgeTensor(NamedTuple):
-    """One tensor of an edge."""
-
-    shape: TensorShape
-    dtype: torch.dtype
-
-
 class Edges(NamedTuple):
-    """The tensors that a stage receives from the stage before and sends to the stage after."""
+    """The tensors, on meta, that a stage receives from the stage before and sends to the stage after."""
 
-    receives: tuple[EdgeTensor, ...]
-    sends: tuple[EdgeTensor, ...]
-
-
-def group_size(groups: Any, name: str, default: int) -> int:
-    """The size of a group of a process group collection; `default` without the collection or the group."""
-    group = getattr(groups, name, None)
-    return default if group is None else int(group.size())
+    receives: tuple[torch.Tensor, ...]
+    sends: tuple[torch.Tensor, ...]
 
 
 def get_tensor_shapes(
@@ -43,21 +31,21 @@ def get_tensor_shapes(
     `config.sequence_parallel`, by the tensor parallel size; without a group the config says the size. Raises
     ConfigError if it cannot be divided: ranks would drop its rest.
     """
-    if setting(config, "variable_seq_lengths", False):
+    if getattr(config, "variable_seq_lengths", False):
         return [()]
     asked = ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
     sequence = whole_number(asked[1], asked[0])
     if min(sequence, whole_number(micro_batch_size, "micro_batch_size")) < 0:
         message = f"{asked[0]}={sequence} and micro_batch_size={micro_batch_size}: no shape is negative"
         raise misuse(message, f"{asked[0]}={max(sequence, 1)}, micro_batch_size={max(micro_batch_size, 1)}")
-    cp = setting(config, "context_parallel_size", 1) if cp_group is None else cp_group.size()
+    cp = getattr(config, "context_parallel_size", 1) if cp_group is None else cp_group.size()
     tp = 1
-    if setting(config, "sequence_parallel", False):
-        tp = setting(config, "tensor_model_parallel_size", 1) if tp_group is None else tp_group.size()
+    if getattr(config, "sequence_parallel", False):
+        tp = getattr(config, "tensor_model_parallel_size", 1) if tp_group is None else tp_group.size()
     if sequence % (cp * tp):
         message = f"a sequence of {sequence} cannot be divided over cp {cp}" + f" x tp {tp}" * (tp > 1)
         raise misuse(message, f"seq_length={max(sequence // (cp * tp), 1) * cp * tp}")
-    hidden = setting(config, "hidden_size")
+    hidden = getattr(config, "hidden_size", None)
     if hidden is None:
         raise misuse("messages between stages need the hidden size, and the config has none", "config.hidden_size=...")
     return [(sequence // cp // tp, micro_batch_size, hidden)]
@@ -75,16 +63,13 @@ def edges_of(
             message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}: it returns both lists of shapes"
             raise misuse(message, "return receive_shapes, send_shapes")
         before, after = adjusted
-    dtype = message_dtype(config)
-    return Edges(
-        () if first else tuple(EdgeTensor(tuple(shape), dtype) for shape in before),
-        () if last else tuple(EdgeTensor(tuple(shape), dtype) for shape in after),
-    )
+    made = partial(torch.empty, dtype=message_dtype(config), device="meta")
+    return Edges(() if first else tuple(map(made, before)), () if last else tuple(map(made, after)))
 
 
 def message_dtype(config: Any) -> torch.dtype:
     """The dtype of all messages, `config.pipeline_dtype` (a dtype or its name). Raises ConfigError without one."""
-    wanted = torch_dtype(setting(config, "pipeline_dtype"), "pipeline_dtype")
+    wanted = torch_dtype(getattr(config, "pipeline_dtype", None), "pipeline_dtype")
     if wanted is None:
         raise misuse("pipeline_dtype is None: stages agree on what they send", "pipeline_dtype=torch.float32")
     return wanted

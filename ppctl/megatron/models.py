@@ -34,9 +34,9 @@ def config_of(model: nn.Module) -> Any:
     problems = [
         Problem("PP-E110", f"config.{name} comes in a later release", f"config.{name} = False")
         for name in _LATER
-        if setting(config, name, False)
+        if getattr(config, name, False)
     ]
-    if setting(config, "cpu_offloading", False) and setting(config, "_cpu_offloading_context") is None:
+    if getattr(config, "cpu_offloading", False) and getattr(config, "_cpu_offloading_context", None) is None:
         message = (
             "config.cpu_offloading is on, and no layer of the model has taken it up (_cpu_offloading_context is None)"
         )
@@ -46,15 +46,10 @@ def config_of(model: nn.Module) -> Any:
     return config
 
 
-def setting(config: Any, name: str, default: Any = None) -> Any:
-    """A field of the config; `default` if the config does not have it."""
-    return getattr(config, name, default)
-
-
 @contextmanager
 def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
     """Run the config's timer of that name, if it has timers: asked for at both ends, as Megatron does."""
-    timers = setting(config, "timers")
+    timers = getattr(config, "timers", None)
     if timers is not None:
         timers(name, log_level=level).start(**start)
     try:

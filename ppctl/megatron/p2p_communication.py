@@ -1,7 +1,5 @@
 """Megatron's methods for messages between the ranks of one pipeline.
 
-Knows process groups, modes and ends. Must not know schedules or stages.
-
 On NCCL, messages are fused by torch's batch_isend_irecv on the pipeline's own process group, and waited for together
 (decision 79). On gloo, and with `transport="channels"`, every directed edge has a channel of its own for activations
 and one for gradients, so that neither the two directions between two ranks nor a posted receive and a send can get in

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.connections import moves_on_device
-from ppctl.megatron.models import config_of, holder_of, misuse, setting
+from ppctl.megatron.models import config_of, holder_of, misuse
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import Channel, Placement, Schedule
 
@@ -119,7 +119,7 @@ def pipeline_of(model: nn.Module, communicator: Any, groups: Any, kind: str = "l
 def _world(config: Any) -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None  # distributed is initialised
-    size = setting(config, "pipeline_model_parallel_size", 1)
+    size = getattr(config, "pipeline_model_parallel_size", 1)
     if size > 1 and size != world.size():
         message = f"the config has {size} pipeline ranks and the world {world.size()}: which of them are this pipeline?"
         raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
@@ -140,7 +140,7 @@ def v_channels(pp: int) -> frozenset[Channel]:
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
     """The model's communicator over `group`, made anew if the group, the placement or a mode in the config has
     changed."""
-    key = [group, kind, *(setting(config, name) for name in _MODES)]
+    key = [group, kind, *(getattr(config, name, None) for name in _MODES)]
     kept = _made.get(model)
     if kept is None or kept[0] != key:
         channels = None if kind == "loop" else v_channels(group.size())
@@ -212,9 +212,9 @@ def misplaced_on_v(chunks: Sequence[nn.Module], placement: Placement, pp_rank: i
         shares = holder_of(chunk, "share_embeddings_and_output_weights")
         if shares is not None and shares.share_embeddings_and_output_weights:
             return "on a V one rank has embedding and output layer, and Megatron shares their weight between two ranks"
-        if setting(config, "mtp_num_layers"):
+        if getattr(config, "mtp_num_layers", None):
             return "on a V Megatron's multi-token prediction would share the embedding between the wrong ranks"
-        if setting(config, "pipeline_model_parallel_layout") is not None:
+        if getattr(config, "pipeline_model_parallel_layout", None) is not None:
             return "pipeline_model_parallel_layout numbers the layers of a loop, and the schedule is a V"
         first, due_first = _first_layer(chunk), first_layer(config, number, stage % placement.pp)
         if first is not None and due_first is not None and first != due_first:

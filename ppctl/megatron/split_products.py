@@ -1,8 +1,8 @@
 """Megatron's products with weights in split backwards: its linear layers, and Transformer Engine's below them.
 
-Knows the arguments of Megatron-core's autograd functions. Nothing of it is imported unless it is loaded already. What
-calls torch's functions by itself (the vocabulary-parallel embedding, experts one after another) needs no rule: products
-with weights are found in it (`weight_gradients.intercept`).
+Nothing of Megatron-core is imported unless it is loaded already. What calls torch's functions by itself (the
+vocabulary-parallel embedding, experts one after another) needs no rule: products with weights are found in it
+(`weight_gradients.intercept`).
 """
 
 from __future__ import annotations

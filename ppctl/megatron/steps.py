@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
-from ppctl.megatron.models import give_input, holder_of, setting, timed
+from ppctl.megatron.models import give_input, holder_of, timed
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.schedule_table import WarmupCounts, warmup_counts
 
@@ -56,7 +56,7 @@ def forward_step_calc_loss(
     """
     last = is_last_of_world(vp_stage, config) if is_last_stage is None else is_last_stage
     none = torch.zeros((), dtype=torch.int, device=_device_of(output_tensor))
-    cp = setting(config, "context_parallel_size", 1) if cp_group_size is None else cp_group_size
+    cp = getattr(config, "context_parallel_size", 1) if cp_group_size is None else cp_group_size
     result = output_tensor, none
     if last and loss_func is None:
         forward_data_store.append(output_tensor)
@@ -75,7 +75,7 @@ def forward_step_calc_loss(
 
 def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: int) -> tuple[Any, Tensor, Any]:
     """The scaled loss, the tokens and the data of what a loss function returned."""
-    per_token = setting(config, "calculate_per_token_loss", False)
+    per_token = getattr(config, "calculate_per_token_loss", False)
     if isinstance(returned, tuple) and len(returned) == 3:
         loss, counted, data = returned
         tokens = torch.as_tensor(counted, device=none.device)
@@ -95,7 +95,7 @@ def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: i
 
 def is_last_of_world(vp_stage: int | None, config: Any) -> bool:
     """Whether this rank's chunk is the model's last, if the world is one pipeline."""
-    chunks = setting(config, "virtual_pipeline_model_parallel_size") or 1
+    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
     last_rank = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     return last_rank and vp_stage in (None, chunks - 1)
 
@@ -120,19 +120,19 @@ def _scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int
     """
     one = torch.ones(1, device=_device_of(output))
     for field, kind, times_cp, module, name in _AUXILIARY:
-        if setting(config, field) is None:
+        if getattr(config, field, None) is None:
             continue
-        function = setting(config, f"{kind}_grad_scale_func") or setting(config, "grad_scale_func")
+        function = getattr(config, f"{kind}_grad_scale_func", None) or getattr(config, "grad_scale_func", None)
         scale = one if function is None else torch.as_tensor(function(one), device=one.device)
         if scale.numel() != 1:
             message = f"the {kind} loss has one scale, and its function returned {scale.numel()} numbers"
             raise LossScaleError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
-        if not setting(config, "calculate_per_token_loss", False):
+        if not getattr(config, "calculate_per_token_loss", False):
             scale = scale * (cp if times_cp else 1) / num_microbatches
         # Never imported: a model that attaches such a loss has loaded its class.
         scaler = getattr(sys.modules.get(f"megatron.core.transformer.{module}"), name, None)
         setters = [getattr(each, f"set_{kind}_loss_scale", None) for each in getattr(model, "modules", tuple)()]
-        setters += [getattr(scaler, "set_loss_scale", None), setting(config, f"{kind}_loss_scale_func")]
+        setters += [getattr(scaler, "set_loss_scale", None), getattr(config, f"{kind}_loss_scale_func", None)]
         for set_scale in filter(None, setters):
             set_scale(scale.clone())  # Megatron keeps the first tensor and copies later ones into it
 
@@ -240,7 +240,7 @@ def backward_step(
                 tensor.retain_grad()
         gradients += [None] * (len(outputs) - len(gradients))
         if gradients[0] is None and outputs[0] is not None and outputs[0].requires_grad:
-            outputs[0], gradients[0] = _loss_and_seed(outputs[0], setting(config, "grad_scale_func"))
+            outputs[0], gradients[0] = _loss_and_seed(outputs[0], getattr(config, "grad_scale_func", None))
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
         if pairs:
             edges = [get_gradient_edge(output) for output, _ in pairs]
@@ -298,10 +298,10 @@ def _announce(model: nn.Module, is_first_microbatch: bool, current_microbatch: i
 
 
 def _autocast(config: Any, model: nn.Module) -> AbstractContextManager[Any]:
-    if not setting(config, "enable_autocast", False):
+    if not getattr(config, "enable_autocast", False):
         return nullcontext()
     device = next((p.device.type for p in model.parameters()), "cpu")
-    return torch.autocast(device, dtype=torch_dtype(setting(config, "autocast_dtype"), "autocast_dtype"))
+    return torch.autocast(device, dtype=torch_dtype(getattr(config, "autocast_dtype", None), "autocast_dtype"))
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ppctl.errors import Problem, TrainingError
-from ppctl.megatron.models import holder_of, misuse, setting
+from ppctl.megatron.models import holder_of, misuse
 from ppctl.tensors.wide_dtype import wide_dtype
 
 
@@ -56,7 +56,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     `model` is a stage or the list of a rank's chunks, whose last one it is. Raises ConfigError if no module in it
     has an `output_layer`.
     """
-    if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
+    if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
     stage = model[-1] if isinstance(model, list) else model
     holder = holder_of(stage, "output_layer")
@@ -77,9 +77,9 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
 
     Raises TrainingError if tensor parallelism with a split sequence would have to gather the activations first.
     """
-    if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
+    if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
-    if setting(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
+    if getattr(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
         message = "deferring the output layer's gradients comes later for sequence parallelism"
         raise TrainingError(Problem("PP-E727", message, "defer_embedding_wgrad_compute=False"))
     weight = getattr(embedding_module.output_layer, "weight", None)
@@ -104,7 +104,7 @@ class Deferral:
         last = holder_of(chunks[-1], "output_layer")
         self._fills_buffers = last is not None and hasattr(last, "embedding_activation_buffer")
         self.module = clear_embedding_activation_buffer(config, chunks, True)
-        limit = setting(config, "wgrad_deferral_limit", 0)
+        limit = getattr(config, "wgrad_deferral_limit", 0)
         self._from = max(num_microbatches - limit, 0) if limit else 0
         self.microbatch = 0
         """The microbatch whose forward runs now."""

@@ -8,6 +8,7 @@ kernels           which kernels a device runs; core_attention and block_attentio
                   that are not ppctl's
 initialize        weights from (seed, canonical name)
 split             products whose weights are divided over ranks (decision 41)
+draw              the next token, from logits
 dropout           draws as functions of positions (decision 40); dropped_attention
 recompute         activation recomputation; compile: torch.compile
 offload           activations in host memory (decision 43); host_copies

@@ -8,18 +8,16 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import head_dim, query_groups
-from ppctl.model.core_attention import Attend, core_attention
-from ppctl.model.dropout import Draws, Dropout
+from ppctl.model.core_attention import SelfAttention
+from ppctl.model.dropout import Draws
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Projection, columns, from_columns
 from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate
-from ppctl.model.split import TensorSplit
 
 
-class Attention(nn.Module):
+class Attention(SelfAttention):
     """Causal self-attention [b, s, h] -> [b, s, h]; `num_attention_heads` queries share `num_query_groups` keys.
 
     With `qk_layernorm`, queries and keys are normalised per head before they are turned (as Qwen3 does). With
@@ -27,20 +25,16 @@ class Attention(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
-        super().__init__()
-        self.kernels, self.dropout = kernels, Dropout(model.attention_dropout)
-        dim = self.head_dim = head_dim(model)
+        super().__init__(model, kernels)
+        dim = self.head_dim = model.head_dim
         queries = model.num_attention_heads * dim
-        self.groups = query_groups(model)
-        self.split: TensorSplit | None = None
-        self.shared: Attend | None = None
+        self.groups = model.query_groups
         keys = self.groups * dim
         biases = model.add_qkv_bias or model.add_bias_linear
         self.wq = Linear(model.hidden_size, queries, bias=biases, fp8=kernels.fp8)
         self.wk = Linear(model.hidden_size, keys, bias=biases, fp8=kernels.fp8)
         self.wv = Linear(model.hidden_size, keys, bias=biases, fp8=kernels.fp8)
         self.wo = Linear(queries, model.hidden_size, bias=model.add_bias_linear, fp8=kernels.fp8)
-        self.interleaved = model.rotary_interleaved
         self.q_norm = make_norm(model, dim) if model.qk_layernorm else nn.Identity()
         self.k_norm = make_norm(model, dim) if model.qk_layernorm else nn.Identity()
 
@@ -54,14 +48,6 @@ class Attention(nn.Module):
         q = rotate(q, turns, interleaved=self.interleaved)
         k = rotate(k, turns, interleaved=self.interleaved)
         return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
-
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
-    ) -> Tensor:
-        """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        first_head = 0 if self.split is None else self.split.rank * q.shape[1]
-        dropped = self.dropout.of_attention(draws, first_head)
-        return core_attention(q, k, v, self.kernels, documents, dropped=dropped, shared=self.shared)
 
     def _keys_values(self) -> tuple[Linear | Projection, Linear | Projection]:
         """The rank's key/value groups; if there are more ranks than groups, several ranks have the same one."""

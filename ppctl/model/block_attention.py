@@ -3,12 +3,14 @@
 Results over several blocks of keys are merged by their log-sum-exps (`parallel/context.py`); a block's backward then
 takes the *merged* result and log-sum-exp, from which the block's own probabilities follow (decision 42).
 
-For all functions here:
+A kernel's functions take a `Block`:
     q [b, heads, s, width], k [b, groups, t, width], v [b, groups, t, values' width]: any strides, but each vector is
         contiguous; a group of neighbouring heads shares keys and values
+    scale of the scores; causal: whether a query sees the keys up to its own place alone, of s = t
+    documents: for a kernel that joins them, their lengths in each row
+and give, or for the backward take:
     out [b, heads, s, values' width]
     log_sum [b, heads, s]: the log-sum-exp of the scores, in float32 or wider
-`causal` blocks have s = t.
 """
 
 from __future__ import annotations
@@ -31,40 +33,34 @@ MULTIPLE = 8
 """16 bytes of 16-bit numbers: what a head's width is a multiple of for flash attention, a row's for grouped_mm."""
 
 
+Block = tuple[Tensor, Tensor, Tensor, float, bool, Lengths | None]
+"""(q, k, v, scale, causal, documents)."""
+
+
 class BlockAttention(NamedTuple):
     """A kernel for attention to one block of keys, as a forward and a backward."""
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, float, bool, Lengths | None], tuple[Tensor, Tensor]]
-    """(q, k, v, scale, causal, documents) -> out and log-sums."""
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool, Lengths | None], tuple[Tensor, Tensor, Tensor]
-    ]
-    """(out's gradient, q, k, v, out, log-sums, scale, causal, documents) -> gradients of q, k and v."""
+    forward: Callable[[Block], tuple[Tensor, Tensor]]
+    """Returns out and log-sums."""
+    backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(out's gradient, block, out, log-sums) -> gradients of q, k and v."""
     joins_documents: bool = False
     """Whether one call computes a causal block of several documents, each by itself, by their lengths in each row."""
 
 
-def _unfused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, _: Lengths | None) -> tuple[Tensor, Tensor]:
+def _unfused(block: Block) -> tuple[Tensor, Tensor]:
     """Products and a softmax, in float32 or wider: any device, dtype and widths. Holds scores [b, heads, s, t]."""
+    q, k, v, scale, causal, _ = block
     scores, values = _scores(q, k, scale, causal), _wide(v)
     log_sum = scores.logsumexp(-1)
     out = (scores - log_sum[..., None]).exp_() @ values[:, :, None]
     return out.flatten(1, 2).to(q.dtype), log_sum.flatten(1, 2)
 
 
-def _unfused_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    scale: float,
-    causal: bool,
-    _: Lengths | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _unfused_backward(gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Formulas: Dao et al., arXiv 2205.14135, appendix B.2."""
+    q, k, v, scale, causal, _ = block
     groups = k.shape[1]
     of_out, result, queries = (_wide(heads).unflatten(1, (groups, -1)) for heads in (gradient, out, q))
     keys, values = _wide(k)[:, :, None], _wide(v)[:, :, None]
@@ -88,9 +84,8 @@ def _wide(heads: Tensor) -> Tensor:
     return heads.to(wide_dtype(heads.dtype))
 
 
-def _flash_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, _: Lengths | None
-) -> tuple[Tensor, Tensor]:
+def _flash_on_cpu(block: Block) -> tuple[Tensor, Tensor]:
+    q, k, v, scale, causal, _ = block
     width = max(q.shape[-1], v.shape[-1])
     filled = (_filled(heads, width) for heads in (q, k, v))
     out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(*filled, 0.0, causal, scale=scale)
@@ -98,16 +93,9 @@ def _flash_on_cpu(
 
 
 def _flash_on_cpu_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    scale: float,
-    causal: bool,
-    _: Lengths | None,
+    gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, scale, causal, _ = block
     width = max(q.shape[-1], v.shape[-1])
     filled = (_filled(heads, width) for heads in (gradient, q, k, v, out))
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*filled, log_sum, 0.0, causal, scale=scale)
@@ -115,14 +103,13 @@ def _flash_on_cpu_backward(
     return of_q, of_k, of_v
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Lengths | None
-) -> tuple[Tensor, Tensor]:
+def _flash(block: Block) -> tuple[Tensor, Tensor]:
     """CUDA's flash attention 2, on the current stream; the host does not wait. 16-bit numbers, heads up to 256 wide.
 
     Its tensors are [b, s, heads, width]; those of several documents [b x s, heads, width], with log-sums
     [heads, b x s]. Never run: written after torch 2.13's `torch/nn/attention/varlen.py` and ATen's signatures.
     """
+    q, k, v, scale, causal, documents = block
     tokens = [_tokens(heads, _flash_width(q, v), documents) for heads in (q, k, v)]
     bounds = _bounds(documents, q, k)
     out, log_sum, *_ = _aten._flash_attention_forward(*tokens, *bounds, 0.0, causal, False, scale=scale)
@@ -134,18 +121,9 @@ def _flash(
     return out.transpose(1, 2)[..., : v.shape[-1]], log_sum
 
 
-def _flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    scale: float,
-    causal: bool,
-    documents: Lengths | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of `_flash`. Never run. The kernel needs contiguous log-sums; the two empty tensors are dropout's."""
+    q, k, v, scale, causal, documents = block
     tokens = [_tokens(heads, _flash_width(q, v), documents) for heads in (gradient, q, k, v, out)]
     log_sum = (log_sum if documents is None else log_sum.transpose(0, 1).flatten(1)).contiguous()
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)

@@ -7,16 +7,39 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from ppctl.model.dropout import Dropped
+from ppctl.config.schema import ModelConfig
+from ppctl.model.dropout import Draws, Dropout, Dropped
 from ppctl.model.dropped_attention import DroppedBlocks, attention_with_dropout
 from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
+from ppctl.model.split import TensorSplit
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None, DroppedBlocks | None], Tensor]
 """`attend` with its kernels, or what stands in its place if ranks share sequences (`parallel/context.py`)."""
+
+
+class SelfAttention(nn.Module):
+    """The heads of an attention layer; subclasses project a hidden state to queries, keys and values, and back."""
+
+    scale: float | None = None
+
+    def __init__(self, model: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels, self.dropout = kernels, Dropout(model.attention_dropout)
+        self.interleaved = model.rotary_interleaved
+        self.split: TensorSplit | None = None
+        self.shared: Attend | None = None
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
+    ) -> Tensor:
+        """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
+        first_head = 0 if self.split is None else self.split.rank * q.shape[1]
+        dropped = self.dropout.of_attention(draws, first_head)
+        return core_attention(q, k, v, self.kernels, documents, self.scale, dropped, self.shared)
 
 
 def core_attention(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ppctl.geometry.layers import score_rows
+from ppctl.model.block_attention import Block
 from ppctl.model.dropout import Dropped, kept_probabilities
 from ppctl.model.linear import without_autocast
 from ppctl.model.packing import Documents
@@ -72,41 +73,30 @@ class DroppedBlock(NamedTuple):
     keys: Tensor
     joins_documents: bool = False
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: object = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """The result, and the log-sums of all scores."""
+        q, k, v, scale, causal, _ = block
         b, heads, s, _ = q.shape
         out, log_sums = v.new_empty(b, heads, s, v.shape[-1]), q.new_empty(b, heads, s, dtype=wide_dtype(q.dtype))
-        for rows in self._runs(q, k):
-            scores = self._scores(q, k, rows, scale, causal=causal)
+        for rows in _runs(q, k):
+            scores = self.scores(q, k, rows, scale, causal=causal)
             log_sums[:, :, rows] = _by_head(scores, heads).logsumexp(-1)
             _by_head(scores, heads).sub_(log_sums[:, :, rows, None]).exp_()
-            weights = scores.mul_(self._kept(rows, heads, k.shape[1])).mul_(1 / (1 - self.dropped.p)).to(v.dtype)
+            weights = scores.mul_(self.kept(rows, heads, k.shape[1])).mul_(1 / (1 - self.dropped.p)).to(v.dtype)
             out[:, :, rows] = _by_head(weights @ v, heads)
         return out, log_sums
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scale: float,
-        causal: bool,
-        documents: object = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, block: Block, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, of the merged result and log-sums: sums over all keys are gradient x result."""
+        q, k, v, scale, causal, _ = block
         heads, groups, wide = q.shape[1], k.shape[1], wide_dtype(q.dtype)
         of_q = torch.empty_like(q)
         of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         sums = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-        for rows in self._runs(q, k):
-            shares = self._scores(q, k, rows, scale, causal=causal)
+        for rows in _runs(q, k):
+            shares = self.scores(q, k, rows, scale, causal=causal)
             _by_head(shares, heads).sub_(log_sum[:, :, rows, None]).exp_()
-            drop = self._kept(rows, heads, groups).to(wide).mul_(1 / (1 - self.dropped.p))
+            drop = self.kept(rows, heads, groups).to(wide).mul_(1 / (1 - self.dropped.p))
             of_rows = _by_group(gradient[:, :, rows], groups)
             of_v += (shares * drop).to(v.dtype).transpose(2, 3) @ of_rows
             of_scores = (of_rows @ v.transpose(2, 3)).to(wide).mul_(drop)
@@ -116,20 +106,15 @@ class DroppedBlock(NamedTuple):
             of_k += of_scores.transpose(2, 3) @ _by_group(q[:, :, rows], groups)
         return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
-    def _runs(self, q: Tensor, k: Tensor) -> Iterator[slice]:
-        """Neighbouring queries whose scores are in memory at once."""
-        step = score_rows(q.shape[0] * q.shape[1], k.shape[2])
-        return (slice(first, min(first + step, q.shape[2])) for first in range(0, q.shape[2], step))
-
-    def _scores(self, q: Tensor, k: Tensor, rows: slice, scale: float, *, causal: bool) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, rows: slice, scale: float, *, causal: bool) -> Tensor:
         """[b, groups, heads of a group x rows, keys]."""
         scores = (_by_group(q[:, :, rows], k.shape[1]) @ k.transpose(2, 3)).to(wide_dtype(q.dtype)).mul_(scale)
         if causal:
             _by_head(scores, q.shape[1]).masked_fill_(self.keys > self.queries[rows, None], -torch.inf)
         return scores
 
-    def _kept(self, rows: slice, heads: int, groups: int) -> Tensor:
-        """Which of `_scores` stay, bool in their shape."""
+    def kept(self, rows: slice, heads: int, groups: int) -> Tensor:
+        """Which of `scores` stay, bool in their shape."""
         return _by_group(kept_probabilities(self.dropped, heads, self.queries[rows], self.keys), groups)
 
 
@@ -140,19 +125,6 @@ class _DroppedCall(NamedTuple):
     first: int
 
 
-class _QueryBlock(NamedTuple):
-    """Neighbouring queries, of which all heads of a group lie one after another: [b, groups, heads x queries, ...]."""
-
-    queries: slice
-    seen: slice
-    """The keys up to the last query."""
-    q: Tensor
-    probabilities: Tensor
-    """[b, groups, rows, seen], at least float32."""
-    kept: Tensor
-    """Which of the probabilities stay, bool in their shape."""
-
-
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, call: _DroppedCall) -> Tensor:
@@ -161,9 +133,9 @@ class _DroppedAttention(torch.autograd.Function):
         b, heads, s, _ = q.shape
         out = v.new_empty(b, s, heads, v.shape[-1])
         with without_autocast(q.device.type):
-            for block in _blocks(q, k, keys, call):
-                weights = block.probabilities.mul_(block.kept).mul_(1 / (1 - call.p)).to(v.dtype)
-                out[:, block.queries] = _by_head(weights @ v[:, :, block.seen], heads).transpose(1, 2)
+            for queries, seen, shares, keep in _blocks(q, k, keys, call):
+                weights = shares.mul_(keep).mul_(1 / (1 - call.p)).to(v.dtype)
+                out[:, queries] = _by_head(weights @ v[:, :, seen], heads).transpose(1, 2)
         return out.flatten(2)
 
     @staticmethod
@@ -175,7 +147,7 @@ class _DroppedAttention(torch.autograd.Function):
         wide = wide_dtype(q.dtype)
         of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         with without_autocast(q.device.type):
-            for queries, seen, of, shares, keep in _blocks(q, k, keys, call):
+            for queries, seen, shares, keep in _blocks(q, k, keys, call):
                 of_rows = _by_group(gradient[:, :, queries], groups)
                 drop = keep.to(wide).mul_(1 / (1 - call.p))
                 of_v[:, :, seen] += (shares * drop).to(v.dtype).transpose(2, 3) @ of_rows
@@ -183,33 +155,27 @@ class _DroppedAttention(torch.autograd.Function):
                 of_scores.addcmul_(shares, of_scores.sum(-1, keepdim=True), value=-1)
                 of_scores = of_scores.mul_(call.scale).to(q.dtype)
                 of_q[:, :, queries] = _by_head(of_scores @ k[:, :, seen], heads)
-                of_k[:, :, seen] += of_scores.transpose(2, 3) @ of
+                of_k[:, :, seen] += of_scores.transpose(2, 3) @ _by_group(q[:, :, queries], groups)
         return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
 
 
-def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _DroppedCall) -> Iterator[_QueryBlock]:
-    """The probabilities of all queries, block by block."""
-    b, heads, s, _ = q.shape
-    groups = k.shape[1]
-    positions = torch.arange(call.first, call.first + s, device=q.device)
+def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _DroppedCall) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """For neighbouring queries: these, the keys up to the last of them, their probabilities (at least float32), and
+    which of these stay, both [b, groups, heads of a group x queries, keys]."""
+    positions = torch.arange(call.first, call.first + q.shape[2], device=q.device)
     dropped = Dropped(keys, call.p, call.first_head)
-    step = score_rows(b * heads, s)
-    for first in range(0, s, step):
-        last = min(first + step, s)
-        seen, queries = positions[:last], positions[first:last]
-        rows = _by_group(q[:, :, first:last], groups)
-        keep = kept_probabilities(dropped, heads, queries, seen).view(b, groups, -1, last)
-        shares = _shares(rows, k[:, :, :last], call.scale, heads, seen > queries[:, None])
-        yield _QueryBlock(slice(first, last), slice(0, last), rows, shares, keep)
+    for queries in _runs(q, k):
+        seen = slice(0, queries.stop)
+        block = DroppedBlock(dropped, positions, positions[seen])
+        keep = block.kept(queries, q.shape[1], k.shape[1])  # draws need much memory: before there are scores
+        shares = block.scores(q, k[:, :, seen], queries, call.scale, causal=True).softmax(-1)
+        yield queries, seen, shares, keep
 
 
-def _shares(rows: Tensor, seen: Tensor, scale: float, heads: int, future: Tensor) -> Tensor:
-    """Softmax over the keys that are not in the `future` [queries, keys]."""
-    wide = wide_dtype(rows.dtype)
-    scores = (rows @ seen.transpose(2, 3)).to(wide).mul_(scale)
-    _by_head(scores, heads).masked_fill_(future, -torch.inf)
-    shares: Tensor = scores.softmax(-1)
-    return shares
+def _runs(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Neighbouring queries whose scores are in memory at once."""
+    step = score_rows(q.shape[0] * q.shape[1], k.shape[2])
+    return (slice(first, min(first + step, q.shape[2])) for first in range(0, q.shape[2], step))
 
 
 def _by_group(heads: Tensor, groups: int) -> Tensor:

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.expert_reach import expert_runs
-from ppctl.geometry.layers import expert_width
 from ppctl.model.fp8 import Operand
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
 from ppctl.model.split import TensorSplit
-from ppctl.tensors.row_copies import RowCopies, copied, summed
-from ppctl.tensors.row_order import reorder
+from ppctl.tensors.row_copies import RowCopies, copied, reorder, summed
 
 ExchangeRows = Callable[[Tensor, Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
 """`exchange(rows, chosen, weights, counts, experts)`: bring rows [t, h] to where the experts of each live, `chosen`
@@ -65,7 +63,7 @@ class Experts(nn.Module):
         outside = kernels.outside.get("grouped_product")
         self.grouped: Product | None = None if outside is None else outside.function
         """A grouped product that is not ppctl's."""
-        count, h, width = model.num_moe_experts or 0, model.hidden_size, expert_width(model)
+        count, h, width = model.num_moe_experts or 0, model.hidden_size, model.expert_width
         self.w1 = make_weight(count, width, h)
         self.w2 = make_weight(count, h, width)
         self.w3 = make_weight(count, width, h) if model.gated_linear_unit else None

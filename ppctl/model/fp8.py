@@ -1,7 +1,7 @@
 """Matrices in 8-bit floating point: which numbers share a scale, and how they are rounded.
 
-Knows tiles and scales. Must not know how matrices are multiplied (`linear.py`), nor layers. Source of tiles of 1 x 128
-for activations and 128 x 128 for weights: the DeepSeek-V3 report, arXiv:2412.19437, section 3.3.
+`linear.py` multiplies them. Source of tiles of 1 x 128 for activations and 128 x 128 for weights: the DeepSeek-V3
+report, arXiv:2412.19437, section 3.3.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Products of all groups' rows with their weights at once, in 8 bits with a scale for each row (decision 89).
 
-Knows how torch's scaled grouped product wants its operands. Must not know how it is called (`linear.py`), nor experts.
-The numbers are those of one product for each group (`Fp8.multiply`), rounded with the same scales.
+Operands are as torch's scaled grouped product wants them (`linear.py` calls it). The numbers are those of one product
+for each group (`Fp8.multiply`), rounded with the same scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,15 +40,13 @@ class Groups(NamedTuple):
         own = torch.searchsorted(ends, torch.arange(size, device=device), right=True)
         return cls((ends * ALIGNED).int(), places, own)
 
-    def spread(self, rows: Tensor) -> Tensor:
-        """Rows [n, ...] at their places, [size, ...], with zeros between."""
-        out: Tensor = _Placed.apply(rows, self.places, len(self.blocks) * ALIGNED)  # type: ignore[no-untyped-call]  # torch's own
-        return out
+    def down(self, rows: Tensor) -> Tensor:
+        """The rows [n, ...] that lie at their places in [size, ...]; one way of `row_copies`, the other is `up`."""
+        return rows.index_select(0, self.places)
 
-    def gathered(self, rows: Tensor) -> Tensor:
-        """The rows [n, ...] that lie at their places in [size, ...]."""
-        out: Tensor = _Placed.apply(rows, self.places, None)  # type: ignore[no-untyped-call]  # torch's own
-        return out
+    def up(self, rows: Tensor) -> Tensor:
+        """Rows [n, ...] at their places, [size, ...], with zeros between."""
+        return rows.new_zeros(len(self.blocks) * ALIGNED, *rows.shape[1:]).index_copy_(0, self.places, rows)
 
     def along_rows(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """A matrix [size, k] transposed in e4m3, [k, size], and the scales of its columns in each group, [groups x k].
@@ -62,22 +60,6 @@ class Groups(NamedTuple):
         scales = scales_of(of_groups, E4M3)
         quotients = torch.div(blocks, scales[self.blocks][:, None]).flatten(0, 1)
         return quotients.t().to(E4M3, memory_format=torch.contiguous_format), scales[:groups].flatten()
-
-
-class _Placed(torch.autograd.Function):
-    """Rows [n, ...] at their places in `size` rows or, if that is None, from there; the gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int | None) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.back = len(rows) if size is None else None
-        if size is None:
-            return rows.index_select(0, places)
-        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, places, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _Placed.apply(gradients[0], *ctx.saved_tensors, ctx.back), None, None  # type: ignore[no-untyped-call]  # torch's own
 
 
 class EightBitCopies(NamedTuple):
@@ -115,7 +97,7 @@ def copies_of(weights: Tensor, fp8: Fp8) -> EightBitCopies:
 
 
 class GroupsInFp8(NamedTuple):
-    """A product in 8 bits of all groups' rows, as `Groups.spread` has them, with the copies of their weights."""
+    """A product in 8 bits of all groups' rows, as `Groups.up` has them, with the copies of their weights."""
 
     fp8: Fp8
     copies: EightBitCopies

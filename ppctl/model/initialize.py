@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import parameter_of
-from ppctl.geometry.parts import Parts
+from ppctl.geometry.rows import Parts
 from ppctl.host.processes import own_share
 from ppctl.model.stage_model import pieces
 

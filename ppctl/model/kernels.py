@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.geometry.layers import expert_width
 from ppctl.geometry.parameters import Sizes
 from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, MULTIPLE, UNFUSED, BlockAttention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
@@ -278,7 +277,7 @@ def _groups_experts(model: ModelConfig, can: Capability, dtype: str) -> bool:
     torch fetches the groups' ends to the host and multiplies group by group, and waits for the device in every product
     (pytorch#186620): with a product for each expert it is waited for once a layer.
     """
-    fits = model.hidden_size % MULTIPLE == expert_width(model) % MULTIPLE == 0
+    fits = model.hidden_size % MULTIPLE == model.expert_width % MULTIPLE == 0
     return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute[0] == 9 and can.grouped_products
 
 

@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.core_attention import Attend, core_attention
-from ppctl.model.dropout import Draws, Dropout
+from ppctl.model.core_attention import SelfAttention
+from ppctl.model.dropout import Draws
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, columns, from_columns
 from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate, yarn_magnitude
-from ppctl.model.split import TensorSplit, enter
+from ppctl.model.split import enter
 
 LATENT_NORM_EPSILON = 1e-6
 """Inside the norms of the compressed vectors, whatever the model's own epsilon is: so the family was trained."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(SelfAttention):
     """Causal self-attention whose heads are expanded from a compressed query (optional) and a compressed key/value.
 
     A head has `qk_head_dim` dimensions without positions and `qk_pos_emb_head_dim` with; the keys' part with positions
@@ -35,12 +35,8 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
-        super().__init__()
-        self.kernels, self.dropout = kernels, Dropout(model.attention_dropout)
+        super().__init__(model, kernels)
         h, heads = model.hidden_size, model.num_attention_heads
-        self.interleaved = model.rotary_interleaved
-        self.split: TensorSplit | None = None
-        self.shared: Attend | None = None
         self.q_widths = [model.qk_head_dim, model.qk_pos_emb_head_dim]
         self.latent_widths = [model.kv_lora_rank, model.qk_pos_emb_head_dim]
         self.kv_widths = [model.qk_head_dim, model.v_head_dim]
@@ -82,14 +78,6 @@ class LatentAttention(nn.Module):
         q = rotate(q, turns, first=self.q_widths[0], interleaved=self.interleaved)
         k, v = _KeysValues.apply(_heads(expanded, self.kv_widths), turned, self.kv_widths)  # type: ignore[no-untyped-call]  # torch's own
         return q, k, v
-
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
-    ) -> Tensor:
-        """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        first_head = 0 if self.split is None else self.split.rank * q.shape[1]
-        dropped = self.dropout.of_attention(draws, first_head)
-        return core_attention(q, k, v, self.kernels, documents, self.scale, dropped, self.shared)
 
 
 def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:

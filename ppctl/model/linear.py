@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ppctl.geometry.parts import Place
+from ppctl.geometry.rows import Place
 from ppctl.model.fp8 import BLOCK, Fp8, Operand, Quantised
 from ppctl.model.grouped_fp8 import Groups, GroupsInFp8, copies_of
 from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
+from ppctl.tensors.row_copies import copied, summed
 from ppctl.tensors.wide_dtype import wide_dtype
 from ppctl.weight_gradients.deferred import DeferredGradients, ProductRule, deferring, multiply
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
@@ -252,7 +253,8 @@ def for_each_group(
     if at_once and fp8 is not None:
         groups = Groups.of(counts, len(rows))
         product_of_all = partial(_grouped_in_fp8, groups=groups, fp8=fp8)
-        return groups.gathered(block(product_of_all, fp8.rounded(groups.spread(rows)), groups.spread(beside), *stacks))
+        done = block(product_of_all, fp8.rounded(summed(rows, groups)), summed(beside, groups), *stacks)
+        return copied(done, groups)
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped or grouped_product, ends=ends), rows, beside, *stacks)

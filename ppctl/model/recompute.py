@@ -103,7 +103,24 @@ def _checkpointed(function: Function, switch: Switch) -> Function:
     return call
 
 
-class _Inputs:
+class _KeptCall:
+    """A call of a function, of which the inputs alone are kept, through the hooks `around` it."""
+
+    def __init__(self, function: Function, inputs: Sequence[Any], around: _Hooks) -> None:
+        self._function, self._cast = function, _casting(inputs)
+        self._inputs = [
+            _Input(around.keep(each.detach()), each.requires_grad) if isinstance(each, Tensor) else each
+            for each in inputs
+        ]
+
+    def again(self, save: Callable[[Tensor], Any]) -> Any:
+        """Call the function a second time; its operations save what `save` returns."""
+        inputs = [each.anew() if isinstance(each, _Input) else each for each in self._inputs]
+        with self._cast, torch.enable_grad(), saved_tensors_hooks(save, _as_it_is):
+            return self._function(*inputs)
+
+
+class _Inputs(_KeptCall):
     """The inputs of one call of a function, all that is kept of it; what its operations save is made a second time.
 
     As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
@@ -112,11 +129,7 @@ class _Inputs:
     """
 
     def __init__(self, function: Function, inputs: Sequence[Any]) -> None:
-        self._function, self._around, self._cast = function, _hooks_around(), _casting(inputs)
-        self._inputs = [
-            _Input(self._around.keep(each.detach()), each.requires_grad) if isinstance(each, Tensor) else each
-            for each in inputs
-        ]
+        super().__init__(function, inputs, _hooks_around())
         self._saved: list[ref[_Saved]] = []
 
     def not_kept(self) -> AbstractContextManager[object]:
@@ -130,7 +143,6 @@ class _Inputs:
 
     def call_again(self) -> None:
         """Make everything that the backward still asks for."""
-        inputs = [each.anew() if isinstance(each, _Input) else each for each in self._inputs]
         count = 0
 
         def save(tensor: Tensor) -> Tensor:
@@ -144,8 +156,7 @@ class _Inputs:
             return tensor
 
         try:
-            with self._cast, torch.enable_grad(), saved_tensors_hooks(save, _as_it_is):
-                self._function(*inputs)
+            self.again(save)
         except _EnoughError:
             return
         raise AssertionError(f"a function saved {len(self._saved)} tensors, and {count} when it was called again")
@@ -282,18 +293,11 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _KeptTensor):
         return packed.unpack(packed.packed)
     again, index, shape, stride, offset = packed
-    output: Tensor = again.made().outputs[index].as_strided(shape, stride, offset)
+    output: Tensor = again.outputs()[index].as_strided(shape, stride, offset)
     return output
 
 
-class _SecondResults(NamedTuple):
-    """The results of the second call of a function, without a graph."""
-
-    saved: list[Tensor]
-    outputs: tuple[Tensor, ...]
-
-
-class _SecondCall:
+class _SecondCall(_KeptCall):
     """A function of which only the inputs are kept: it is called a second time when its results are first needed.
 
     The graph is that of the first call, so that gradients add up in the same order; its operations save the numbers of
@@ -301,33 +305,30 @@ class _SecondCall:
     """
 
     def __init__(self, function: Function, inputs: Sequence[Tensor], around: _Hooks) -> None:
-        self.function = function
-        self.inputs = [_Input(around.keep(tensor.detach()), tensor.requires_grad) for tensor in inputs]
-        self._cast = _casting(inputs)
+        super().__init__(function, inputs, around)
         self._count = 0
-        self._made: _SecondResults | None = None
+        self._outputs: tuple[Tensor, ...] | None = None
+        self._saved: list[Tensor] = []
 
     def first_time(self, inputs: Sequence[Tensor]) -> Any:
         """The function's outputs, with a graph that holds no activation."""
-        with saved_tensors_hooks(self._number, _answer):
-            return self.function(*inputs)
+        with saved_tensors_hooks(self._number, self.saved):
+            return self._function(*inputs)
 
-    def made(self) -> _SecondResults:
-        if self._made is None:
-            inputs = [each.anew() for each in self.inputs]
-            saved: list[Tensor] = []
-            with (
-                self._cast,
-                torch.enable_grad(),
-                saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never),
-            ):
-                outputs = _as_tuple(self.function(*inputs))
-            self._made = _SecondResults(saved, tuple(tensor.detach() for tensor in outputs))
-        return self._made
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The results of the second call, without a graph; what its operations saved is in `saved` then."""
+        if self._outputs is None:
+            outputs = self.again(lambda tensor: self._saved.append(tensor.detach()))
+            self._outputs = tuple(tensor.detach() for tensor in _as_tuple(outputs))
+        return self._outputs
 
-    def _number(self, tensor: Tensor) -> tuple[_SecondCall, int]:
+    def saved(self, number: int) -> Tensor:
+        self.outputs()
+        return self._saved[number]
+
+    def _number(self, tensor: Tensor) -> int:
         self._count += 1
-        return self, self._count - 1
+        return self._count - 1
 
 
 def _casting(inputs: Sequence[Any]) -> AbstractContextManager[object]:
@@ -336,15 +337,6 @@ def _casting(inputs: Sequence[Any]) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-
-
-def _answer(numbered: tuple[_SecondCall, int]) -> Tensor:
-    again, number = numbered
-    return again.made().saved[number]
-
-
-def _never(_: None) -> Tensor:
-    raise AssertionError("the graph of the second call is never gone through")
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import head_dim
 from ppctl.tensors.wide_dtype import wide_dtype
 
 
@@ -23,7 +22,7 @@ def rotary_dim(model: ModelConfig) -> int:
     """How many dimensions of a head are turned: `rotary_percent` of it, or latent attention's share with positions."""
     if model.multi_latent_attention:
         return model.qk_pos_emb_head_dim
-    return int(head_dim(model) * model.rotary_percent)
+    return int(model.head_dim * model.rotary_percent)
 
 
 class Rotary:

@@ -12,15 +12,12 @@ from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, cp_comm_type, holds_final_norm
-from ppctl.geometry.parts import ONLY, WHOLE, Parts, Place
-from ppctl.geometry.rows import Parameter
-from ppctl.model.attention import Attention
-from ppctl.model.core_attention import Attend
+from ppctl.geometry.rows import ONLY, WHOLE, Parameter, Parts, Place
+from ppctl.model.core_attention import Attend, SelfAttention
 from ppctl.model.dropout import Draws, Dropout, name_key
 from ppctl.model.feed_forward import ExchangeRows, Experts, FeedForward, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear, columns, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
@@ -182,7 +179,7 @@ class StageModule(nn.Module):
         self.context = place
         for layer, module in self.decoder_layers().items():
             attention = module.get_submodule("attention")
-            assert isinstance(attention, Attention | LatentAttention)
+            assert isinstance(attention, SelfAttention)
             attention.shared = ways[cp_comm_type(self.model, layer)]
         if self.mtp is not None:
             self.mtp.own = self._own_halves
@@ -241,7 +238,7 @@ class StageModule(nn.Module):
             raise LookupError("; ".join([*wrong, "the table is in ppctl/geometry/parameters.py"]))
 
 
-SPLIT = (Attention, LatentAttention, FeedForward, Embedding)
+SPLIT = (SelfAttention, FeedForward, Embedding)
 """The blocks that exchange columns with other ranks."""
 
 

@@ -33,7 +33,7 @@ from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO, POLICIES, fitting_policy, forwards_alone
 from ppctl.schedule.schedule_request import ScheduleRequest, requested
 from ppctl.schedule.simulate import Costs
-from ppctl.weight_gradients.left_whole import tell_what_stays
+from ppctl.weight_gradients.functions import tell_what_stays
 
 LOOPED_BFS = "loopedbfs"
 """Torch's name for `gpipe` with several chunks, whose backwards begin with the last microbatch: sums in that order."""

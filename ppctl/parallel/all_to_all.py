@@ -1,9 +1,8 @@
 """Exchanges in which every rank of a group sends rows to every rank, and gradients that take the same way back.
 
-Knows a process group and how many rows go where. Must not know what rows mean. Every rank of a group makes the same
-exchanges in the same order. On CUDA, NCCL runs them on its stream of the group: the wait is the current stream's, not
-the host's, and what is sent or received is held until then. While rows are under way the other half of a pair may
-compute (`turns`).
+Every rank of a group makes the same exchanges in the same order. On CUDA, NCCL runs them on its stream of the group:
+the wait is the current stream's, not the host's, and what is sent or received is held until then. While rows are under
+way the other half of a pair may compute (`turns`).
 """
 
 from __future__ import annotations

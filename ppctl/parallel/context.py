@@ -1,8 +1,7 @@
 """Context parallelism: attention over sequences of which each rank of a group has its halves (`sequence_halves.py`).
 
-Knows a process group, queries, keys and values. Must not know layers, nor how kernels are called: how a block of
-queries attends to a block of keys (`BlockKernel`), and how whole sequences attend, are parameters. Megatron's
-`cp_comm_type` names the ways:
+How a block of queries attends to a block of keys (`BlockKernel`), and how whole sequences attend, are parameters.
+Megatron's `cp_comm_type` names the ways:
 
 * `p2p` (`RingAttention`): keys and values travel round; each hop runs beside the blocks of what is at hand.
 * `all_gather` (`GatherAttention`): they are gathered once, beside the blocks of the rank's own.
@@ -56,11 +55,11 @@ class BlockKernel(Protocol):
 
     @property
     def forward(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """(q, k, v, scale, causal, documents) -> result and log-sums."""
+        """((q, k, v, scale, causal, documents),) -> result and log-sums."""
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        """(result's gradient, q, k, v, result, log-sums, scale, causal, documents) -> gradients of q, k and v."""
+        """(result's gradient, forward's argument, result, log-sums) -> gradients of q, k and v."""
 
 
 class HasLengths(Protocol):
@@ -277,7 +276,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             for block in part.blocks:
                 seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
                 asking = (block.rows, slice(None), block.queries)
-                of_block = kernel(block).forward(q[asking], *seen, scale, block.causal, part.documents)
+                of_block = kernel(block).forward((q[asking], *seen, scale, block.causal, part.documents))
                 _merge(merged[asking], log_sums[asking], *of_block, first=block.causal)
                 del seen, of_block
             del part, keys, values, kernel
@@ -299,11 +298,11 @@ class _BlockwiseAttention(torch.autograd.Function):
             for block in part.blocks:
                 asking = (block.rows, slice(None), block.queries)
                 seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
-                mixed = out[asking], log_sums[asking], ctx.scale, block.causal, part.documents
-                of_q, of_k, of_v = kernel(block).backward(gradient[asking], q[asking], *seen, *mixed)
+                asked = (q[asking], *seen, ctx.scale, block.causal, part.documents)
+                of_q, of_k, of_v = kernel(block).backward(gradient[asking], asked, out[asking], log_sums[asking])
                 of_queries[asking] += of_q
                 of_blocks.append((block, of_k, of_v))
-                del seen, of_q, of_k, of_v
+                del seen, asked, of_q, of_k, of_v
             del part, keys, values, kernel
             sums.add(of_blocks)
         of_keys, of_values = sums.total().split((k.shape[-1], v.shape[-1]), -1)

@@ -1,9 +1,8 @@
 """Expert parallelism: rows travel to the ranks that hold their experts, and their results travel back.
 
-Knows process groups, which experts each row has, and how many rows each expert gets. Must not know routers, experts or
-the pipeline. Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its
-k-th exchange after the same actions. Groups of their own keep exchanges apart from reductions that run beside the
-pipeline. Counts are under way while rows are sorted, if these go straight to their experts.
+Deadlock-free because all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange
+after the same actions. Groups of their own keep exchanges apart from reductions that run beside the pipeline. Counts
+are under way while rows are sorted, if these go straight to their experts.
 
 For experts on several nodes a row goes to each node once, and comes back as one sum for each run. The ranks of an
 `outer` group have the same place on every node, so that each sends and receives all that its own rows have to do with
@@ -25,8 +24,7 @@ from ppctl.geometry.expert_reach import expert_runs
 from ppctl.parallel.all_to_all import all_to_all, all_to_all_together, exchange, start_exchange
 from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
-from ppctl.tensors.row_copies import RowCopies, copied, set_places, summed, sums
-from ppctl.tensors.row_order import inverse_of, reorder
+from ppctl.tensors.row_copies import RowCopies, copied, inverse_of, reorder, set_places, summed, sums
 
 _Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 _Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -108,7 +106,7 @@ class ExpertExchange:
         if group is not None:
             going, weighed = all_to_all_together(group, sends, receives, going, weighed)
         if self.etp_group is not None:
-            going, weighed = (_gathered_rows(each, shared, self.etp_group) for each in (going, weighed))
+            going, weighed = (_share(each, shared, self.etp_group, _gather_rows) for each in (going, weighed))
         etp, places, own, nodes = arriving.shape
         blocks = torch.arange(arriving.numel(), device=going.device).view(own, etp, nodes, places)
         order = (
@@ -122,7 +120,7 @@ class ExpertExchange:
         del going, weighed
         done = reorder(experts(by_expert, weights, arriving.sum((0, 1, 3))), back, order)
         if self.etp_group is not None:
-            done = _summed_rows(done, shared, self.etp_group)
+            done = _share(done, shared, self.etp_group, _scatter_rows)
         return done if group is None else all_to_all(done, group, receives, sends)
 
     def sizes(self, *numbers: Tensor) -> list[list[int]]:
@@ -136,16 +134,12 @@ class ExpertExchange:
         return arriving[None] if self.etp_group is None else _gathered(arriving, self.etp_group)
 
 
-def _gathered_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks of the group, in their order; `shared` says how many each has. Gradients are summed."""
-    gathered: Tensor = _Share.apply(rows, shared, group, _gather_rows, _scatter_rows)  # type: ignore[no-untyped-call]  # torch's own
-    return gathered
-
-
-def _summed_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks for this rank's own rows; gradients are gathered."""
-    own: Tensor = _Share.apply(rows, shared, group, _scatter_rows, _gather_rows)  # type: ignore[no-untyped-call]  # torch's own
-    return own
+def _share(rows: Tensor, shared: list[int], group: dist.ProcessGroup, there: _Exchange) -> Tensor:
+    """The rows of all ranks of the group in their order (`_gather_rows`), or for this rank's own rows the sums over
+    the ranks (`_scatter_rows`); gradients take the other way. `shared` says how many rows each rank has."""
+    back = _scatter_rows if there is _gather_rows else _gather_rows
+    done: Tensor = _Share.apply(rows, shared, group, there, back)  # type: ignore[no-untyped-call]  # torch's own
+    return done
 
 
 class _Share(torch.autograd.Function):

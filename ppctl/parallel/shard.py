@@ -1,10 +1,9 @@
 """Tensors divided over a process group: sums go to whoever has each part, and whole tensors come from all parts.
 
-Knows tensors, a group, and who owns what. Must not know what they mean. In equal parts a tensor is read flat, padded to
-a multiple of the group's size n, and cut into n runs, of which rank r holds the r-th: a reduce-scatter and an
-all-gather. Or each run belongs to one rank, of any length: one `reduce` to every owner and one `broadcast` from it, in
-the order of ranks, which together move what the other two move, without padding. Every rank of the group makes the same
-calls.
+In equal parts a tensor is read flat, padded to a multiple of the group's size n, and cut into n runs, of which rank r
+holds the r-th: a reduce-scatter and an all-gather. Or each run belongs to one rank, of any length: one `reduce` to
+every owner and one `broadcast` from it, in the order of ranks, which together move what the other two move, without
+padding. Every rank of the group makes the same calls.
 """
 
 from __future__ import annotations

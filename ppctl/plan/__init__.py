@@ -6,7 +6,7 @@
     sizes              the world and the batch; rampup: a batch that grows
     layout_choice      the layout, with split_options and auto_layout
     schedule_choice    the schedule and its warm-up, with schedule_search and schedule_file
-    stages             what each stage holds; sharing: what replicas divide
+    stages             what each stage holds, and what replicas divide of it
     memory, prices     what that costs, also from a measured profile, and what ranks send
     memory_limit       what fits a device, less what torch does not allocate
     violations         the config with its sources, and problems with remedies that were tried

@@ -6,7 +6,7 @@ travel, what waits in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -19,19 +19,12 @@ from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, offloaded_layers
 from ppctl.host.accelerators import MEGATRON, whose_prices
+from ppctl.plan import prices
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.expert_dispatch import exchanged_again
 from ppctl.plan.memory import checkpoint_copies, deferred, device_of, gathered, rank_pricer
 from ppctl.plan.memory_limit import GIB, amount, device_limit, memory_violations
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import (
-    matrix_owners,
-    predicted,
-    seconds_after,
-    simulation_costs,
-    step_timing,
-    step_traffic,
-)
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, ProvedSchedule, presumed, proved, settled
 from ppctl.plan.schedule_search import least_held
@@ -99,15 +92,15 @@ def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:
     plain, decided = derivation.compute_only(batch.num_microbatches)
     proof = derivation.proof
     if proof is None or proof.plain != plain or derivation.frozen_stages:
-        proof = proved(values, plain, derivation.frozen_stages, simulation_costs(costs, stages))
+        proof = proved(values, plain, derivation.frozen_stages, prices.simulation_costs(costs, stages))
     run = plain if proof.wrong else proof.schedule
-    trace = _trace(proof, simulation_costs(costs, stages))
+    trace = _trace(proof, prices.simulation_costs(costs, stages))
     smaller, of_sizes = _smaller(derivation, proof) if grows else ((), [])
     ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
     of_megatron = " as Megatron-core runs it" * (config.cost.stack == MEGATRON)
     priced_by = device_of(config).title + of_megatron if measured is None else measured.path
-    times = step_timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
+    times = prices.step_timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
     return Plan(
         name=name,
         sizes=sizes,
@@ -127,28 +120,28 @@ def _assemble(derivation: Derivation, name: str, *, grows: bool = True) -> Plan:
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=values[CAPACITY],
-        traffic=step_traffic(config, stages, sizes, proof.schedule, batch.micro_batch_size, batch.accumulation),
+        traffic=prices.step_traffic(config, stages, sizes, proof.schedule, batch.micro_batch_size, batch.accumulation),
         limit=device_limit(config, sizes),
         smaller=smaller,
-        derived=(
-            *derivation.derived,
-            *whose_code(model),
-            *decided,
-            *gathered(config, sizes, ranks),
-            *matrix_owners(config, stages, sizes),
-            *offloaded(config, stages, costs, ranks),
-            *exchanged_again(
-                config, sizes, lambda other: rank_pricer(other, stages, sizes, batch.micro_batch_size)(run)
-            ),
-            *checkpoint_copies(config, stages, sizes),
-            *forwards_only(derivation.frozen_stages),
-            *transport(config, sizes.pp, len(plain.pairs)),
-            *deferred(config, stages, sizes, proof.schedule, batch.micro_batch_size),
-            *(origin(measured, cut.layout.canonical()) or whose_seconds(config)),
-        ),
+        derived=(*derivation.derived, *whose_code(model), *decided, *_in_words(derivation, proof, ranks)),
         provenance=dict(values.provenance),
         problems=tuple(dict.fromkeys([*proof.wrong, *(problem for _, wrong in of_sizes for problem in wrong)])),
     )
+
+
+def _in_words(derivation: Derivation, proof: ProvedSchedule, ranks: Sequence[RankCost]) -> Iterator[Derived]:
+    """The lines of a plan on what its stages do and hold under the schedule."""
+    config, sizes, stages = derivation.values.config, derivation.sizes, derivation.stages
+    micro_batch_size, run = derivation.batch.micro_batch_size, proof.plain if proof.wrong else proof.schedule
+    yield from gathered(config, sizes, ranks)
+    yield from prices.matrix_owners(config, stages, sizes)
+    yield from offloaded(config, stages, derivation.costs, ranks)
+    yield from exchanged_again(config, sizes, lambda other: rank_pricer(other, stages, sizes, micro_batch_size)(run))
+    yield from checkpoint_copies(config, stages, sizes)
+    yield from forwards_only(derivation.frozen_stages)
+    yield from transport(config, sizes.pp, len(proof.plain.pairs))
+    yield from deferred(config, stages, sizes, proof.schedule, micro_batch_size)
+    yield from origin(derivation.measured, derivation.cut.layout.canonical()) or whose_seconds(config)
 
 
 _OfSize = tuple[tuple[RankCost, ...], list[Problem]]
@@ -160,7 +153,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
     values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
     batches: list[SmallerBatch] = []
     held: list[_OfSize] = []
-    costs = simulation_costs(derivation.costs, stages)
+    costs = prices.simulation_costs(derivation.costs, stages)
     proofs = {derivation.batch.num_microbatches: full}
     for segment, steps, batch in derivation.smaller:
         count, config = batch.num_microbatches, at_size(values.config, segment.size)
@@ -175,7 +168,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
             SmallerBatch(
                 *(segment.step, steps, segment.sample, segment.size),
                 *(count, batch.accumulation, bubble_fraction(trace)),
-                step_time(trace) * batch.accumulation + seconds_after(config, stages, sizes, ranks),
+                step_time(trace) * batch.accumulation + prices.seconds_after(config, stages, sizes, ranks),
                 proof.schedule,
             )
         )
@@ -185,7 +178,7 @@ def _smaller(derivation: Derivation, full: ProvedSchedule) -> tuple[tuple[Smalle
 def _trace(proof: ProvedSchedule, costs: Costs) -> Trace:
     """The step as it would run, without messages if these are wrong."""
     if proof.wrong or proof.run is None:
-        return predicted(proof.plain if proof.wrong else proof.schedule, costs)
+        return prices.predicted(proof.plain if proof.wrong else proof.schedule, costs)
     return traced(proof.schedule, proof.run)
 
 

@@ -8,26 +8,14 @@ from functools import cached_property
 
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError
+from ppctl.plan import schedule_choice
 from ppctl.plan.layout_choice import AUTO, LayoutCut, check_offloading, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import RankPricer, held_bytes, rank_pricer
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Profile, read_profile
 from ppctl.plan.rampup import GrowingBatch, check_sizes, derive_sizes, in_words
-from ppctl.plan.schedule_choice import (
-    CSV,
-    Choice,
-    ProvedSchedule,
-    check_compiled,
-    check_filled,
-    check_length,
-    check_overlap,
-    check_warmup,
-    choose_schedule,
-    compute_only,
-    decide_warmup,
-    proved,
-)
+from ppctl.plan.schedule_choice import CSV, Choice, ProvedSchedule
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import (
@@ -116,9 +104,9 @@ class Derivation:
         """The schedule without messages, and the equation of its warm-up if that was chosen."""
 
         def make(extra_warmup: int) -> Schedule:
-            return compute_only(self.values, self.choice, self.cut.vpp, num_microbatches, extra_warmup)
+            return schedule_choice.compute_only(self.values, self.choice, self.cut.vpp, num_microbatches, extra_warmup)
 
-        extra, derived = decide_warmup(
+        extra, derived = schedule_choice.decide_warmup(
             self.values,
             self.sizes,
             self.choice,
@@ -167,17 +155,17 @@ def _choice(
     check_offloading(values, cut.layout.stages, violations)
     choice = None
     if values[CSV] is None:
-        choice = choose_schedule(values, cut.vpp, violations)
+        choice = schedule_choice.choose_schedule(values, cut.vpp, violations)
     elif schedule is not None:
         choice = choose_file(values, schedule, cut, batch, violations)
     if batch is not None:
-        check_length(values, num_stages, batch.num_microbatches, violations)
+        schedule_choice.check_length(values, num_stages, batch.num_microbatches, violations)
     if choice is not None:
         if batch is not None:
-            check_filled(values, choice, cut.vpp, batch, violations)
-        check_warmup(values, choice, violations)
-        check_compiled(values, choice, cut.vpp, violations)
-        check_overlap(values, choice, cut.vpp, violations)
+            schedule_choice.check_filled(values, choice, cut.vpp, batch, violations)
+        schedule_choice.check_warmup(values, choice, violations)
+        schedule_choice.check_compiled(values, choice, cut.vpp, violations)
+        schedule_choice.check_overlap(values, choice, cut.vpp, violations)
     if values["layout"] == AUTO:
         check_search(values, len(cut.layout.stages), violations)
     return choice
@@ -222,7 +210,9 @@ def _with_layout(start: Derivation) -> Derivation:
     from ppctl.plan.auto_layout import balanced_cut  # few plans search
 
     values, batch = start.values, start.batch
-    proof = proved(values, compute_only(values, start.choice, start.cut.vpp, batch.num_microbatches))
+    proof = schedule_choice.proved(
+        values, schedule_choice.compute_only(values, start.choice, start.cut.vpp, batch.num_microbatches)
+    )
     cut = balanced_cut(values, start.cut, batch, proof.schedule, start.sizes, start.measured)
     return replace(start, cut=cut, proof=proof)
 

@@ -171,15 +171,15 @@ def _agreements(values: ConfigValues, count: int) -> Iterator[Overrides]:
         yield {"vpp": count // pp}
     yield from _even(values)
     # A layout that was typed stays; another one would give way to the new sizes unless it is typed as well.
-    keep: Overrides = {} if values.source("layout").startswith(PLACE) else {"layout": _text(values)}
+    keep: Overrides = (
+        {}
+        if values.source("layout").startswith(PLACE)
+        else {"layout": PipelineParallelLayerLayout(values["layout"], 1).canonical()}
+    )
     if vpp is not None and count % vpp == 0:
         yield {"pp": count // vpp, **keep}
     for size in nearest_divisors(count, pp):
         yield {"pp": size, "vpp": count // size, **keep}
-
-
-def _text(values: ConfigValues) -> str:
-    return PipelineParallelLayerLayout(values["layout"], 1).canonical()
 
 
 def _even(values: ConfigValues) -> Iterator[Overrides]:

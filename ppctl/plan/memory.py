@@ -31,11 +31,10 @@ from ppctl.geometry.layers import NUMBERED, Layer, alike
 from ppctl.host.accelerators import MEGATRON, Device, preset
 from ppctl.plan.dispatch_nodes import dispatch_nodes
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
-from ppctl.plan.sharing import moved_by_muon, sharding_of, summed_copies, updating_bytes, while_summed
-from ppctl.plan.stages import precision_of
+from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of, summed_copies, updating_bytes, while_summed
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Schedule, receive_slots, send_slots
-from ppctl.schedule.repetition import shorter
+from ppctl.schedule.action import Action, Schedule, receive_slots, send_slots
+from ppctl.schedule.batching import shorter
 from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -75,6 +74,16 @@ RankPricer = Callable[..., tuple[RankCost, ...]]
 """(schedule, samples of a step, by default the global batch size) -> the cost of each pp_rank under it."""
 
 
+class _StageBytes(NamedTuple):
+    """By stage, the bytes of `StageActivations`, and of the message that it receives."""
+
+    kept: list[int]
+    in_forward: list[int]
+    in_backward: list[int]
+    offloaded: list[int]
+    received: list[int]
+
+
 class _LastingBytes(NamedTuple):
     params: int
     state: State
@@ -106,9 +115,9 @@ def rank_pricer(
         kind: stage_activations(config.model, stage.layers, setting, stage.stage) for kind, stage in by_kind.items()
     }
     alive = [priced_kinds[_kind(config, stage)] for stage in stages]
-    kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
-    offloaded = [each.offloaded for each in alive]
     received = [message_bytes(stage.receives) for stage in stages]
+    kept, in_forward, in_backward, offloaded = ([each[i] for each in alive] for i in range(4))
+    held = _StageBytes(kept, in_forward, in_backward, offloaded, received)
     of_rank: list[list[StageSpec]] = [[] for _ in range(sizes.pp)]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
@@ -119,32 +128,6 @@ def rank_pricer(
     def halves() -> Ends | None:
         return halves_of(config, stages, setting, alive)
 
-    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, calls: int) -> RankCost:
-        actions, rank = schedule.actions[pp_rank], ranks[pp_rank]
-        state = rank.state
-        in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
-        in_step = state.total + activations
-        if rank.passing is not None:
-            held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
-            state = State(rank.always + held.weights, held.gradients, state.optimizer)
-            in_step = held.total + rank.always + state.optimizer
-        if rank.summed:
-            in_step = max(in_step, state.total + while_summed(actions, kept, rank.summed, ends))
-        in_step = max(in_step, rank.updating)
-        if rank.tied is not None:
-            in_step = max(in_step, state.total + rank.tied)
-        return RankCost(
-            pp_rank,
-            rank.params,
-            *state,
-            activation_bytes=activations,
-            peak_bytes=in_step + rank.buffers + messages,
-            in_flight=in_flight,
-            buffer_bytes=rank.buffers,
-            message_bytes=messages,
-            host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
-        )
-
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         nonlocal last
         ends = halves() if schedule.split else None
@@ -154,11 +137,47 @@ def rank_pricer(
         calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
         lists = shorter(schedule) or schedule  # a further round holds what the others hold
         if last is None or last[0] is not lists or last[1] != (calls, messages):
-            held = tuple(priced(pp_rank, lists, ends, size, calls) for pp_rank, size in enumerate(messages))
-            last = lists, (calls, messages), held
+            rows = enumerate(zip(ranks, lists.actions, messages, strict=True))
+            costs = tuple(_rank_cost(r, rank, row, held, ends, size, calls) for r, (rank, row, size) in rows)
+            last = lists, (calls, messages), costs
         return last[2]
 
     return price
+
+
+def _rank_cost(
+    pp_rank: int,
+    rank: _LastingBytes,
+    actions: Sequence[Action],
+    held: _StageBytes,
+    ends: Ends | None,
+    messages: int,
+    calls: int,
+) -> RankCost:
+    """The bytes of a pp_rank that runs this list `calls` times a step, with `messages` bytes of posted receives."""
+    state, (kept, in_forward, in_backward, offloaded, received) = rank.state, held
+    in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
+    in_step = state.total + activations
+    if rank.passing is not None:
+        there = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
+        state = State(rank.always + there.weights, there.gradients, state.optimizer)
+        in_step = there.total + rank.always + state.optimizer
+    if rank.summed:
+        in_step = max(in_step, state.total + while_summed(actions, kept, rank.summed, ends))
+    in_step = max(in_step, rank.updating)
+    if rank.tied is not None:
+        in_step = max(in_step, state.total + rank.tied)
+    return RankCost(
+        pp_rank,
+        rank.params,
+        *state,
+        activation_bytes=activations,
+        peak_bytes=in_step + rank.buffers + messages,
+        in_flight=in_flight,
+        buffer_bytes=rank.buffers,
+        message_bytes=messages,
+        host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
+    )
 
 
 def _kind(config: RunConfig, stage: StageSpec) -> Hashable:
@@ -268,8 +287,8 @@ def deferred(
     most = max(stage_operands(config.model, stage.layers, setting).kept for stage in stages)
     unit = unit_for(most)
     equation = (
-        f"W computes the gradients of all matrices and embeddings but routers' and the output's, I all others; from "
-        f"I to W a microbatch keeps at most {unit.of(most)} {unit.name} of a stage for them"
+        "backwards are split: first the gradient that the stage before waits for, and those of routers and the output; "
+        f"later those of other weights, for which a stage keeps at most {unit.of(most)} {unit.name} of each microbatch"
     )
     return (Derived("put off to W", round(most / GIB.size, 2), equation),)
 
@@ -354,10 +373,8 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
     """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x each form of its messages.
-
     Buffers of one form (shapes and dtypes) are not used for another. A capacity has the sends that may be under way, as
-    if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are counted.
-    """
+    if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are counted."""
     total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
         senders = of_rank[channel.source]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.config.keys import text_keys
+from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
@@ -20,6 +20,8 @@ _LATER = 1e3
 _COMPUTED = ("model", "data", "train", "optim")
 _ENDS = ("train.steps", "train.exit_after")
 
+_TRACKED = ("log.tensorboard=true", "log.wandb=true")
+
 WHOLE = ("tp", "cp", "dp", "ep", "etp")
 """Axes that change the order of a sum."""
 
@@ -30,11 +32,14 @@ def kept_as(steps: int) -> list[str]:
         f"train.steps={steps}",
         "train.samples=null",
         "train.tokens=null",
+        "train.epochs=null",
+        "train.callbacks=null",
         f"log.gradients=1:{steps + 1}",
         "log.trace=null",
         "log.torch_profile=null",
         "log.tensorboard=false",
         "log.wandb=false",
+        *(f"{name}=null" for name, key in keys_with("needs").items() if key.facts.needs in _TRACKED),
         "train.eval_interval=0",
         "train.exit_after=null",
         "train.check_replicas=0",
@@ -83,12 +88,9 @@ def axes_that_differ(one: Plan, other: Plan) -> list[str]:
 
 
 def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
-    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all.
-
-    If no axis differs the bits are the same. If one does, sums are made in another order: 1e-6 in float32, 1e-12
-    in float64, and in narrower numbers as much more as these round. `first`: of the first step, which begins with the
-    same weights.
-    """
+    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all. If no axis differs the bits are the same.
+    If one does, sums are made in another order: 1e-6 in float32, 1e-12 in float64, and in narrower numbers as much more
+    as these round. `first`: of the first step, which begins with the same weights."""
     if not axes_that_differ(one, other):
         return 0.0
     dtype = autocast_dtype(config.parallel) or weight_dtype(config.parallel)

@@ -24,7 +24,6 @@ _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _AS_THEY_ARE = (*_NUMBERS, "name", "layout", "stages", "pp_ranks", "derived", "provenance", "problems")
 _CALLS = "gradient_accumulation_steps"
-_SMALLER_BATCH_FIELDS = tuple(name for name in SmallerBatch._fields if name != "schedule")
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,7 @@ class Plan:
         sizes = asdict(self.sizes)
         world = sizes.pop("world")
         times = {name: getattr(self, name) for name in _TIMES}
+        smaller = [{**each._asdict(), "schedule": _without_rows(each.schedule, {}, {})} for each in self.smaller]
         return {
             "name": self.name,
             "world_size": world,
@@ -138,7 +138,7 @@ class Plan:
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
             "schedule": _without_rows(self.schedule, {_CALLS: self.gradient_accumulation_steps}, times),
             # Earlier plans have no such key, and most plans have one batch size.
-            **({"smaller": [_smaller_batch_json(each) for each in self.smaller]} if self.smaller else {}),
+            **({"smaller": smaller} if smaller else {}),
             "timing": self.timing.to_json(),
             "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
             "derived": [fields_of(derived) for derived in self.derived],
@@ -170,7 +170,7 @@ class Plan:
             smaller=tuple(
                 SmallerBatch(
                     schedule=_schedule(each["schedule"], sizes),
-                    **{name: each[name] for name in _SMALLER_BATCH_FIELDS},  # type: ignore[literal-required]
+                    **{name: each[name] for name in SmallerBatch._fields[:-1]},  # type: ignore[literal-required]
                 )
                 for each in fields.get("smaller", ())
             ),
@@ -183,13 +183,6 @@ class Plan:
         for each, schedule in zip(data.get("smaller", ()), (each.schedule for each in self.smaller), strict=True):
             each["schedule"] |= _rows(schedule)
         return data
-
-
-def _smaller_batch_json(smaller: SmallerBatch) -> dict[str, Any]:
-    return {
-        **{name: getattr(smaller, name) for name in _SMALLER_BATCH_FIELDS},
-        "schedule": _without_rows(smaller.schedule, {}, {}),
-    }
 
 
 def _without_rows(schedule: Schedule, calls: Mapping[str, int], times: Mapping[str, float]) -> dict[str, Any]:

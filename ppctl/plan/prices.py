@@ -36,8 +36,7 @@ from ppctl.host.accelerators import MEGATRON
 from ppctl.plan.memory import device_of, message_bytes, setting_of
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Profile, fitted
-from ppctl.plan.sharing import moved_by_muon, sharding_of
-from ppctl.plan.stages import precision_of
+from ppctl.plan.stages import moved_by_muon, precision_of, sharding_of
 from ppctl.plan.types import Derived, Exchange, RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
 from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate

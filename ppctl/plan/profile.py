@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import RunConfig
+from ppctl.errors import some
 from ppctl.geometry.layers import Kind, Layer, parse_layers
 from ppctl.host.files import read_text
 from ppctl.layout.letters import LETTERS, LayerType, canonical_text
@@ -63,8 +64,7 @@ def read_profile(values: ConfigValues, violations: Violations) -> Profile | None
         violations.append(Violation("PP-E820", KEY, message, values.cite(KEY), _WITHOUT))
         return None
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        message = f"the profile {path} is of another model or another share of it: {'; '.join(wrong[:3])}{more}"
+        message = f"the profile {path} is of another model or another share of it: {some(wrong, 3, '; ')}"
         violations.append(Violation("PP-E821", KEY, message, values.cite(KEY), _WITHOUT))
         return None
     from statistics import median  # slow to import, and few plans have a profile
@@ -120,11 +120,9 @@ def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
 def fitted(
     stages: Sequence[tuple[Counter[Kind], LayerSeconds]], prior: Mapping[Kind, LayerSeconds]
 ) -> dict[Kind, LayerSeconds]:
-    """The cost of every kind that makes up the measured stages.
-
-    If stages do not tell kinds apart, they keep the proportions of `prior`: every pass moves each stage's kinds by
-    its residue, in proportion to what they were (Kaczmarz), which ends at the nearest costs that explain the stages.
-    """
+    """The cost of every kind that makes up the measured stages. If stages do not tell kinds apart, they keep the
+    proportions of `prior`: every pass moves each stage's kinds by its residue, in proportion to what they were
+    (Kaczmarz), which ends at the nearest costs that explain the stages."""
     columns = []
     for which in (0, 1):
         start = {kind: max(seconds[which], 1e-12) for kind, seconds in prior.items()}

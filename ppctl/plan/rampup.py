@@ -9,15 +9,13 @@ from math import gcd
 from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
 from ppctl.config.pieces import MOST_SIZES, read_rampup
 from ppctl.config.schema import RunConfig
+from ppctl.errors import some
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, BatchSplit, derive_batch, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 
 RAMPUP = "train.batch_rampup"
-_SHOWN = 3
-"""Sizes that a message names."""
-
 
 GrowingBatch = tuple[Segment, int, BatchSplit]
 """A ramp-up size, below the global batch size: its segment, how many steps take it, and how it is cut."""
@@ -29,15 +27,11 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[GrowingBatch, ...]:
         return ()
     ramp = []
     for segment, after in pairwise(BatchSizes.of(values.config.train).segments):
-        batch = _batch(values, segment.size, dp)
+        batch = derive_batch(values.overridden({"gbs": segment.size, RAMPUP: None}), dp, [])
         if batch is None:
             return ()
         ramp.append((segment, after.step - segment.step, batch))
     return tuple(ramp)
-
-
-def _batch(values: ConfigValues, size: int, dp: int) -> BatchSplit | None:
-    return derive_batch(values.overridden({"gbs": size, RAMPUP: None}), dp, [])
 
 
 def check_sizes(
@@ -60,10 +54,7 @@ def check_sizes(
         bad = list((unfit | few).values())
         what = f"a multiple of dp {dp} x {f'{CALL} {call}' if call else f'micro_batch_size {mbs}'} = {unit}"
         what += f", at least {least} microbatches for {choice.name}" * (least > 1)
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        message = (
-            f"a batch that grows takes sizes that do not fit: {'; '.join(bad[:_SHOWN])}{more}; each must be {what}"
-        )
+        message = f"a batch that grows takes sizes that do not fit: {some(bad, 3, '; ')}; each must be {what}"
         violations.append(Violation("PP-E138", RAMPUP, message, place, *_fitting(values, unit, least)))
         return
     if call is None and (choice.searched or choice.schedule is not None):

@@ -15,6 +15,7 @@ from ppctl.plan.sizes import CALL, TOO_MUCH, BatchSplit, nearest_divisors
 from ppctl.plan.types import Derived, RankCost
 from ppctl.plan.violations import ConfigValues, Overrides, Violation, Violations
 from ppctl.schedule.action import Schedule
+from ppctl.schedule.batching import shorter
 from ppctl.schedule.executor import Execution
 from ppctl.schedule.pairs import deferred_weights, pair_up
 from ppctl.schedule.passes import lower, run_weights_sooner, without_frozen
@@ -28,7 +29,6 @@ from ppctl.schedule.policies import (
     schedule_policy,
     too_few_microbatches,
 )
-from ppctl.schedule.repetition import shorter
 from ppctl.schedule.simulate import Costs, attempted, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
@@ -281,11 +281,9 @@ def proved(
 
 
 def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> ProvedSchedule:
-    """`proved` for a schedule that a policy or a search made, which is sound by construction.
-
-    The full check runs only if a capacity is set, which may block a send, if the order is from a user's file, or if
-    `lower` finds a deadlock; otherwise the lowered schedule is taken without a check.
-    """
+    """`proved` for a schedule that a policy or a search made, which is sound by construction. The full check runs only
+    if a capacity is set, which may block a send, if the order is from a user's file, or if `lower` finds a deadlock;
+    otherwise the lowered schedule is taken without a check."""
     if values[CAPACITY] is not None or plain.name == FROM_FILE:
         return proved(values, plain, frozen_stages)
     try:
@@ -360,7 +358,7 @@ def simulated_steps(
 ) -> dict[int, float]:
     """Seconds of a step by extra warm-up, as far as its memory `fits`: none is always there."""
     times: dict[int, float] = {}
-    for extra in _candidates(pp):
+    for extra in sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)}):
         schedule = make(extra)
         if extra and not fits(schedule):
             break
@@ -374,10 +372,6 @@ def simulated_steps(
 def least_warmup(times: Mapping[int, float]) -> int:
     """The smallest warm-up whose step is close to the best."""
     return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
-
-
-def _candidates(pp: int) -> list[int]:
-    return sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)})
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:

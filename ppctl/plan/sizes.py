@@ -175,7 +175,11 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
 
 
 def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
-    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world."""
+    """Overrides with which ep and etp divide the world: another ep, no division of experts, or a larger world, which
+    is the first where nothing says how large it is."""
+    open_world = not (values["nodes"] or values["gpus_per_node"] or values["dp"])
+    if open_world:
+        yield {"dp": -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])}
     for size in nearest_divisors(dense, ep):
         yield {"ep": size}
     yield {"ep": 1, "etp": 1}

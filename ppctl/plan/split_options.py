@@ -12,7 +12,7 @@ from typing import Any
 
 from ppctl.config.keys import value_text
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
-from ppctl.errors import LayoutError
+from ppctl.errors import LayoutError, some
 from ppctl.geometry.foreign_model import Anatomy, foreign_of
 from ppctl.layout import even_layout
 from ppctl.layout.letters import MAX_ITEMS, canonical_text
@@ -201,7 +201,7 @@ def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: An
             "E" * ("embedding" in modules) + "t" * sum(isinstance(m, int) for m in modules) + "L" * bool(head)
         )
     if order != list(range(num_layers)):
-        message = f"{NAMES} must name the {num_layers} layers in order, each once; it names {_runs(order)}"
+        message = f"{NAMES} must name the {num_layers} layers in order, each once; it names {some(order, 12) or 'none'}"
         raise Unfit(message)
     return tuple(stages)
 
@@ -237,8 +237,3 @@ def _foreign_module(number: int, name: str, anatomy: Anatomy) -> Iterator[str | 
     elif not name.endswith("rotary_emb"):
         known = ", ".join((*anatomy.first, f"{anatomy.layers}.N", *anatomy.last))
         raise Unfit(f"{NAMES} names {name!r} in part {number}; this model has {known}")
-
-
-def _runs(order: list[int]) -> str:
-    shown = ", ".join(map(str, order[:12]))
-    return (shown + (f" and {len(order) - 12} more" if len(order) > 12 else "")) or "none"

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.batch_sizes import STEPS, run_length
+from ppctl.config.batch_sizes import MICRO_BATCH, STEPS, run_length
 from ppctl.config.keys import as_typed, keys_with
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
@@ -52,12 +52,16 @@ class ConfigValues:
 
     def overridden(self, overrides: Overrides) -> ConfigValues:
         """The values if `overrides` stood at the end of the command line. As when composing, a layout that is not on it
-        gives way to sizes that are, and a run of so many samples or tokens has the steps that these fill."""
+        gives way to sizes that are, both names of a microbatch's size have one, and a run of so many samples or tokens
+        has the steps that these fill."""
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides.items()}
         changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
         if changed and LAYOUT not in names and not self.source(LAYOUT).startswith(PLACE):
             names[LAYOUT] = None
+        size, twin = MICRO_BATCH
+        if size in names and self.source(twin).startswith("derived"):
+            names.setdefault(twin, names[size])
         changed_parts: dict[str, Any] = {}
         for name, value in names.items():
             section, _, field = name.rpartition(".")
@@ -65,7 +69,7 @@ class ConfigValues:
                 changed_parts[section] = copy.copy(getattr(config, section))
                 setattr(config, section, changed_parts[section])
             setattr(changed_parts[section], field, value)
-            provenance[name] = PLACE
+            provenance[name] = f"derived: {size}" if name == twin and name not in overrides else PLACE
         if provenance.get(STEPS, "").startswith("derived") and (steps := run_length(config)) is not None:
             config.train = replace(config.train, steps=steps)
         return ConfigValues(config, provenance)

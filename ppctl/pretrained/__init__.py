@@ -4,5 +4,6 @@ command            what `ppctl ckpt` starts
 conversion         what all of them share: a checkpoint of weights alone, the weights of a checkpoint
 hugging_face       Hugging Face directories, with safetensors_values
 from_dcp, to_dcp   torch's distributed checkpoints (decision 52)
+generate           what `ppctl generate` starts; whole_model: a model whole in its process
 average            the mean of several checkpoints
 """

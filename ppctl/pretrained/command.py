@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +13,8 @@ import torch
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError, Problem, pasted, visible
 from ppctl.pretrained.average import average
-from ppctl.pretrained.conversion import Done, Progress
+from ppctl.pretrained.conversion import Done, printed_progress
 from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
-
-_EVERY = 5.0
-"""Seconds between two lines of progress."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(args: argparse.Namespace) -> Done:
-    progress, out, (source, *_) = _progress(), args.out.absolute(), args.sources
+    progress, out, (source, *_) = printed_progress(), args.out.absolute(), args.sources
     try:
         if args.action == "average":
             return average(args.sources, out, progress)
@@ -63,18 +59,6 @@ def _convert(args: argparse.Namespace) -> Done:
     except OSError as error:
         message = f"{args.out} cannot be written: {error.strerror}"
         raise CheckpointError(Problem("PP-E505", message, f"df -h {pasted(args.out.absolute().parent)}")) from error
-
-
-def _progress() -> Progress:
-    printed = time.monotonic()
-
-    def progress(name: str, done: int, total: int) -> None:
-        nonlocal printed
-        if time.monotonic() - printed > _EVERY:
-            printed = time.monotonic()
-            print(visible(f"{done}/{total} {name}"), file=sys.stderr, flush=True)
-
-    return progress
 
 
 def _summary(done: Done) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -20,13 +22,29 @@ from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.saver import save_streamed
 from ppctl.checkpoint.tensor_parts import ranges
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
+from ppctl.errors import CheckpointError, ConfigError, Problem, pasted, visible
 from ppctl.families.directory import model_tensors
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.runs.checkpoint_folder import step_path
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""
+
+_EVERY = 2.0
+"""Seconds between two lines of progress."""
+
+
+def printed_progress() -> Progress:
+    """Prints a line on stderr every two seconds."""
+    printed = time.monotonic()
+
+    def progress(name: str, done: int, total: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > _EVERY:
+            printed = time.monotonic()
+            print(visible(f"{done}/{total} {name}"), file=sys.stderr, flush=True)
+
+    return progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, Problem, listed, pasted
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, MegatronPlace, RowBlock, places
-from ppctl.geometry.layers import head_dim
 from ppctl.host.files import nearest_there, open_regular
 from ppctl.pretrained.conversion import Done, Progress, left_out, write_weights
 
@@ -291,6 +290,6 @@ def in_titans_order(name: str, value: Tensor, model: ModelConfig) -> Tensor:
 def _paired(name: str, value: Tensor, model: ModelConfig, pairs: tuple[int, int]) -> Tensor:
     if model.rotary_interleaved or (".attention.wq." not in name and ".attention.wk." not in name):
         return value
-    head = head_dim(model)
+    head = model.head_dim
     heads: Tensor = value.unflatten(0, (-1, head)).unflatten(1, pairs)
     return heads.transpose(1, 2).reshape(value.shape)

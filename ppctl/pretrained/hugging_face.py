@@ -52,7 +52,7 @@ def import_directory(
     """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
     `described` is the model if its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525 if
     `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538)."""
-    opened = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
+    opened = _described(source, described) if described is not None else open_weights(source, mtp=mtp)
     model, model_type, specs, read = opened
     state: dict[str, Any] = {"model": asdict(model), "source": str(source.absolute())}
     if (source / TOKENIZER).is_file():
@@ -64,7 +64,8 @@ _Weights = tuple[ModelConfig, str, Mapping[str, Tensor], Callable[[str], Tensor]
 """A directory's model, its model_type, shapes and dtypes by canonical name (on meta), and what reads a tensor."""
 
 
-def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
+def open_weights(source: Path, *, mtp: bool) -> _Weights:
+    """The weights of a directory whose model is of a known family. Raises as `import_directory`."""
     directory = open_directory(source, mtp=mtp)
     reader = DirectoryReader(directory)
     reader.check_copies()

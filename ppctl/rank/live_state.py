@@ -103,18 +103,18 @@ class LiveState(Callback):
     def __init__(
         self, heartbeat: HeartbeatFile, alarm: Alarm, time_left: TimeLeft, stop: StopRequest, loaded: Callable[[], None]
     ) -> None:
-        """`loaded()` is called before the first state: what follows a start's phases is training."""
+        """`loaded()` is called when the first state begins: what follows a start's phases is training."""
         self._heartbeat, self._alarm, self._time_left = heartbeat, alarm, time_left
         self._stop, self._loaded = stop, loaded
         self._begun = False
 
     def enter(self, state: str, step: int) -> None:
         """Publish the state; `updating` is a part of a step of training, with its limit and in its time."""
+        self._heartbeat.step = step
+        self._heartbeat.set_state(state)
         if not self._begun:
             self._begun = True
             self._loaded()
-        self._heartbeat.step = step
-        self._heartbeat.set_state(state)
         if state != "updating":
             self._alarm.set(state)
             self._time_left.enter(state)

@@ -194,7 +194,9 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
         parts = json.loads(halves(store.get(_RUN))[1])
         if "refused" in parts:
             store.add(_READERS, 1)
-            return _exit_code(parts["refused"])
+            if type(code := parts["refused"]) is int and 0 < code < 126:
+                return code
+            raise ValueError(f"{code!r} is no exit code")
         named = RunDir(Path(parts["directory"]))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise TrainingError(unproved(_RUN)) from error
@@ -202,12 +204,6 @@ def receive_run(store: Store) -> tuple[SharedRun, SealedStore] | int:
     parts = own.get(_RUN)  # all of it is taken from here: what was read before may have been a stranger's
     run = RunDir(Path(parts["directory"]))
     return SharedRun(run, from_mapping(parts["config"]), Plan.from_json(parts["plan"])), own
-
-
-def _exit_code(value: object) -> int:
-    if type(value) is int and 0 < value < 126:
-        return value
-    raise ValueError(f"{value!r} is no exit code")
 
 
 def refuse_run(store: Store, code: int, world_size: int, patience_s: float = 30.0) -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from ppctl.comm.channels import PeerLost
 from ppctl.comm.groups import gather_values
-from ppctl.config.mapping import to_mapping
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import PpctlError
 from ppctl.host.private_files import NODE_DIRECTORY
@@ -35,8 +34,8 @@ from ppctl.runs.run_starts import slurm_start, start_name
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
-from ppctl.train.callback import Callback, TrainingEnd
-from ppctl.train.generate import write_sample
+from ppctl.train.callback import ASKED_WORDS, Callback, TrainingEnd
+from ppctl.train.generate import write_samples
 from ppctl.train.metrics import Screen, TensorBoard, WeightsAndBiases
 from ppctl.train.session import Session
 
@@ -62,12 +61,16 @@ def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
     log, run = shared.config.log, shared.run
     yield MetricsLog(run)
     if log.tensorboard:
-        board = TensorBoard(str(run.trace))
+        directory = (
+            run.trace if log.tensorboard_dir is None else Path(log.tensorboard_dir).expanduser() / run.name / run.id
+        )
+        board = TensorBoard(str(directory))
         at_end.callback(board.end)
         yield board
     if log.wandb:
-        run.trace.mkdir(exist_ok=True)
-        tracker = WeightsAndBiases(str(run.trace), log.name, run.id, to_mapping(shared.config))
+        directory = run.trace if log.wandb_dir is None else Path(log.wandb_dir).expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+        tracker = WeightsAndBiases(str(directory), run.id, shared.config)
         at_end.callback(tracker.end)
         yield tracker
     yield Screen(shared.config.train.steps)
@@ -94,8 +97,8 @@ def show_end(outcome: TrainingEnd) -> None:
 
 
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
-    """Write the result, measured costs, and a sample if the run was not stopped. A collective: only rank 0 writes."""
-    sample = None if outcome.stopped else write_sample(session)
+    """Write the result, measured costs, and samples if the run was not stopped. A collective: only rank 0 writes."""
+    samples = [] if outcome.stopped else write_samples(session)
     spans = session.pipeline.recorder.spans() if session.own.in_first_pipeline else []
     costs = gather_costs(session, spans)
     if not leads:
@@ -110,13 +113,14 @@ def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, pha
             "loss": outcome.loss,
             "eval_loss": outcome.eval_loss,
             "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
-            "sample": sample,
+            "sample": next(iter(samples), None),
+            "samples": samples,
             "start_up": phases.seconds,
         }
     )
     run.write_status(state, step=outcome.step, message=outcome.why)
     start = slurm_start()
-    if outcome.stopped and start is not None:
+    if outcome.stopped and start is not None and outcome.why != ASKED_WORDS:
         run.write_requeue_mark(start, str(outcome.why))
 
 

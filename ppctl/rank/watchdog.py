@@ -1,8 +1,7 @@
 """Ends a job that hangs: each rank has an alarm, on every node one rank watches the job, and a hang leaves traces.
 
-Knows what to do when nothing has moved for too long: name the rank that all wait for, let every rank write the stacks
-of its threads and torch's flight records, end them. Must not know how that is judged (`ppctl.hang`). ppctl's own
-launcher watches with shorter limits than the alarms; `NodeWatch` is for ranks of other launchers.
+`ppctl.hang` judges that nothing has moved for too long, and names the rank that all wait for. ppctl's own launcher
+watches with shorter limits than the alarms; `NodeWatch` is for ranks of other launchers.
 
 SIGUSR2 asks a rank for its traces. gloo and NCCL have a flight recorder each (variables as in torch 2.13; the older
 ones count as well), and each dump is a file of its own. gloo records collectives but no single messages, which the

@@ -7,7 +7,7 @@
         --json                                   rank 0 prints one object on stdout, and all else on stderr
     python -m ppctl.rank.worker --refuse CODE    rank 0 has printed what is wrong: all ranks exit with CODE
 
-Knows the order. Must not know Hydra or how a config was composed.
+Config and plan arrive composed: no rank imports Hydra.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ from ppctl.runs.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
 from ppctl.train.loop import train
+from ppctl.train.own_callbacks import OwnCallback, load_callbacks
 from ppctl.train.recordings import KeptGradients, StepTraces, TorchProfile
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.saving import Saves
@@ -177,6 +178,7 @@ class _RankProcess:
     at_end: ExitStack
     watched: bool
     """Whether ppctl's own launcher (`launch/watch.py`) watches and reports the job."""
+    followers: list[OwnCallback] = field(default_factory=list)
 
     @property
     def leads(self) -> bool:
@@ -185,6 +187,7 @@ class _RankProcess:
     def run(self) -> TrainingEnd:
         """Connect, build, warm up, train, and write what came of it. A collective over the world."""
         run, config = self.shared.run, self.shared.config
+        self.followers.extend(load_callbacks(config.train.callbacks or ()))  # before anything else is made
         writer = self._writer()
         device = _device(self.shared, self.own)
         directory = node_directory(self.own, self.store, self.at_end)
@@ -204,7 +207,7 @@ class _RankProcess:
         with self.phases("warm-up"):
             heartbeat.set_state("warming up")
             self._warm_up(session)
-        outcome = self._train(session, writer, heartbeat, alarm)
+        outcome = self._train(session, writer, heartbeat, alarm, publisher)
         heartbeat.set_state("generating")
         write_results(self.shared, session, outcome, self.phases, leads=self.leads)
         if self.leads and not self.watched:
@@ -271,9 +274,14 @@ class _RankProcess:
             self.shared.run.write_edges(edges)
 
     def _train(
-        self, session: Session, writer: Callable[[], WriterAddress], heartbeat: HeartbeatFile, alarm: Alarm
+        self,
+        session: Session,
+        writer: Callable[[], WriterAddress],
+        heartbeat: HeartbeatFile,
+        alarm: Alarm,
+        publisher: Publisher | None,
     ) -> TrainingEnd:
-        """Load and train, followed by all that saves, records and watches."""
+        """Load and train, followed by all that saves, records and watches, and by the person's `followers`."""
         run, config = self.shared.run, self.shared.config
         heartbeat.set_state("loading")
         clock = time_left(config.train.exit_after) if self.leads else TimeLeft()
@@ -282,6 +290,8 @@ class _RankProcess:
 
         def loaded() -> None:
             self.phases.add("load", time.perf_counter() - began)
+            if publisher is not None:
+                publisher.publish()  # else the start is on show until the next publication, beside steps
             if self.leads:
                 write_start_up(run, self.phases, session.model.kernels)
 
@@ -294,6 +304,7 @@ class _RankProcess:
             KeptGradients(session, run.gradients),
             ReplicaCheck(session),
             StepTraces(session, lambda measured: run.write_measured_step(measured.step, measured.to_json())),
+            *self.followers,
             *writers,
         )
         start = saves.start(partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints))

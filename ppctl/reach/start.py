@@ -23,7 +23,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import connecting_on_first_use, gather_values
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
-from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
+from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, some
 from ppctl.reach.first_contact import Contact, FirstContact, TimedContact, channel_contacts, group_contacts
 from ppctl.reach.hosts import CAUSES, REMEDY, DeadEdge, listen, reason_of, unreached
 from ppctl.reach.store import SealedStore
@@ -182,7 +182,7 @@ def _read(store: SealedStore, what: str, ranks: Iterable[int], patience: float) 
         store.plain.wait([*keys.values()], timedelta(seconds=patience))
     except RuntimeError:
         absent = [str(rank) for rank, key in keys.items() if not store.plain.check([key])]
-        named = ", ".join(absent[:_SHOWN]) + (f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else "")
+        named = some(absent, _SHOWN)
         have = "rank {} has" if len(absent) == 1 else "ranks {} have"
         raise _Absent(f"{have.format(named)} not come within {patience:g} s; all others wait") from None
     return {rank: store.get(key) for rank, key in keys.items()}

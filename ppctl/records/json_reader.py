@@ -229,15 +229,13 @@ def _bool(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    if type(value) is not str or "\0" in value or not (value.isascii() or _is_unicode(value)):
+    if type(value) is not str or "\0" in value or not (value.isascii() or _HALVES.search(value) is None):
         raise Fault("text", value)
     return value
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether there is no half of a surrogate pair in it, which no file and no terminal takes."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
+_HALVES = re.compile(r"[\ud800-\udfff]")
+"""Halves of surrogate pairs, which no file and no terminal takes."""
 
 _PLAIN: dict[Any, _Read] = {int: _whole, float: _number, bool: _bool, str: _text, Any: lambda value: value}
 

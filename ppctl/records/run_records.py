@@ -56,7 +56,7 @@ class Environment(TypedDict, total=False):
 class Job(TypedDict, total=False):
     """job.json. Number and cluster become arguments of SLURM's commands."""
 
-    job: Annotated[str, re.compile(r"[0-9]{1,20}")]
+    job: Annotated[str, re.compile(r"[0-9]{1,20}(_[0-9]{1,6})?")]
     cluster: Annotated[str, re.compile(r"(?!-)[\w.-]{0,255}", re.ASCII)]
 
 
@@ -108,6 +108,7 @@ class Result(TypedDict, total=False):
     loss: Figure
     sample: dict[str, Any] | None
     """Texts of any characters: the model may write each."""
+    samples: list[dict[str, Any]] | None
     start_up: dict[Line, float] | None
 
 

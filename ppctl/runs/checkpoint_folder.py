@@ -10,17 +10,19 @@ Standard library only: launcher and ranks use it; no other module knows these na
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ppctl.errors import CheckpointError, Problem, pasted
-from ppctl.host.files import open_regular
+from ppctl.host.files import open_regular, read_whole
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -255,18 +257,33 @@ def _finish(directory: Path, path: Path) -> Path:
     return path
 
 
-def retain(directory: Path, step: int, keep: int, keep_every: int = 0) -> None:
+def retain(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
     """Delete what `expired` names. What cannot be deleted now is tried again at the next save."""
-    for path in expired(directory, step, keep, keep_every):
+    for path in expired(directory, step, keep, keep_every, keep_best):
         remove(path)
 
 
-def expired(directory: Path, step: int, keep: int, keep_every: int = 0) -> list[Path]:
-    """The complete checkpoints up to `step` but the last `keep` (0 keeps all) and those of every `keep_every`-th step.
-    Later ones, of a run resumed from an earlier step, stay until it reaches them."""
+def expired(directory: Path, step: int, keep: int, keep_every: int = 0, keep_best: int = 0) -> list[Path]:
+    """The complete checkpoints up to `step` but the last `keep` (0 keeps all), those of every `keep_every`-th step and
+    the `keep_best` best. Later ones, of a run resumed from an earlier step, stay until it reaches them."""
     past = [path for path in complete(directory) if step_of(path) <= step]
     old = past[:-keep] if keep else []
-    return [path for path in old if not keep_every or step_of(path) % keep_every]
+    held = best(past)[:keep_best] if old and keep_best else []
+    return [path for path in old if path not in held and (not keep_every or step_of(path) % keep_every)]
+
+
+def best(checkpoints: Iterable[Path]) -> list[Path]:
+    """Those that were evaluated when they were saved, the lowest loss first, of equal ones the earlier."""
+    found = [(loss, step_of(path), path) for path in checkpoints if (loss := eval_loss(path)) is not None]
+    return [path for _, _, path in sorted(found)]
+
+
+def eval_loss(checkpoint: Path) -> float | None:
+    """The loss of the evaluation before a checkpoint was saved; None if there was none, or it cannot be read."""
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        loss = json.loads(read_whole(checkpoint / STATE, follow=False)).get("eval_loss")
+        return loss if isinstance(loss, float) and math.isfinite(loss) else None
+    return None
 
 
 def remove(checkpoint: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
@@ -12,48 +14,72 @@ from ppctl.runs.rundir import RunDir, warn
 
 def list_runs(root: Path) -> list[RunDir]:
     """All runs under `root`, the one that was started (or resumed) last first."""
-    files = [file for file in Path(root).absolute().glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
-    return [
-        RunDir(file.parent) for file in sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.parent.name))
-    ]
+    began: dict[Path, tuple[int, str]] = {}
+    for file in Path(root).absolute().glob("*/*/config.yaml"):
+        with suppress(FileNotFoundError):  # a run may be deleted meanwhile
+            if not file.parent.name.startswith("."):
+                began[file.parent] = (-file.stat().st_mtime_ns, file.parent.name)
+    return [RunDir(path) for path in sorted(began, key=began.__getitem__)]
 
 
-def find_run(reference: str | None, root: Path) -> RunDir:
-    """The run that `reference` means: a directory, an id or a unique prefix, a SLURM job number; None is the newest.
-    Raises ConfigError, listing the candidates, if there is none (PP-E611) or more than one (PP-E612)."""
-    if reference is not None and (Path(reference) / "config.yaml").is_file():
-        return RunDir(Path(reference).absolute())
-    runs = list_runs(root)
+def find_run(reference: str | None, root: Path, typed: Sequence[str] = ("runs", "show")) -> RunDir:
+    """The run that `reference` means: a directory, an id or NAME/ID, a job's number, `latest` or NAME/latest, a name
+    that one run has, or the beginning of an id or a name; None is the newest.
+
+    `typed` is the command line, which remedies repeat. Raises ConfigError, listing the candidates, if there is no such
+    run (PP-E611) or more than one (PP-E612)."""
+    matching, runs = _matching(reference, root)
+    if len(matching) == 1:
+        return matching[0]
     if not runs:
         message = f"there are no runs under {root}" + (f", and {reference} is not a run directory" if reference else "")
         raise ConfigError(Problem("PP-E611", message, "ppctl train +recipe=quickstart"))
+    code, message = "PP-E611", f"no run under {root} is called {reference}; the newest are below"
+    if matching:
+        code, message = "PP-E612", f"{reference} means {len(matching)} runs; type more of the id"
+    shown = (matching or runs)[:8]
+    words = [shown[0].id if word == reference else word for word in typed]
+    remedy = pasted("ppctl", *words, *[shown[0].id] * (reference not in typed))
+    raise ConfigError(Problem(code, message, remedy, "\n".join(f"{run.id}  {run.path}" for run in shown)))
+
+
+def find_runs(references: Sequence[str], root: Path, typed: Sequence[str] = ("runs", "show")) -> list[RunDir]:
+    """The runs that `references` mean, each once, in their order; a name, and a pattern of ids, names or both as
+    `sweep/2026*`, means all its runs, the oldest first. Raises as `find_run`."""
+    found: dict[Path, RunDir] = {}
+    for reference in references:
+        several = _named(reference, list_runs(root))[::-1] or [find_run(reference, root, typed)]
+        found |= {run.path: run for run in several}
+    return list(found.values())
+
+
+LATEST = "latest"
+
+
+def _named(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
+    names = {run.path: (run.id, run.name, f"{run.name}/{run.id}") for run in runs}
+    return [run for run in runs if any(fnmatchcase(name, reference) for name in names[run.path])]
+
+
+def _matching(reference: str | None, root: Path) -> tuple[list[RunDir], list[RunDir]]:
+    """The runs that fit, and all runs."""
+    if reference is not None and (Path(reference) / "config.yaml").is_file():
+        return [RunDir(Path(reference).absolute())], []
+    runs = list_runs(root)
     if reference is None:
-        return runs[0]
-    matching = _matching(reference, runs)
-    if len(matching) == 1:
-        return matching[0]
-    listed = "\n".join(f"{run.id}  {run.path}" for run in (matching or runs)[:8])
-    if not matching:
-        message = f"no run under {root} is called {reference}; the newest are below"
-        raise ConfigError(Problem("PP-E611", message, f"ppctl runs show {pasted(runs[0].id)}", listed))
-    message = f"{reference} means {len(matching)} runs; type more of the id"
-    raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {pasted(matching[0].id)}", listed))
-
-
-def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
-    """The runs that fit by the first rule that any run fits: the id, the job's number, or the id's beginning."""
+        return runs[:1], runs
     rules: tuple[Callable[[RunDir], bool], ...] = (
-        lambda run: run.id == reference,
+        lambda run: reference in (run.id, f"{run.name}/{run.id}"),
         lambda run: run.id.startswith(f"{reference}.") and reference.isdigit(),
         lambda run: run.job().get("job") == reference,
         lambda run: run.environment().get("variables", {}).get("SLURM_JOB_ID") == reference,
-        lambda run: run.id.startswith(reference),
+        lambda run: reference == LATEST and run == runs[0],
+        lambda run: reference == f"{run.name}/{LATEST}" and run == next(each for each in runs if each.name == run.name),
+        lambda run: run.name == reference,
+        lambda run: run.id.startswith(reference) or f"{run.name}/{run.id}".startswith(reference),
     )
-    for rule in rules:
-        chosen = [run for run in runs if rule(run)]
-        if chosen:
-            return chosen
-    return []
+    fitting = ([run for run in runs if rule(run)] for rule in rules)
+    return next(filter(None, fitting), []), runs
 
 
 def last_checkpoint(run: RunDir) -> Path | None:
@@ -80,6 +106,8 @@ def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> P
         try:
             run = find_run(text, root)
         except ConfigError as error:
+            if error.problems[0].code == "PP-E612":
+                raise
             message = f"{name}={text}: there is no such checkpoint and no such run"
             raise CheckpointError(Problem("PP-E615", message, "ppctl runs", name)) from error
         last = last_checkpoint(run)

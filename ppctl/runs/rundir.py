@@ -1,7 +1,8 @@
 """A run directory: its files, and how each is written and read. Who holds a run is in `run_starts`.
 
 runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                     edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
+                     edges.json profile.json holder.json submit.sbatch array.sbatch job.json life
+                     requeue.<job>.<restarts>
                      logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
 """
 
@@ -91,12 +92,12 @@ class RunDir:
 
         self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
 
-    def read_config(self) -> RunConfig:
-        """Read config.yaml. Raises ConfigError (PP-E611) if it is missing or not a config."""
+    def read_config(self, name: str = "config.yaml") -> RunConfig:
+        """Read config.yaml, or an earlier start's config. Raises ConfigError (PP-E611) if it is missing or none."""
         from ppctl.config.mapping import from_mapping
         from ppctl.config.yaml_file import read_yaml, shown
 
-        name, file = "config.yaml", self.path / "config.yaml"
+        file = self.path / name
         tree, lines = self._parsed(name, lambda data: read(_YamlTree, read_yaml(data.decode())), _MOST_OF_A_CONFIG)
         return from_mapping(tree, lambda key: f"{file}: {key}", lambda key: shown(file, lines.get(key)))
 
@@ -135,9 +136,9 @@ class RunDir:
         """The content of job.json; empty for a run that was not submitted."""
         return self.read_object("job.json", Job)
 
-    def write_script(self, text: str) -> None:
-        """Write submit.sbatch."""
-        self._write("submit.sbatch", text)
+    def write_script(self, text: str, name: str = "submit.sbatch") -> None:
+        """Write submit.sbatch, or array.sbatch."""
+        self._write(name, text)
 
     # Written while the run goes on
 

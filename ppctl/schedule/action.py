@@ -70,12 +70,9 @@ def _groups(pattern: re.Pattern[str], text: str, what: str) -> tuple[str, ...]:
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3.
-
-    `RECV_F` of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the
-    gradient of its output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb`
-    is -1.
-    """
+    """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3. `RECV_F`
+    of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the gradient of its
+    output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb` is -1."""
 
     op: Op
     stage: int
@@ -108,13 +105,14 @@ class Pair(NamedTuple):
         return cls(*map(Action.parse, words))
 
 
-_new_action = partial(tuple.__new__, Action)
+new_action = partial(tuple.__new__, Action)
+"""An action from a tuple, at C speed."""
 
 
 @lru_cache(2048)
 def lane(op: Op, stage: int, num_microbatches: int) -> tuple[Action, ...]:
     """One operation of one stage for every microbatch in order; cached, because many passes ask for it."""
-    return tuple(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
+    return tuple(map(new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
 
 
 class Channel(NamedTuple):
@@ -251,10 +249,8 @@ class Schedule:
         return frozenset(i for i, (here, after) in enumerate(pairwise([*messages, False])) if here and not after)
 
     def to_csv(self) -> str:
-        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it.
-
-        A pair is one cell, unless messages stand between the two.
-        """
+        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it. A pair is one
+        cell, unless messages stand between the two."""
         rows = (grouped(row, self.pairs) if self.pairs else row for row in self.actions)
         return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
@@ -342,11 +338,9 @@ def send_slots(capacity: int) -> int:
 
 
 def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must have ended before `action` may start: the one dependency rule.
-
-    Messages stand between stages on different ranks once the schedule is lowered; before that, and if an edge stays
-    on one rank, the neighbouring stage's compute is the dependency itself.
-    """
+    """The actions that must have ended before `action` may start: the one dependency rule. Messages stand between
+    stages on different ranks once the schedule is lowered; before that, and if an edge stays on one rank, the
+    neighbouring stage's compute is the dependency itself."""
     op, stage, mb = action
     if op is F:
         if stage == 0:
@@ -368,7 +362,7 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return (Action(SEND_F, stage - 1, mb),)
     if op is RECV_B:
         return (Action(SEND_B, stage + 1, mb),)
-    return tuple(weight_gradient_of(stage, m, schedule) for m in range(schedule.num_microbatches))
+    return tuple(Action(W if (stage, m) in schedule.split else B, stage, m) for m in range(schedule.num_microbatches))
 
 
 def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
@@ -379,8 +373,3 @@ def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
 def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
     """The action that makes the gradient of a stage's input: B, or I if the backward is split."""
     return Action(I if (stage, mb) in schedule.split else B, stage, mb)
-
-
-def weight_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that makes the gradients of a stage's weights: B, or W if the backward is split."""
-    return Action(W if (stage, mb) in schedule.split else B, stage, mb)

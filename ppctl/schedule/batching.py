@@ -1,4 +1,7 @@
-"""The pass behind batched messages: neighbouring messages of a rank start together and are waited for together."""
+"""The pass behind batched messages: neighbouring messages of a rank start together and are waited for together.
+
+Schedules of regular policies repeat a round of microbatches in the middle, again and again: batched is a short one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
+from operator import and_, eq, is_, itemgetter, sub
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import (
@@ -25,10 +28,60 @@ from ppctl.schedule.action import (
     Schedule,
     W,
     lane,
+    new_action,
 )
 from ppctl.schedule.executor import Execution
-from ppctl.schedule.repetition import repetition, rounds, stretched
 from ppctl.schedule.simulate import Costs, run_of
+
+Repetition = list[tuple[int, int, int]]
+"""Where each list's repetition begins, how many rounds it has one after another, and how many actions a round has."""
+
+
+def repetition(schedule: Schedule, size: int) -> Repetition:
+    """How every rank's list repeats a round of `size` microbatches."""
+    return [_repeated(row, size, schedule.num_microbatches) for row in schedule.actions]
+
+
+def rounds(found: Repetition) -> int:
+    """How many rounds every list has one after another; 0 if some list repeats nothing."""
+    return min(number for _, number, _ in found)
+
+
+def shorter(schedule: Schedule) -> Schedule | None:
+    """The schedule with fewer rounds of which this one is `stretched`; None elsewhere, and in other processes."""
+    return vars(schedule).get("_shorter")
+
+
+def remember(schedule: Schedule, short: Schedule) -> None:
+    """Let `shorter` return `short` for a schedule. It is no field, so that it is not compared, sent or copied."""
+    vars(schedule)["_shorter"] = short
+
+
+def stretched(schedule: Schedule, size: int, more: int, found: Repetition | None = None) -> Schedule:
+    """The schedule with so many rounds of `size` microbatches more in its middle, or fewer, if `more` is negative.
+    Every list must have `rounds`, more of them than are left out. It must have no pairs."""
+    rows: list[tuple[Action, ...]] = []
+    count = schedule.num_microbatches + more * size
+    for row, (begin, _, length) in zip(schedule.actions, found or repetition(schedule, size), strict=True):
+        one = [(lane(op, stage, count), mb) for op, stage, mb in row[begin : begin + length]] if more > 0 else []
+        again = [actions[mb + time * size] for time in range(more) for actions, mb in one]
+        rest = row[begin - min(more, 0) * length :]
+        later = [new_action((op, stage, mb + more * size if mb >= 0 else mb)) for op, stage, mb in rest]
+        rows.append((*row[:begin], *again, *later))
+    longer = replace(schedule, actions=tuple(rows), num_microbatches=count)
+    if more > 0:
+        remember(longer, schedule)
+    return longer
+
+
+def _repeated(row: Sequence[Action], size: int, count: int) -> tuple[int, int, int]:
+    ops, stages, mbs = zip(*row, strict=True) if row else ((), (), ())
+    length = size * mbs.count(count // 2)
+    same = map(and_, map(is_, ops[length:], ops), map(eq, stages[length:], stages))
+    alike = bytes(map(and_, same, map(size.__eq__, map(sub, mbs[length:], mbs))))
+    run = max(alike.split(b"\0"), key=len)
+    return alike.find(run), len(run) // length + 1 if len(run) >= length > 0 else 0, length
+
 
 _Actions = tuple[tuple[Action, ...], ...]
 _Alike = tuple[str, Placement, int]
@@ -89,11 +142,9 @@ _Settled = list[tuple[float, float, Schedule]]
 
 @lru_cache(64)
 def _settled(alike: _Alike, count: int, actions: _Actions, more: _Actions, size: int) -> _Settled:
-    """What the choices come to with `more` actions, those of a round of `size` microbatches.
-
-    Empty unless the round makes every list of every choice longer by the round before it: only then each further round
-    does, too, and takes as many seconds.
-    """
+    """What the choices come to with `more` actions, those of a round of `size` microbatches. Empty unless the round
+    makes every list of every choice longer by the round before it: only then each further round does, too, and takes as
+    many seconds."""
     settled = _Settled()
     try:
         two = _schedule(alike, count, actions), _schedule(alike, count + size, more)
@@ -155,10 +206,8 @@ class _Row:
 
 
 class _Line:
-    """One channel's messages on their way into both ends' lists, and how many were received before their use.
-
-    `free_at` says when the last message of the two ranks in this direction was over, whichever channel's it was.
-    """
+    """One channel's messages on their way into both ends' lists, and how many were received before their use. `free_at`
+    says when the last message of the two ranks in this direction was over, whichever channel's it was."""
 
     __slots__ = ("channel", "first", "free_at", "most", "posted", "source", "target")
 
@@ -185,11 +234,9 @@ _Route = tuple[_Line, Sequence[Action], Sequence[Action], list[float]]
 
 
 def _placed(schedule: Schedule, run: Execution, deferred: _Rule) -> tuple[float, Schedule]:
-    """The batched schedule of one choice, and the seconds that it takes.
-
-    A message moves at once, or if `deferred(what makes it, what comes then)` holds and nothing stands idle between
-    the two, after what comes then, if it is not needed before.
-    """
+    """The batched schedule of one choice, and the seconds that it takes. A message moves at once, or if `deferred(what
+    makes it, what comes then)` holds and nothing stands idle between the two, after what comes then, if it is not
+    needed before."""
     rows, free_at = [_Row() for _ in schedule.actions], defaultdict[tuple[int, int], list[float]](lambda: [0.0])
     lines = {edge.channel: _Line(edge.channel, rows, free_at[edge.channel[:2]]) for edge in schedule.edges}
     goes, comes = _routes(schedule, run, lines)

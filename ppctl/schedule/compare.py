@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import Placement
 from ppctl.schedule.policies import POLICIES, Policy, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
@@ -34,11 +32,9 @@ class PolicyFigures:
 def compare(
     pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
 ) -> tuple[list[PolicyFigures], dict[str, str]]:
-    """The policies that fit, and by name why others do not.
-
-    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of a number of stages, with a
-    number of chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
-    """
+    """The policies that fit, and by name why others do not. Each has its own number of chunks per rank, or all have
+    `vpp`; `costs` gives the times of a number of stages, with a number of chunks per rank. Raises ScheduleError for
+    sizes with which there is no 1F1B."""
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
     figures, left_out = [], {}
     for name, policy in POLICIES.items():
@@ -71,10 +67,5 @@ def _figured(
         bubble_fraction(trace),
         bubble_rate(trace),
         max(in_flight(schedule)) / vpp / min(pp, num_microbatches),
-        2 * num_microbatches * _edges_between_ranks(schedule.placement),
+        num_microbatches * len(schedule.edges),
     )
-
-
-def _edges_between_ranks(place: Placement) -> int:
-    ranks = map(place.rank_of, range(place.num_stages))
-    return sum(before != after for before, after in pairwise(ranks))

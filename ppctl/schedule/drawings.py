@@ -18,6 +18,7 @@ from ppctl.schedule.trace import Span, Trace, bubble_fraction, busy_time, step_t
 _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _DATA = '"@DATA@"'
 _TITLE = "@TITLE@"
+_STYLE = "<style>/* @STYLE@ */"
 _OPS = tuple(KINDS)
 
 _WIDTH, _GAP, _MARGIN = 640, 24, 16
@@ -35,9 +36,15 @@ for _name, _value in re.findall(r"--(\w+): (#[0-9a-f]{6})", _PAGE):
 
 def timeline_html(picture: Picture) -> str:
     """The page, as text. Nothing is fetched when it is opened."""
+    return filled(_PAGE, picture.title, _packed(picture))
+
+
+def filled(page: str, title: str, data: Any) -> str:
+    """A page's text with its title, the data of its script and, where it asks for it, the style of all pages."""
     # `<` cannot end the script early when it is written as an escape.
-    data = json.dumps(_packed(picture), separators=(",", ":")).replace("<", "\\u003c")
-    return _PAGE.replace(_TITLE, escape(picture.title)).replace(_DATA, data)
+    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    style = _PAGE[_PAGE.index("<style>") : _PAGE.index("</style>")]
+    return page.replace(_STYLE, style).replace(_TITLE, escape(title)).replace(_DATA, packed)
 
 
 def _packed(picture: Picture) -> dict[str, Any]:

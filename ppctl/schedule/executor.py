@@ -47,10 +47,8 @@ class _ChannelState:
         self.batches = batches
 
     def carry(self, clock: float, ready: _Ready, mb: int) -> None:
-        """Send a message whose receive is always posted: how the edges of a schedule without messages behave.
-
-        A line carries all of its messages or none, and only what reads `ready[mb]` waits for a carried message.
-        """
+        """Send a message whose receive is always posted: how the edges of a schedule without messages behave. A line
+        carries all of its messages or none, and only what reads `ready[mb]` waits for a carried message."""
         start = clock if clock > self.free_at else self.free_at
         ready[mb] = self.free_at = start + self.seconds
         if self.waiters:
@@ -162,11 +160,9 @@ def _run(
     ends: list[float],
     stuck: dict[int, int],
 ) -> Iterator[None]:
-    """One rank, from its first action to its last; yields while it waits for a message, which wakes it.
-
-    The neighbouring messages of a batched schedule are started together and waited for together, sends and receives
-    alike. All is written out in one loop, because it runs once for every action.
-    """
+    """One rank, from its first action to its last; yields while it waits for a message, which wakes it. The
+    neighbouring messages of a batched schedule are started together and waited for together, sends and receives alike.
+    All is written out in one loop, because it runs once for every action."""
     work, messages, saved = tables
     batched, pp_rank, clock = schedule.batched, batch.pp_rank, 0.0
     for index, (op, stage, mb) in enumerate(schedule.actions[pp_rank]):
@@ -261,11 +257,9 @@ def _tables(
 def _lines(
     schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int], batches: Sequence[_OpenBatch]
 ) -> tuple[list[_ChannelState], list[_ChannelState], list[bool]]:
-    """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
-
-    Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line; in a
-    batched schedule both directions share it.
-    """
+    """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions. Edge s
+    leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line; in a batched
+    schedule both directions share it."""
     place = schedule.placement
     ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
     lines: dict[Channel, _ChannelState] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, B, Channel, F, I, Op, Placement, Schedule, W
@@ -60,10 +61,8 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
 
 
 def least_limits(placement: Placement, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> list[float]:
-    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
-
-    If that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
-    """
+    """The least limit of every pp_rank: one microbatch on all of its stages, and what an I adds for its W. If that is
+    nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all."""
     later = sizes if deferred is None else deferred
     stages_of = [placement.stages_of(r) for r in range(placement.pp)]
     return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
@@ -192,11 +191,9 @@ class Lanes:
         return first
 
     def bound(self) -> float:
-        """A lower bound, in seconds, on the time of a step in any order of lanes: the largest of three bounds.
-
-        These are one microbatch through all stages and back; for each rank, the earliest start of a forward and all its
-        work; and the earliest start of a backward and all its backwards. Work includes the sums of gradients.
-        """
+        """A lower bound, in seconds, on the time of a step in any order of lanes: the largest of three bounds. These
+        are one microbatch through all stages and back; for each rank, the earliest start of a forward and all its work;
+        and the earliest start of a backward and all its backwards. Work includes the sums of gradients."""
         first, count, seconds = self.firsts(), self.num_microbatches, self.seconds
         bounds = [first[1] + seconds[1] + seconds[2]]
         for stages, work, sums in zip(self.stages_of, self.work(), self.sums, strict=True):
@@ -207,7 +204,7 @@ class Lanes:
 
     def peaks(self, rows: Rows) -> list[float]:
         """The most that every pp_rank holds."""
-        return [max(self._held(row), default=0.0) for row in rows]
+        return [max(accumulate(map(self.grows.__getitem__, row)), default=0.0) for row in rows]
 
     def held_by(self, schedule: Schedule) -> list[float]:
         """The most that every pp_rank holds under a schedule whose microbatches run in order."""
@@ -222,12 +219,6 @@ class Lanes:
     def fit(self, rows: Rows) -> bool:
         """Whether every pp_rank holds at most its limit."""
         return all(peak <= limit for peak, limit in zip(self.peaks(rows), self.limits, strict=True))
-
-    def _held(self, row: Sequence[int]) -> Iterator[float]:
-        held = 0.0
-        for lane in row:
-            held += self.grows[lane]
-            yield held
 
     def sound(self, pp_rank: int, row: Sequence[int]) -> bool:
         """Whether a row's backwards follow their forwards, its Ws their Is, and it holds at most its limit."""
@@ -284,10 +275,8 @@ def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
 
 class Clock:
     """One simulated run of each rank's order: when each rank ends (`ends`, None if they hang) and, if `traced`, what
-    each entry waited for.
-
-    Sends and receives start without delay; only messages of the same channel wait for each other.
-    """
+    each entry waited for. Sends and receives start without delay; only messages of the same channel wait for each
+    other."""
 
     def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:
         self.lanes, self.rows = lanes, rows

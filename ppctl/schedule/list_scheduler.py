@@ -121,10 +121,8 @@ class _StepInProgress:
 
 
 class OrderByRule(_StepInProgress):
-    """The rows that `rule` makes if pp_rank r holds at most `limits[r]` (no more than the lanes' own limit).
-
-    `made` returns None if a limit has no room for one microbatch on all stages of its rank.
-    """
+    """The rows that `rule` makes if pp_rank r holds at most `limits[r]` (no more than the lanes' own limit). `made`
+    returns None if a limit has no room for one microbatch on all stages of its rank."""
 
     def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
         super().__init__(lanes)
@@ -161,11 +159,8 @@ class OrderByRule(_StepInProgress):
         return lane, now
 
     def _first(self, kind: int, pp_rank: int, now: float) -> tuple[int, float, bool]:
-        """Choose among a rank's lanes of one kind (`_F`, `_I` or `_W`).
-
-        Returns the lane that goes first, or -1; when the next one can start; and whether a forward could start but for
-        memory.
-        """
+        """Choose among a rank's lanes of one kind (`_F`, `_I` or `_W`). Returns the lane that goes first, or -1; when
+        the next one can start; and whether a forward could start but for memory."""
         count, ready, held = self.count, self.ready, self.held[pp_rank]
         best, best_key, later, held_up = -1, 0.0, _NEVER, False
         for stage in self.lanes.stages_of[pp_rank]:
@@ -210,10 +205,8 @@ def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
 
 class WeightsPlaced(_StepInProgress):
     """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
-
     `late_weights` as in `Rule`. `made` returns None if memory would hold an F up for ever, or the step would end after
-    `latest`.
-    """
+    `latest`."""
 
     def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> None:
         super().__init__(lanes, latest)
@@ -224,10 +217,8 @@ class WeightsPlaced(_StepInProgress):
         self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order if it can start; else a W that memory or a pause asks for.
-
-        A forward leaves room for what an I adds for its W.
-        """
+        """The next lane of the order if it can start; else a W that memory or a pause asks for. A forward leaves room
+        for what an I adds for its W."""
         order, at, owed, lanes = self.order[pp_rank], self.at[pp_rank], self.owed[pp_rank], self.lanes
         arrival = _NEVER
         full = False

@@ -6,22 +6,17 @@ The two of a pair advance in turns, so that the messages of one are under way wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, pairwise
 
-from ppctl.errors import Problem
+from ppctl.errors import Problem, some
 from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
-
-SHOWN = 6
-"""How many pairs, actions or ranks one problem names; the rest are counted."""
 
 
 def pair_up(schedule: Schedule) -> Schedule:
-    """Every backward and the forward that follows on it as a pair, in which the forward stands in front.
-
-    Of 1F1B, whose ranks then hold one microbatch more.
-    """
+    """Every backward and the forward that follows on it as a pair, in which the forward stands in front. Of 1F1B, whose
+    ranks then hold one microbatch more."""
     rows: list[tuple[Action, ...]] = []
     pairs: list[Pair] = []
     for row in schedule.actions:
@@ -36,17 +31,15 @@ def pair_up(schedule: Schedule) -> Schedule:
 
 def deferred_weights(schedule: Schedule) -> Schedule:
     """The backward of every pair in two halves: I beside the forward, and W after the pair."""
-    split = {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B}
-    rows = tuple(
-        tuple(chain.from_iterable(_halves(action) if action in split else (action,) for action in row))
-        for row in schedule.actions
-    )
-    pairs = frozenset(Pair(ahead, _halves(back)[0] if back in split else back) for ahead, back in schedule.pairs)
+    return in_halves(schedule, {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B})
+
+
+def in_halves(schedule: Schedule, backwards: Collection[Action]) -> Schedule:
+    """The schedule with I and W, one right after the other, in place of each of these B; in a pair the I takes part."""
+    halves = {each: (each._replace(op=Op.I), each._replace(op=Op.W)) for each in backwards}
+    rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
+    pairs = frozenset(Pair(ahead, halves.get(back, (back,))[0]) for ahead, back in schedule.pairs)
     return replace(schedule, actions=rows, pairs=pairs)
-
-
-def _halves(backward: Action) -> tuple[Action, Action]:
-    return backward._replace(op=Op.I), backward._replace(op=Op.W)
 
 
 def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
@@ -82,13 +75,6 @@ def _with_shared_actions(pairs: Collection[Pair]) -> list[Pair]:
     if len(times) == 2 * len(pairs):
         return []
     return [pair for pair in pairs if max(times[action] for action in pair) > 1]
-
-
-def some(things: Iterable[object]) -> str:
-    """Return the texts of the first few things, and the number of the rest."""
-    named = [str(thing) for thing in things]
-    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
-    return ", ".join(named[:SHOWN]) + more
 
 
 def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:

@@ -38,8 +38,10 @@ from ppctl.schedule.batching import (
     MESSAGE_SECONDS,
     batch_messages,
     place_gradient_sync,
+    remember,
+    shorter,
 )
-from ppctl.schedule.repetition import remember, shorter
+from ppctl.schedule.pairs import in_halves
 from ppctl.schedule.simulate import Costs, simulate
 
 
@@ -91,11 +93,9 @@ def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
 
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
-    """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs.
-
-    It runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All
-    else keeps its order, and each stage's Ws keep the order of its Is.
-    """
+    """The compute-only schedule with at most `most` weight gradients deferred on a rank: of more, the oldest runs. It
+    runs after the I that would be one too many, and after that I's pair: while an I runs, `most` others wait. All else
+    keeps its order, and each stage's Ws keep the order of its Is."""
     return replace(
         schedule, actions=tuple(_weights_sooner(grouped(row, schedule.pairs), most) for row in schedule.actions)
     )
@@ -126,14 +126,11 @@ def split_before_late_weights(schedule: Schedule) -> Schedule:
     one of each parameter, finds the last ones in one action or in the last I and the last W: never in a B, of which
     parameters that are deferred have more to come.
     """
-    halves: dict[Action, tuple[Action, ...]] = {}
+    late: list[Action] = []
     for row in schedule.actions:
         last, final = ({a.stage: a for a in row if a.op in ops} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS))
-        late = [each for stage, each in last.items() if each.op is Op.B and final[stage] is not each]
-        halves |= {each: (each._replace(op=Op.I), each._replace(op=Op.W)) for each in late}
-    rows = tuple(tuple(half for action in row for half in halves.get(action, (action,))) for row in schedule.actions)
-    pairs = frozenset(pair._replace(backward=halves.get(pair.backward, pair[1:])[0]) for pair in schedule.pairs)
-    return replace(schedule, actions=rows, pairs=pairs)
+        late += [each for stage, each in last.items() if each.op is Op.B and final[stage] is not each]
+    return in_halves(schedule, late)
 
 
 def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Schedule:
@@ -302,11 +299,9 @@ def _least_capacity(line: _ChannelMessages) -> int:
 
 
 def _in_time(line: _ChannelMessages, deadlines: list[float], capacity: int) -> bool:
-    """Whether at this capacity no send waits for an older one, and every message is there when it is needed.
-
-    Message n starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or
-    when the use of the message `receive_slots` before has ended.
-    """
+    """Whether at this capacity no send waits for an older one, and every message is there when it is needed. Message n
+    starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or when the use
+    of the message `receive_slots` before has ended."""
     receives, sends = receive_slots(capacity), send_slots(capacity)
     posted_at = [0.0] * receives + line.used_at
     through: list[float] = []

@@ -72,9 +72,7 @@ class Picture:
 
 def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple[tuple[Level, ...], ...]:
     """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W.
-
-    Without `memory` of any pp_rank (), and no levels of a pp_rank without one.
-    """
+    Without `memory` of any pp_rank (), and no levels of a pp_rank without one."""
     if not memory:
         return ()
     kept = {(a.stage, a.mb) for _, a, _, _ in trace.spans if a.op in LIFE_ENDS}

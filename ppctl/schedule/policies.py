@@ -2,7 +2,7 @@
 
 Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
 backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
-that split backwards are in `zero_bubble` and `v_blocks`. `POLICIES` has a row for each, with all that is asked about a
+that split backwards are in `zero_bubble`. `POLICIES` has a row for each, with all that is asked about a
 policy.
 """
 
@@ -14,18 +14,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule import zero_bubble
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
 from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
-from ppctl.schedule.v_blocks import v_half, v_min
-from ppctl.schedule.zero_bubble import (
-    dualpipev,
-    fills_dualpipev,
-    fills_zbv,
-    interleaved_zero_bubble,
-    zb_h1,
-    zb_h2,
-    zbv_zero_bubble,
-)
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -52,10 +43,8 @@ def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk.
-
     That is tight: between neighbours two message times per microbatch are waited for. With `extra_warmup` forwards more
-    in flight (`extra_of` each rank) a message may take that much longer before anybody waits.
-    """
+    in flight (`extra_of` each rank) a message may take that much longer before anybody waits."""
 
     def warmup(pp_rank: int) -> int:
         counts = warmup_counts(pp, pp_rank, num_microbatches=num_microbatches)
@@ -145,89 +134,55 @@ class Policy:
         return f"{number} per rank" + (", down a V and back up" if self.placement == "v" else "")
 
 
+_WHOLE: dict[str, Any] = {"extra_warmup": True, "pairs": True, "settles": True}
+_HALVED: dict[str, Any] = {"fixed": True, "splits": True, "for_more_chunks": "interleaved_zero_bubble"}
 _ON_A_V: dict[str, Any] = {"chunks": 2, "fixed": True, "placement": "v", "splits": True}
 
 _ROWS = (
     Policy(
-        "1f1b",
-        one_f_one_b,
-        fixed=True,
-        extra_warmup=True,
-        pairs=True,
-        settles=True,
-        for_more_chunks="interleaved_1f1b",
+        "1f1b", one_f_one_b, **_WHOLE, fixed=True, for_more_chunks="interleaved_1f1b",
         use="many times as many microbatches as ranks: whole backwards, the fewest messages",
     ),
     Policy(
-        "interleaved_1f1b",
-        interleaved_1f1b,
-        chunks=2,
-        extra_warmup=True,
-        pairs=True,
-        settles=True,
-        other_names=("Interleaved1F1B", "dfs"),
+        "interleaved_1f1b", interleaved_1f1b, **_WHOLE, chunks=2, other_names=("Interleaved1F1B", "dfs"),
         use="fewer microbatches: whole backwards, vpp times less bubble for vpp times the messages and some memory",
     ),
-    Policy(
-        "gpipe",  # with several chunks breadth-first
-        gpipe,
-        other_names=("LoopedBFS", "looped_bfs"),
+    Policy(  # with several chunks breadth-first
+        "gpipe", gpipe, other_names=("LoopedBFS", "looped_bfs"),
         use="comparisons: all microbatches are in memory at once",
     ),
     Policy(
-        "zb_h1",
-        zb_h1,
-        fixed=True,
-        splits=True,
-        other_names=("ZBH1",),
-        for_more_chunks="interleaved_zero_bubble",
+        "zb_h1", zero_bubble.zb_h1, **_HALVED, other_names=("ZBH1",),
         use="a third of 1F1B's bubble for its memory and its messages",
     ),
     Policy(
-        "zb_h2",
-        zb_h2,
-        fixed=True,
-        splits=True,
-        other_names=("ZBH2",),
-        for_more_chunks="interleaved_zero_bubble",
+        "zb_h2", zero_bubble.zb_h2, **_HALVED, other_names=("ZBH2",),
         use="memory for twice the activations: no bubble on any rank but filling and draining, with 1F1B's messages",
     ),
     Policy(
-        "interleaved_zero_bubble",
-        interleaved_zero_bubble,
-        chunks=2,
-        splits=True,
+        "interleaved_zero_bubble", zero_bubble.interleaved_zero_bubble, chunks=2, splits=True,
         other_names=("InterleavedZeroBubble", "zero_bubble"),
         use="what zb_h1 is to 1F1B, for several chunks, also for more than two",
     ),
     Policy(
-        "zbv_zero_bubble",
-        zbv_zero_bubble,
-        **_ON_A_V,
+        "zbv_zero_bubble", zero_bubble.zbv_zero_bubble, **_ON_A_V, least_microbatches=zero_bubble.fills_zbv,
         other_names=("ZBVZeroBubble", "v_schedule", "ZBV"),
-        least_microbatches=fills_zbv,
         use="no bubble but filling and draining for 1F1B's memory, where F, I and W take about the same time",
     ),
     Policy(
-        "v_half", v_half, **_ON_A_V, other_names=("VHalf",), use="half of 1F1B's memory, with about half of its bubble"
+        "v_half", zero_bubble.v_half, **_ON_A_V, other_names=("VHalf",),
+        use="half of 1F1B's memory, with about half of its bubble",
     ),
     Policy(
-        "v_min",
-        v_min,
-        **_ON_A_V,
-        other_names=("VMin",),
+        "v_min", zero_bubble.v_min, **_ON_A_V, other_names=("VMin",),
         use="a third of 1F1B's memory; its bubble grows with the microbatches where F, I and W differ",
     ),
     Policy(
-        "dualpipev",
-        dualpipev,
-        **_ON_A_V,
-        pairs=True,
-        needs_microbatches=fills_dualpipev,
+        "dualpipev", zero_bubble.dualpipev, **_ON_A_V, pairs=True, needs_microbatches=zero_bubble.fills_dualpipev,
         use="experts on several ranks: forwards stand beside backwards, to hide exchanges; at least 2 pp microbatches",
     ),
     Policy("forward_only", forward_only, trains=False),
-)
+)  # fmt: skip
 
 POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
 """The policies by name; first those that users want most."""

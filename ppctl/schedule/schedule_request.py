@@ -104,11 +104,9 @@ def _training() -> list[str]:
 
 
 def requested(schedule: str | PathLike[str] | None, memory: float | None, costs: Costs | None) -> ScheduleRequest:
-    """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read.
-
-    Raises ScheduleError for a name that is none (PP-E304) and a file that holds none (PP-E216), and ConfigError
-    (PP-E396) for a memory or costs without a search.
-    """
+    """The request that a program's arguments mean; a file, which is any path or a text `....csv`, is read. Raises
+    ScheduleError for a name that is none (PP-E304) and a file that holds none (PP-E216), and ConfigError (PP-E396) for
+    a memory or costs without a search."""
     policy = schedule_policy(schedule) if isinstance(schedule, str) else None
     for name, value in (("memory", memory), ("costs", costs)):
         if value is not None and policy != AUTO:

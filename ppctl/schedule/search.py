@@ -130,10 +130,8 @@ class _Point:
 
 
 def find_schedule(task: Task, allowance: int = ALLOWANCE) -> FoundSchedule:
-    """Search. `allowance` is in units of work (`ALLOWANCE`).
-
-    Raises ScheduleError (PP-E321) if a limit has no room for one microbatch on all stages of its rank.
-    """
+    """Search. `allowance` is in units of work (`ALLOWANCE`). Raises ScheduleError (PP-E321) if a limit has no room for
+    one microbatch on all stages of its rank."""
     check_limits(task)
     return _OrderSearch(task, allowance).run()
 
@@ -146,10 +144,8 @@ def first_order(task: Task) -> Schedule | None:
 
 
 def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> FoundSchedule:
-    """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
-
-    Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if all are.
-    """
+    """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first. Tasks
+    whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) if all are."""
     results: list[FoundSchedule] = []
     refused: list[Problem] = []
     for task in tasks:
@@ -171,7 +167,9 @@ class _OrderSearch:
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
         self.unit = self.bound or 1.0
-        self.begins = _begins(self.lanes)
+        first = self.lanes.firsts()
+        self.begins = [min(first[KINDS * stage] for stage in stages) for stages in self.lanes.stages_of]
+        """When each pp_rank's first forward can start."""
         self.warmth = _WARMTH * sum(self.lanes.seconds) / len(self.lanes.seconds) / self.unit
         self.left = allowance
         self.tried = 0
@@ -368,9 +366,3 @@ def _other_rules(rule: Rule) -> list[Rule]:
     others += [replace(rule, late_weights=late) for late in _LATE]
     others += [replace(rule, late_forward=late) for late in _LATE]
     return [other for other in others if other != rule]
-
-
-def _begins(lanes: Lanes) -> list[float]:
-    """When each pp_rank's first forward can start."""
-    first = lanes.firsts()
-    return [min(first[KINDS * stage] for stage in stages) for stages in lanes.stages_of]

@@ -25,11 +25,9 @@ from ppctl.schedule.trace import Span, Trace, makers, spans_of
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds per stage and microbatch, in model order, and seconds per message.
-
-    A split backward takes half of `backward` for each half unless `input_gradient` and `weight_gradient` are given.
-    A message takes `message`, or what `messages` says for its channel; the messages of a channel go one after another.
-    """
+    """Seconds per stage and microbatch, in model order, and seconds per message. A split backward takes half of
+    `backward` for each half unless `input_gradient` and `weight_gradient` are given. A message takes `message`, or what
+    `messages` says for its channel; the messages of a channel go one after another."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -110,24 +108,21 @@ def attempted(schedule: Schedule, costs: Costs) -> Execution:
 
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
-    """Per pp_rank, the most (stage, microbatch) activations alive at once.
-
-    One is alive from the start of its F to the end of its B, or of its W if the backward is split (`until`
-    INPUT_GRADIENTS: of its I, from when on only what W needs is kept); without a backward it lives only during F.
-    """
-    return tuple(_most_alive(row, until) for row in schedule.actions)
-
-
-def _most_alive(row: Sequence[Action], ending: Set[Op]) -> int:
-    ends = {(stage, mb) for op, stage, mb in row if op in ending}
-    alive = most = 0
-    for op, stage, mb in row:
-        if op is F:
-            most = max(most, alive + 1)
-            alive += (stage, mb) in ends
-        elif op in ending:
-            alive -= 1
-    return most
+    """Per pp_rank, the most (stage, microbatch) activations alive at once. One is alive from the start of its F to the
+    end of its B, or of its W if the backward is split (`until` INPUT_GRADIENTS: of its I, from when on only what W
+    needs is kept); without a backward it lives only during F."""
+    peaks = []
+    for row in schedule.actions:
+        ends = {(stage, mb) for op, stage, mb in row if op in until}
+        alive = most = 0
+        for op, stage, mb in row:
+            if op is F:
+                most = max(most, alive + 1)
+                alive += (stage, mb) in ends
+            elif op in until:
+                alive -= 1
+        peaks.append(most)
+    return tuple(peaks)
 
 
 _KINDS = ("forward", "backward", "messages", "gradients")
@@ -164,12 +159,8 @@ def seconds_by_kind(path: list[Span]) -> dict[str, float]:
 
 def to_slots(schedule: Schedule) -> str:
     """The CSV of what is computed, without messages and gradient sync, every action in the first slot that it can have.
-
-    A pair is one cell, in its forward's slot.
-
-    What torch's `_load_csv(format="compute_only")` and `Schedule.from_csv` read. Raises ScheduleError for a schedule
-    that hangs.
-    """
+    A pair is one cell, in its forward's slot. What torch's `_load_csv(format="compute_only")` and `Schedule.from_csv`
+    read. Raises ScheduleError for a schedule that hangs."""
     rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
     plain = replace(schedule, actions=rows, capacities={})
     stages = schedule.placement.num_stages

@@ -59,11 +59,9 @@ def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
 
 
 def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
-    """One chunk: held until the last backward, which starts the communication itself (`_released`).
-
-    If gradients are reduced by a function (`reduces`), that is called when all is done, except on the first stage:
-    it ends last, has no bubble left to hide a call in, and lets its last backward do it.
-    """
+    """One chunk: held until the last backward, which starts the communication itself (`_released`). If gradients are
+    reduced by a function (`reduces`), that is called when all is done, except on the first stage: it ends last, has no
+    bubble left to hide a call in, and lets its last backward do it."""
     backwards = _of(row, WEIGHT_GRADIENTS)
     if not backwards:
         return SyncPlan((HOLD,), end=(RELEASE,))
@@ -75,11 +73,9 @@ def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
 
 
 def _released(row: Sequence[Action]) -> dict[Action, _Events]:
-    """The last backward of every stage; of a split one both halves.
-
-    Gradients that are not put off get their last share in the last I, the others theirs in the last W. Between the two
-    the Ws of earlier microbatches may run, which must not start anything.
-    """
+    """The last backward of every stage; of a split one both halves. Gradients that are not put off get their last share
+    in the last I, the others theirs in the last W. Between the two the Ws of earlier microbatches may run, which must
+    not start anything."""
     ends = [{action.stage: action for action in _of(row, ops)} for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)]
     return {action: (RELEASE,) for last in ends for action in last.values()}
 
@@ -114,11 +110,9 @@ def sync_of_chunks(
 
 
 def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
-    """Before which forwards of a rank's list the weights of which stage begin to be gathered, once a step.
-
-    Before the forward that stands before the stage's first one, so that they travel beside it; those of the stage that
-    the list begins with, before that.
-    """
+    """Before which forwards of a rank's list the weights of which stage begin to be gathered, once a step. Before the
+    forward that stands before the stage's first one, so that they travel beside it; those of the stage that the list
+    begins with, before that."""
     forwards = _of(row, _FORWARDS)
     first: dict[int, int] = {}
     for index, action in enumerate(forwards):
@@ -138,11 +132,9 @@ def _gather_events(forwards: list[Action], pp_rank: int, stages: Sequence[int]) 
 
 
 def checkpoint_flags(row: Sequence[Action], partial: int | None, window: int) -> dict[Action, bool]:
-    """For every forward of a rank's list whether all its layers are recomputed; empty if `partial` is None.
-
-    The rule is Megatron's `num_microbatches_with_partial_activation_checkpoints`: of every `window` forwards, which is
-    how many are in flight at most, the first `partial` keep more activations.
-    """
+    """For every forward of a rank's list whether all its layers are recomputed; empty if `partial` is None. The rule is
+    Megatron's `num_microbatches_with_partial_activation_checkpoints`: of every `window` forwards, which is how many are
+    in flight at most, the first `partial` keep more activations."""
     if partial is None:
         return {}
     forwards = [action for action in row if action.op is Op.F]

@@ -29,7 +29,10 @@ def timeline_text(trace: Trace, width: int = 100, seconds: float | None = None) 
     paired = {pair.backward for pair in trace.pairs}
     rows = [[span for span in row if span.action.op in COMPUTE] for row in trace.rows()]
     owned = [sorted({span.action.stage for span in row}) for row in rows]
-    labels = [[_label(r, stage, first=stage == stages[0]) for stage in stages] for r, stages in enumerate(owned)]
+    labels = [
+        [f"{f'rank {r}' if stage == stages[0] else '':8}stage {stage}" for stage in stages]
+        for r, stages in enumerate(owned)
+    ]
     margin = max((len(label) for column in labels for label in column), default=0) + 1
     columns = max(width, _NARROWEST) - margin - 2
     begin = min((span.start for span in trace.spans), default=0.0)
@@ -48,10 +51,6 @@ def _legend(trace: Trace) -> str:
     backward = "a-j input gradient, A-J weight gradient" if split else "a-j backward"
     pairs = ", k-t the same of a backward that is paired with the forward in front of it (k is 0)" * bool(trace.pairs)
     return f"last digit of the microbatch: 0-9 forward, {backward} (a is 0){pairs}; dots are idle"
-
-
-def _label(pp_rank: int, stage: int, *, first: bool) -> str:
-    return (f"rank {pp_rank}" if first else "").ljust(8) + f"stage {stage}"
 
 
 def _shown(row: Sequence[Span], times: Sequence[float]) -> list[Action | None]:

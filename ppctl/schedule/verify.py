@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import lt
 
-from ppctl.errors import Problem
+from ppctl.errors import Problem, some
 from ppctl.schedule.action import (
     BACKWARDS,
     INPUT_GRADIENTS,
@@ -30,10 +30,12 @@ from ppctl.schedule.action import (
     receive_slots,
     send_slots,
 )
+from ppctl.schedule.batching import shorter
 from ppctl.schedule.executor import Execution, execute
-from ppctl.schedule.pairs import SHOWN, some, wrong_pairs
-from ppctl.schedule.repetition import shorter
+from ppctl.schedule.pairs import wrong_pairs
 
+_WAITING_SHOWN = 6
+"""How many stuck ranks' rows are shown."""
 _RANKS_SHOWN = 8
 """How many ranks' rows are shown around a mark."""
 _BEFORE, _AFTER = 2, 2
@@ -76,9 +78,7 @@ def _wrong_lists(schedule: Schedule) -> Iterable[Problem]:
 
 def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
     """The stages that add up gradients in another order than the microbatches', each with two actions that show it.
-
-    Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules.
-    """
+    Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules."""
     misplaced: dict[int, tuple[Action, Action]] = {}
     for row in schedule.actions:
         last: dict[tuple[bool, int], Action] = {}
@@ -265,10 +265,10 @@ def _hanging(schedule: Schedule, run: Execution | None) -> list[Problem]:
     message = "the schedule hangs: " + some(f"rank {pp_rank} waits at {action}" for pp_rank, action in at.items())
     lines = [
         _marked(schedule.actions[pp_rank], pp_rank, index, f"waits for {_awaited(schedule, pp_rank, index)}")
-        for pp_rank, index in sorted(stuck.items())
+        for pp_rank, index in sorted(stuck.items())[:_WAITING_SHOWN]
     ]
     sends = not schedule.batched and any(action.op in SENDS for action in at.values())
-    return [Problem("PP-E317", message, "pipeline.p2p_capacity=null" if sends else "", "\n".join(lines[:SHOWN]))]
+    return [Problem("PP-E317", message, "pipeline.p2p_capacity=null" if sends else "", "\n".join(lines))]
 
 
 def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:

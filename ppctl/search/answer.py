@@ -26,7 +26,7 @@ from ppctl.topology import ParallelSizes
 
 BAND = 0.105
 """Within this share of the first, plans do not say which is faster: the median error of `BAND_SOURCE`."""
-BAND_SOURCE = "published steps held out by model, benchmarks/results-plan-2026-11-26.md"
+BAND_SOURCE = "published steps held out by model, 2026-11-26"
 
 
 class AnswerRow(NamedTuple):

@@ -79,6 +79,11 @@ class Counts:
     left: int = 0
     """That are in branches whose bound is not below what is known."""
 
+    @property
+    def undecided(self) -> int:
+        """That are still in branches."""
+        return self.total - self.memory - self.rules - self.planned
+
 
 class Branch(NamedTuple):
     """A set of configurations, and the least seconds of a step of any of them."""
@@ -268,8 +273,9 @@ class Search:
         self.found: list[Planned] = []
         self.over: list[Planned] = []
         """Planned, and larger than the device."""
-        self.proved = self.compared = False
-        """Whether nothing is left that is faster by more than CLOSE; and whether other divisions were looked at."""
+        self.proved = self.compared = self.counted = False
+        """Whether nothing is left that is faster by more than CLOSE, other divisions were looked at, and all are in
+        `counts`."""
 
     @property
     def counts(self) -> Counts:
@@ -294,6 +300,7 @@ class Search:
                 break
         for axes in divisions:
             tree.open(axes)
+        self.counted = True
         while tree.heap and not (self.found and tree.heap[0].seconds >= (1 - CLOSE) * self.least):
             self._go_on()
             yield self

@@ -7,7 +7,7 @@ The rules themselves are the plan's (`plan/sizes.py`, `plan/layout_choice.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import product
 from math import gcd, log2, prod
@@ -33,6 +33,8 @@ _OF_LAYERS = ("train.recompute_method", "train.recompute_num_layers")
 _RECOMPUTED = (GRANULARITY, MODULES, *_OF_LAYERS, "train.recompute_stages")
 CHANGED = (("tp", SEQUENCE), ("cp",), ("pp",), ("ep", "etp"), ("mbs",), _RECOMPUTED, ("vpp", SCHEDULE), (SHARDING,))
 """Keys that change together."""
+GROUPS = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
+"""Searched key -> keys of which one alone that is typed keeps it from being searched."""
 GIVEN = "as given"
 """Recomputation as the config has it, where it is not searched."""
 
@@ -58,8 +60,7 @@ class SearchSpace:
     def __init__(self, values: ConfigValues, keep: Collection[str] = ()) -> None:
         self.values = values
         names = {ALIASES.get(key, key) for key in keep}
-        groups = {key: (key,) for key in SEARCHED} | {GRANULARITY: _RECOMPUTED, SCHEDULE: (SCHEDULE, CSV)}
-        self.fixed = {key for key, group in groups.items() if any(self._is_fixed(each, names) for each in group)}
+        self.fixed = {key for key, group in GROUPS.items() if any(self._is_fixed(each, names) for each in group)}
         nodes, gpus = values["nodes"], values["gpus_per_node"]
         self.world = 1 if nodes is None and gpus is None else prod(machines(nodes, gpus, 1))
         self.chunks, self.layout = cache(self._chunks), cache(self._layout)
@@ -68,6 +69,27 @@ class SearchSpace:
 
     def _is_fixed(self, key: str, kept: Collection[str]) -> bool:
         return self.values.source(key).startswith(PLACE) or ALIASES.get(key, key) in kept
+
+    def freed(self, keys: Iterable[str]) -> SearchSpace:
+        """The space in which these keys are searched as well."""
+        other = SearchSpace(self.values)
+        other.fixed = self.fixed - {*keys}
+        return other
+
+    @cached_property
+    def first(self) -> Configuration | None:
+        """A configuration that no rule on sizes or between values forbids; None if there is none. Rules between values
+        ask whether an axis divides anything, not into how many parts."""
+        broken = set()
+        for axes in self.axes():
+            sizes, of = self.sizes(axes), axes._replace(recomputation=self.recomputations[0])
+            for batch, each in product(self.batches(sizes.dp), self.layouts(of, sizes)) if sizes is not None else ():
+                kind = *(size > 1 for size in (*axes[:5], each.vpp)), each.schedule, each.data_parallel_sharding
+                if kind not in broken and batch[1] >= POLICIES[each.schedule].needs_microbatches(each.pp):
+                    if self.obeys(one := each._replace(micro_batch_size=batch[0])):
+                        return one
+                    broken.add(kind)
+        return None
 
     @property
     def neutral(self) -> ConfigValues:
@@ -181,9 +203,9 @@ class SearchSpace:
         return self.values[SEQUENCE] if self._is_fixed(SEQUENCE, ()) else tp > 1
 
     def _axis_words(self, of: Configuration) -> dict[str, Any]:
-        words: dict[str, Any] = {"tp": of.tp, "cp": of.cp, "pp": of.pp, SEQUENCE: self._sequence(of.tp)}
+        words: dict[str, Any] = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep, SEQUENCE: self._sequence(of.tp)}
         if self.values["model.num_moe_experts"]:
-            words |= {"ep": of.ep, "etp": None if of.etp == of.tp and not self.values.is_set("etp") else of.etp}
+            words |= {"etp": None if of.etp == of.tp and not self.values.is_set("etp") else of.etp}
         return words
 
     def words(self, of: Configuration) -> Overrides:

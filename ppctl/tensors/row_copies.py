@@ -1,4 +1,7 @@
-"""Several copies of each row, and sums of the copies: each is the other's gradient.
+"""Several copies of each row, and sums of the copies: each is the other's gradient. Permuted rows, too.
+
+Autograd's own gradient of a gather is a sum into zeros: it takes twice the memory, and on a GPU atomic additions,
+although every row of a permutation is read once.
 
 Every copy of a row has a number, and no two have the same. Sums are made in order of the numbers, and first within
 equal runs of numbers, so that whoever has all copies of a run can add these up for everybody.
@@ -12,11 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppctl.tensors.row_order import inverse_of
-
 
 def copied(rows: Tensor, copies: Any) -> Tensor:
-    """The copies of rows, whose gradients are summed; `copies` is a named tuple with the methods of `RowCopies`."""
+    """The copies of rows, whose gradients are summed; `copies` is a named tuple with `RowCopies`' `down` and `up`."""
     out: Tensor = _Moved.apply(rows, copies, False)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
@@ -94,3 +95,26 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         copies = ctx.rest._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
         return copies.down(gradients[0]) if ctx.up else copies.up(gradients[0].contiguous()), None, None
+
+
+def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """`rows[order]` for rows [n, ...], where `order` [n] (int64) is a permutation and `inverse` its inverse."""
+    out: Tensor = _Reorder.apply(rows, order, inverse)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0].index_select(0, inverse), None, None
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The inverse of a permutation [n] (int64)."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

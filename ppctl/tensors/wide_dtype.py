@@ -1,4 +1,4 @@
-"""In which numbers sums are made: float32, or float64 if a model has that. Must not know what is summed."""
+"""In which numbers sums are made: float32, or float64 if a model has that."""
 
 from __future__ import annotations
 

@@ -10,5 +10,5 @@ reports            a step's numbers: the ranks' reports, and the figures compute
 evaluate, generate evaluation, and text from the trained model
 snapshot           the state that a checkpoint saves
 metrics, saving, recordings, replica_check    callbacks: where records are written, checkpoints and starts from them,
-                   what is recorded of chosen steps, comparisons of parameters' copies
+                   what is recorded of chosen steps, comparisons of parameters' copies; own_callbacks: a person's own
 """

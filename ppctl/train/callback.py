@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from ppctl.engine.stage import StageProgram
     from ppctl.train.session import Session
 
-TIME_IS_OVER, SAVE_FAILED = -1, -2
-"""Reasons to stop beside signals: the run's time is nearly over, or a checkpoint could not be written."""
+TIME_IS_OVER, SAVE_FAILED, ASKED = -1, -2, -3
+"""Reasons to stop beside signals: the run's time is nearly over, a checkpoint could not be written, or a callback of
+`train.callbacks` asked for it."""
+ASKED_WORDS = "a callback of train.callbacks asked for it"
 
 
 class Start(NamedTuple):
@@ -106,7 +108,8 @@ class Callback:
         """A step begins."""
 
     def stop_requested(self) -> int:
-        """Why this rank would stop: the number of a signal, TIME_IS_OVER or SAVE_FAILED; 0 to go on."""
+        """Why this rank would stop: the number of a signal, TIME_IS_OVER, SAVE_FAILED or ASKED; 0 to go on. Of
+        a callback of `train.callbacks` whatever is true means ASKED."""
         return 0
 
     def pre_update(self, step: int) -> None:
@@ -133,7 +136,7 @@ class Callbacks(Callback):
 
     def __init__(self, *each: Callback) -> None:
         self.each = each
-        for name in _WITHOUT_RESULT:
+        for name in WITHOUT_RESULT:
             setattr(self, name, partial(_call_all, [getattr(one, name) for one in each]))
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
@@ -153,10 +156,11 @@ class Callbacks(Callback):
                 closing.callback(one.close, error)
 
 
-_WITHOUT_RESULT = (
+WITHOUT_RESULT = (
     *("pre_train", "enter", "pre_step", "pre_update", "post_update", "log_metrics", "post_step"),
     "post_train",
 )
+"""The methods that return nothing, but `close`."""
 
 
 def _call_all(methods: Sequence[Callable[..., None]], *arguments: object) -> None:

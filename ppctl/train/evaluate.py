@@ -31,10 +31,6 @@ class Evaluator:
             max(column) for column in zip(*self._gather(counts or [0, 0]), strict=True)
         )
 
-    def is_due(self, done: int) -> bool:
-        """Whether an evaluation follows the `done`-th step."""
-        return done % self.session.config.train.eval_interval == 0
-
     def __call__(self) -> dict[str, Any]:
         """`eval_loss`, the mean over all tokens in nats (sums in float64, by microbatch, then by rank), and
         `eval_samples`, the number of samples. Raises TrainingError if ranks read different samples."""

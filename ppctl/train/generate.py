@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
+from ppctl.config.training_config import CHAT
 from ppctl.data.batches import find_documents
+from ppctl.data.conversation_rows import ConversationRows
 from ppctl.data.load import load_tokenizer
-from ppctl.data.tokenizer import ByteTokenizer, Tokens
+from ppctl.data.prompts import Prompt, prompts_of
+from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
+from ppctl.model.draw import drawn
 from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.tensor import gather_runs
@@ -43,11 +47,15 @@ class Generator:
         self.dice = torch.Generator().manual_seed(session.config.train.seed)
         self.last_rank = dist.get_global_rank(session.groups["pp"], session.plan.stages[-1].pp_rank)
 
-    def continue_prompt(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow `prompt` (at least one token), drawn by the seed and the weights alone."""
+    def continue_prompt(self, prompt: Sequence[int], count: int, end: int | None = None) -> list[int]:
+        """The `count` tokens that follow `prompt` (at least one token), drawn by the seed and the weights alone; fewer
+        if `end` is drawn, which is left out."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(self._next(tokens))
+            token = self._next(tokens)
+            if token == end:
+                break
+            tokens.append(token)
         return tokens[len(prompt) :]
 
     def _next(self, tokens: Sequence[int]) -> int:
@@ -73,7 +81,9 @@ class Generator:
         def forward(mb: int, inputs: Message) -> Message:
             outputs = module(*((self.window,) if embeds else inputs), tokens=self.window, packing=self.packing)
             if ends:
-                self.next_token[0] = drawn(self._all_words(self._at_position(outputs[0][0])), self.dice)
+                logits = self._all_words(self._at_position(outputs[0][0]))
+                # A small model that always takes the likeliest token soon repeats one word.
+                self.next_token[0] = drawn(logits, self.dice, temperature=0.8, top_k=40)
             return outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
@@ -95,17 +105,6 @@ class Generator:
         return logits if group is None else gather_runs(logits, 0, self.session.config.model.vocab_size, group)
 
 
-_LIKELIEST = 40
-_TEMPERATURE = 0.8
-"""A small model that always takes the likeliest token soon repeats one word."""
-
-
-def drawn(logits: torch.Tensor, dice: torch.Generator) -> torch.Tensor:
-    """An index into `logits` [vocabulary], drawn on the CPU by the probabilities of the likeliest ones."""
-    values, tokens = logits.detach().float().cpu().topk(min(_LIKELIEST, logits.numel()))
-    return tokens[torch.multinomial(torch.softmax(values / _TEMPERATURE, dim=0), 1, generator=dice)]
-
-
 SAMPLE_LENGTH = 200
 SHORT_SAMPLE_LENGTH = 32
 """Tokens drawn from a large model, so that a finished run frees its devices, and from miniatures of one."""
@@ -115,31 +114,39 @@ _PROMPT_LENGTH = 64
 _NEWLINE = ord("\n")
 
 
-def write_sample(session: Session) -> dict[str, str] | None:
-    """How the model continues a line from the middle of the corpus, `{prompt, text}`; None if the tokens have no text.
-    A collective of all ranks, which share experts and split weights: every pipeline writes the same sample."""
-    with (
-        nullcontext() if session.replica.gathered is None else session.replica.gathered.all_held()
-    ):  # a collective of all ranks
-        return _sample(session)
-
-
-def _sample(session: Session) -> dict[str, str] | None:
-    """Continue a prompt that rank 0 of each pipeline chooses; None if the tokens are of another tokenizer than the
-    config's. A collective."""
+def write_samples(session: Session) -> list[dict[str, str]]:
+    """How the model continues each of `log.prompts`, else a line from the middle of the corpus or a turn of a
+    conversation, `{prompt, text}`; none if the tokens have no text. A collective of all ranks, which share experts and
+    split weights: every pipeline writes the same samples."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
-    prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0, device="cpu")
+    end = tokenizer.eos if session.config.data.format == CHAT else None
+    gathered = session.replica.gathered
+    with nullcontext() if gathered is None else gathered.all_held():  # a collective of all ranks
+        prompts = prompts_of(session.config, tokenizer) or _prompts_of_data(session, tokenizer)
+        return [
+            {"prompt": text, "text": tokenizer.decode(Generator(session).continue_prompt(tokens, count, end))}
+            for count in (_sample_length(session),)
+            for text, tokens in prompts
+        ]
+
+
+def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompt that rank 0 of each pipeline finds in the data; none if the tokens are of another tokenizer than the
+    config's. A collective."""
+    found = torch.zeros(1 + max(_PROMPT_LENGTH, session.config.data.seq_length), dtype=torch.int64, device="cpu")
     if session.data.training is not None:
-        line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
-        start = prompt_from(session.data.training.corpora[0].tokens, line_end)
-        prompt[-len(start) :] = torch.from_numpy(start.astype("int64"))
+        corpus, start = session.data.training.corpora[0], [tokenizer.eos or 0] * _PROMPT_LENGTH
+        if isinstance(corpus, ConversationRows):
+            start = corpus.opening().tolist()
+        else:
+            line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
+            start = (start + prompt_from(corpus.tokens, line_end).tolist())[-_PROMPT_LENGTH:]
+        found[: 1 + len(start)] = torch.tensor([len(start), *start])
     if session.plan.sizes.pp > 1:
-        dist.broadcast(prompt, dist.get_global_rank(session.groups["pp"], 0), group=session.groups["pp"])
-    tokens = prompt.tolist()
-    if max(tokens) >= tokenizer.vocab_size:
-        return None  # mapped tokens of another tokenizer than the config's
-    text = tokenizer.decode(Generator(session).continue_prompt(tokens, _sample_length(session)))
-    return {"prompt": tokenizer.decode(tokens), "text": text}
+        dist.broadcast(found, dist.get_global_rank(session.groups["pp"], 0), group=session.groups["pp"])
+    count, *tokens = found.tolist()
+    tokens = tokens[:count]
+    return [Prompt(tokenizer.decode(tokens), tokens)] if max(tokens) < tokenizer.vocab_size else []
 
 
 def _sample_length(session: Session) -> int:

@@ -96,7 +96,9 @@ class GradientNorm:
         flat = torch.stack(own + [zero] * (self.width - len(own)))
         for places, shared in self.parts:
             if len(places):
-                flat[places] = _norms_of_parts(flat[places], shared)
+                squares = flat[places].square()
+                dist.all_reduce(squares, group=shared)
+                flat[places] = squares.sqrt()
         if self.group is not None:
             rows = [torch.empty_like(flat) for _ in range(self.group.size())]
             dist.all_gather(rows, flat, group=self.group)
@@ -108,12 +110,6 @@ class GradientNorm:
         """On the device: to index it by numbers of the host makes the host wait."""
         places = [i for i, name in enumerate(self.own_names) if name in names]
         return torch.tensor(places, dtype=torch.int64, device=self.device)
-
-
-def _norms_of_parts(norms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    squares = norms.square()
-    dist.all_reduce(squares, group=group)
-    return squares.sqrt()
 
 
 def clip_gradients(masters: Mapping[str, nn.Parameter], norm: GradNorm, max_norm: float) -> None:

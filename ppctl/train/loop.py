@@ -31,7 +31,10 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
             result = trainer.step(step)
             result.record["consumed_samples"] = sizes.position(step + 1)
             callback.post_update(result)
-            _evaluate(evaluator, result, callback)
+            due = result.last or (result.step % (config.train.eval_interval or 1) == 0 and not result.stop)
+            if evaluator is not None and due:
+                callback.enter("evaluating", step)
+                result.record |= evaluator()
             end.step, end.loss = result.step, result.record["loss"]
             end.eval_loss = result.record.get("eval_loss", end.eval_loss)
             if _is_logged(result, step == start.step, config.log.interval):
@@ -47,13 +50,6 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     finally:
         callback.close(error)
     return end
-
-
-def _evaluate(evaluator: Evaluator | None, result: StepResult, callback: Callback) -> None:
-    """Add an evaluation to the step's figures if one is due; a run that stops does without."""
-    if evaluator is not None and (result.last or (evaluator.is_due(result.step) and not result.stop)):
-        callback.enter("evaluating", result.step - 1)
-        result.record |= evaluator()
 
 
 def _is_logged(result: StepResult, first: bool, interval: int) -> bool:

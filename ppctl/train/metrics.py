@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.config.mapping import to_mapping
+from ppctl.config.run_rules import not_installed
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError
 from ppctl.records.step_lines import WIDE, Record, StepLines
 from ppctl.train.callback import Callback
 
@@ -33,7 +34,7 @@ class TensorBoard(Callback):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as missing:
-            raise _missing("log.tensorboard", "tensorboard") from missing
+            raise ConfigError(not_installed("log.tensorboard")) from missing
         self._writer = SummaryWriter(directory)
 
     def log_metrics(self, record: Record) -> None:
@@ -48,15 +49,26 @@ class TensorBoard(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """Logs every number of a record to Weights & Biases (WANDB_MODE=offline works). Raises ConfigError without wandb.
+    """Logs every number of a record to Weights & Biases, as `log.wandb_*` say. Raises ConfigError without wandb.
     Records go through another process: if it is not closed at the end, the last ones or all are lost."""
 
-    def __init__(self, directory: str, name: str, run_id: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: str, run_id: str, config: RunConfig) -> None:
         try:
             import wandb
         except ImportError as missing:
-            raise _missing("log.wandb", "wandb") from missing
-        self._run = wandb.init(project=name, id=run_id, name=run_id, dir=directory, config=dict(config), resume="allow")
+            raise ConfigError(not_installed("log.wandb")) from missing
+        log = config.log
+        self._run = wandb.init(
+            project=log.wandb_project or log.name,
+            entity=log.wandb_entity,
+            tags=log.wandb_tags,
+            mode=cast(Any, log.wandb_mode),
+            id=run_id,
+            name=run_id,
+            dir=directory,
+            config=to_mapping(config),
+            resume="allow",
+        )
 
     def log_metrics(self, record: Record) -> None:
         """Log the numbers."""
@@ -69,13 +81,3 @@ class WeightsAndBiases(Callback):
 
 def _numbers(record: Record) -> dict[str, float]:
     return {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
-
-
-def _missing(key: str, package: str) -> ConfigError:
-    return ConfigError(
-        Problem(
-            "PP-E704",
-            f"{key} is on and {package} is not installed",
-            f"{pasted(sys.executable)} -m pip install {package}",
-        )
-    )

@@ -5,7 +5,7 @@ Matrices of Muon are whole here: what a rank does not own of one (`geometry/matr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -71,9 +71,12 @@ class AdamW:
         1, parameters and moments stay, and whoever reads that it was calls `take_back`, since the host has counted an
         update."""
         for names, weight_decay in self.groups:
-            moved = [name for name in names if self.masters[name].grad is not None]
-            for made, alike in _by_updates(moved, self.state).items():
-                self._move(alike, made, weight_decay, left_out)
+            alike: dict[float, list[str]] = {}  # by the updates made: one number, unless some had no gradient in a step
+            for name in names:
+                if self.masters[name].grad is not None:
+                    alike.setdefault(self.state[name]["step"].item(), []).append(name)
+            for made, moved in alike.items():
+                self._move(moved, made, weight_decay, left_out)
 
     def take_back(self) -> None:
         """The last step, with the gradients that are there, was left out: it does not count."""
@@ -106,14 +109,6 @@ class AdamW:
         )
         for entry in state:
             entry["step"].fill_(made + 1)
-
-
-def _by_updates(names: Iterable[str], state: State) -> dict[float, list[str]]:
-    """The parameters by the number of updates they have made: one number, unless some had no gradient in a step."""
-    alike: dict[float, list[str]] = {}
-    for name in names:
-        alike.setdefault(state[name]["step"].item(), []).append(name)
-    return alike
 
 
 class _Stack(NamedTuple):
@@ -190,7 +185,8 @@ class Muon:
             nesterov = optim.muon_nesterov
             own.copy_(stack.gradient.lerp(stack.momentum, optim.muon_momentum) if nesterov else stack.momentum)
         directions = orthogonalised(directions, optim.muon_ns_steps)
-        rate = self.lr * _factor(optim.muon_adjust_lr, rows, columns)
+        matched = optim.muon_adjust_lr == "match_rms_adamw"  # factors on the rate as of torch's `_adjust_lr`
+        rate = self.lr * (0.2 * sqrt(max(rows, columns)) if matched else sqrt(max(1, rows / columns)))
         for stack, own in zip(stacks, directions.split(numbers), strict=True):
             stack.master.mul_(1 - self.lr * optim.weight_decay)
             stack.master.add_(own, alpha=-rate)
@@ -221,11 +217,6 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def _factor(adjust: str, rows: int, columns: int) -> float:
-    """On the rate of a matrix, as torch's `_adjust_lr`."""
-    return 0.2 * sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else sqrt(max(1, rows / columns))
 
 
 def _pieces(stack: _Stack, elements: int) -> Iterator[_Stack]:

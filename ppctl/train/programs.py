@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,12 +30,13 @@ from ppctl.sequence_halves import Halves
 from ppctl.tensors.tensor_halves import own_halves
 from ppctl.train.mixed_precision import in_precision
 from ppctl.train.session import Session
+from ppctl.weight_gradients.functions import tell_what_stays
 
 
 class StagePrograms:
     """Makes the programs of a rank's stages, and holds what these read and note in a step."""
 
-    def __init__(self, session: Session, said: set[int] | None = None) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self.batch: StepBatch | None = None
         """The step's samples, on ranks that read data."""
@@ -52,15 +52,17 @@ class StagePrograms:
         """Weight of the MTP modules' losses in the loss of the step."""
         self.added: dict[int, Tensor] = {}
         """For each microbatch, the loss that the model itself adds."""
-        self.keeping = _keep_activations(session)
-        """The (stage, microbatch) whose activations are kept although layers are recomputed."""
-        self._said = set() if said is None else said
-        """The stages of which the log says what W computes."""
-        self.words = own_words_of(session)
+        split = session.groups.split
+        self.words = None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
+        """The words whose logits the rank has, if tensor-parallel ranks divide them."""
         size, length = session.plan.sizes.cp, session.config.data.seq_length
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
         """The tokens of every sequence whose losses this rank computes; None: all."""
         row = session.plan.schedule.actions[session.own.pp_rank]
+        spared = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
+        flags = checkpoint_flags(row, spared, forwards_in_flight(row))
+        self.keeping = {(action.stage, action.mb) for action, recomputed in flags.items() if not recomputed}
+        """The (stage, microbatch) whose activations are kept although layers are recomputed."""
         self.first = next(action.stage for action in row if action.op is Op.F)
         """The stage that the rank's list begins with."""
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
@@ -113,6 +115,7 @@ class StagePrograms:
             if (spec.stage, mb) in self.gathers:
                 gathered.begin(self.gathers[spec.stage, mb])
 
+        tell = partial(tell_what_stays, spec.stage, module, say=partial(print, flush=True))
         return StageProgram(
             spec.stage,
             forward,
@@ -121,20 +124,8 @@ class StagePrograms:
             prepare=None if gathered is None else prepare,
             whole=module.whole,
             intercept=not module.asks,
-            on_deferred=partial(self._say_what_waits, spec.stage),
+            on_deferred=tell if self.session.own.in_first_pipeline else None,
         )
-
-    def _say_what_waits(self, stage: int, parameters: Sequence[Tensor]) -> None:
-        """Say once in the run's log which weight gradients of a stage W computes."""
-        if stage in self._said or not self.session.own.in_first_pipeline:
-            return
-        self._said.add(stage)
-        own = self.session.model.stages[stage].canonical_parameters()
-        names = {id(parameter): name for name, parameter in own.items()}
-        waiting = {id(parameter) for parameter in parameters}
-        rest = [name for key, name in names.items() if key not in waiting]
-        of_w = kinds_of_names(names[key] for key in waiting)
-        print(f"stage {stage}: W computes the gradients of {of_w}; I those of {kinds_of_names(rest)}", flush=True)
 
     def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
         """The loss whose backward runs; notes the microbatch's share of the step's loss, and of its MTP modules'. The
@@ -184,18 +175,6 @@ def auxiliary_weight(session: Session) -> float:
     return 1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all
 
 
-def own_words_of(session: Session) -> Words | None:
-    """The words whose logits the rank has, if tensor-parallel ranks divide them."""
-    split = session.groups.split
-    return None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
-
-
-def kinds_of_names(names: Iterable[str]) -> str:
-    """Names of parameters; names that differ only in numbers become one: `layers.*.attention.wq`."""
-    kinds = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
-    return ", ".join(sorted(kinds)) or "nothing"
-
-
 def sample_keys(session: Session, step: int) -> Tensor | None:
     """[m, b] int64 on the device: of this rank's samples, by their places in the global batch; None without dropout."""
     model, train = session.config.model, session.config.train
@@ -208,13 +187,6 @@ def sample_keys(session: Session, step: int) -> Tensor | None:
     )
     on_gpu = session.device.type == "cuda"
     return (keys.pin_memory() if on_gpu else keys).to(session.device, non_blocking=on_gpu)
-
-
-def _keep_activations(session: Session) -> frozenset[tuple[int, int]]:
-    row = session.plan.schedule.actions[session.own.pp_rank]
-    partial = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
-    flags = checkpoint_flags(row, partial, forwards_in_flight(row))
-    return frozenset((action.stage, action.mb) for action, recomputed in flags.items() if not recomputed)
 
 
 def _moved(batch: StepBatch, device: torch.device) -> StepBatch:

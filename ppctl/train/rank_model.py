@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import offloaded_layers
-from ppctl.geometry.parts import Parts
-from ppctl.geometry.rows import Parameter
+from ppctl.geometry.rows import Parameter, Parts
 from ppctl.model.compile import compile_stage
 from ppctl.model.core_attention import Attend, attend
 from ppctl.model.feed_forward import ExchangeRows
@@ -55,12 +54,11 @@ class RankModel:
     recompute: Mapping[int, Switch]
     offload: Offload | None
     """Moves activations to the host, if any are moved."""
-    rows: Mapping[str, Parameter] = field(init=False)
-    """The row of the parameter table of each parameter and buffer of these stages, by canonical name."""
 
-    def __post_init__(self) -> None:
-        rows = {name: row for stage in self.stages.values() for name, row in stage.parameter_rows().items()}
-        object.__setattr__(self, "rows", rows)
+    @cached_property
+    def rows(self) -> Mapping[str, Parameter]:
+        """The row of the parameter table of each parameter and buffer of these stages, by canonical name."""
+        return {name: row for stage in self.stages.values() for name, row in stage.parameter_rows().items()}
 
 
 def build_model(

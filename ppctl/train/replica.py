@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.matrix_owners import owned_runs
-from ppctl.geometry.parts import Parts, tp_sums
-from ppctl.geometry.rows import Parameter
+from ppctl.geometry.rows import Parameter, Parts, tp_sums
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.axis_groups import AxisGroups
 from ppctl.parallel.replicate import GradientReducer

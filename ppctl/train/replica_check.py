@@ -56,9 +56,10 @@ class ReplicaCheck(Callback):
     def compare(self, step: int) -> int:
         """How many parts of parameters have copies. A collective over the world. Raises TrainingError (PP-E734), alike
         on all ranks, if copies differ: it names the first parameter in the model's order, and its ranks."""
+        bits = self._bits()  # before ranks agree: a fault of this rank's device is no disagreement of all
         compared, problem = AgreeingRanks(None).agree(
             "compare copies of parameters",
-            self._bits,
+            lambda: bits,
             partial(_compared, step),
             each=list[_Bits],
             result=tuple[int, Problem | None],

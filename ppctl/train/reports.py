@@ -29,7 +29,7 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.host.accelerators import device_called, preset
 from ppctl.tensors.host_numbers import HostNumbers
 from ppctl.topology import RankGrid
-from ppctl.train.callback import SAVE_FAILED, TIME_IS_OVER
+from ppctl.train.callback import ASKED, ASKED_WORDS, SAVE_FAILED, TIME_IS_OVER
 from ppctl.train.programs import RouterBalance, StagePrograms, auxiliary_width
 from ppctl.train.session import Session
 
@@ -148,6 +148,8 @@ def stop_reason(reports: Reports) -> str | None:
         return "a checkpoint could not be written"
     if TIME_IS_OVER in asked.values():
         return "its time is nearly over"
+    if ASKED in asked.values():
+        return ASKED_WORDS
     first, number = next(iter(asked.items()))
     several = f"{len(asked)} ranks" if len(asked) < len(reports.table) else "every rank"
     ranks = f"rank {first}" if len(asked) == 1 else several

@@ -21,6 +21,7 @@ from ppctl.checkpoint.shards import HostMemory
 from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.records.json_reader import finite
 from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
@@ -56,13 +57,14 @@ class Saves(Callback):
         self._warn = partial(_warn, say if leads else partial(print, file=sys.stderr))
         self._figures: dict[str, Any] = {}
         config = session.config.checkpoint
+        self._keeps = {name: getattr(config, name) for name in ("keep", "keep_every", "keep_best")}
         self.local: LocalCopies | None = None
         """This run's copies in memory; None if `checkpoint.local` is not set."""
         self._path: Path | None = None
         self._saver: Saver | None = None
         self._background: BackgroundSaver | None = None
         if not config.in_background:
-            self._saver = Saver(directory, keep=config.keep, keep_every=config.keep_every)
+            self._saver = Saver(directory, **self._keeps)
             return
         with connecting_on_first_use():
             self._group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
@@ -75,14 +77,12 @@ class Saves(Callback):
 
     def _make_room(self) -> HostMemory:
         """Memory for the copies of what is saved, with what lies there. A collective; raises as making this does."""
-        config = self.session.config.checkpoint
 
         def make() -> None:
             self._background = BackgroundSaver(
                 self._directory,
                 session_shards(self.session),
-                keep=config.keep,
-                keep_every=config.keep_every,
+                **self._keeps,
                 process_group=self._group,
                 address=self._writer(),
                 local=self.local,
@@ -180,6 +180,7 @@ class Saves(Callback):
         began, order = time.perf_counter(), self._run.start.sample_order
         shards = session_shards(self.session)
         state = state_of(self.session, step, result.record["consumed_samples"], order)
+        state["eval_loss"] = finite(result.record.get("eval_loss"))
         with _as_training_error():
             if self._background is None:
                 assert self._saver is not None

@@ -22,7 +22,7 @@ from ppctl.engine.pace import DevicePace
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.parts import Parts
+from ppctl.geometry.rows import Parts
 from ppctl.parallel.axis_groups import AxisGroups
 from ppctl.parallel.exchange_counts import watch
 from ppctl.plan import Plan, RankPlan, StageSpec

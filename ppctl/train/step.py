@@ -51,8 +51,6 @@ class Trainer:
         self.sizes = BatchSizes.of(session.config.train) if sizes is None else sizes
         self.callback = callback or Callback()
         self._steps_for = steps_for_tokens(session.config)
-        self._named: set[int] = set()
-        """The stages of which the log says which weight gradients W computes."""
         self._warned = False
         self._updates = -1
         """Updates made so far, those before a checkpoint included; -1 until the first step."""
@@ -62,7 +60,7 @@ class Trainer:
         """Run steps of this session's batch from now on: what a rank holds stays, what counts microbatches is new."""
         self.session = session
         """The size of the present step's batch."""
-        self.stages = StagePrograms(session, self._named)
+        self.stages = StagePrograms(session)
         watch, microbatches = self.callback.stage_program, session.plan.num_microbatches
         firsts = [call * microbatches for call in range(session.plan.gradient_accumulation_steps)]
         self.programs = [[watch(program, first) for program in self.stages.make(first)] for first in firsts]

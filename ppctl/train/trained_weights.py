@@ -1,9 +1,8 @@
 """The weights of one rank, as the model computes with them and as the optimizer steps them (decisions 11, 21 and 67).
 
-Must not know stages' modules, the schedule or the optimizer's rule. Weights are keyed by canonical name. In float32
-and float64 both are the same objects and nothing is done twice; otherwise masters are float32, and the master's
-`.grad` is the accumulator (Megatron's main_grad). Replication, ties, norm, clipping, optimizers and checkpoints read
-masters only.
+Weights are keyed by canonical name. In float32 and float64 both are the same objects and nothing is done twice;
+otherwise masters are float32, and the master's `.grad` is the accumulator (Megatron's main_grad). Replication, ties,
+norm, clipping, optimizers and checkpoints read masters only.
 
 If data-parallel ranks shard what the optimizer needs (`ShardedWeights`), gradients add up whole, in the masters'
 dtype, until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and

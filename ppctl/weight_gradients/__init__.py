@@ -3,6 +3,5 @@
 deferred   the weight gradients that one microbatch's I left, until W; delivery: how W hands them to autograd
 products   the products with a weight whose gradient can be deferred
 intercept  finds these in modules that know nothing of it
-left_whole what stays in I, told in the log
-functions  others' autograd functions and modules, which are registered: split_backward
+functions  others' autograd functions and modules, which are registered: split_backward; what stays in I, reported
 """

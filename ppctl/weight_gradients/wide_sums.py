@@ -1,7 +1,4 @@
-"""Sums of a weight's gradients, wider than the weight: gradients are added to them, or whole products (decision 84).
-
-Knows where a sum is kept by two functions alone. Must not know which weights have one, or what becomes of it.
-"""
+"""Sums of a weight's gradients, wider than the weight: gradients are added to them, or whole products (decision 84)."""
 
 from __future__ import annotations
 

@@ -181,9 +181,10 @@ def block_results(
             rows.append([torch.cat(parts, 2) for parts in zip(*alone, strict=True)])
         return [torch.cat(parts) for parts in zip(*rows, strict=True)]
     gradient, *inputs = given
-    out, log_sums = kernel.forward(*inputs, 0.1, causal, documents)
+    block = (*inputs, 0.1, causal, documents)
+    out, log_sums = kernel.forward(block)
     more = 0.5 * out, log_sums + 0.5
-    return [out, log_sums, *kernel.backward(gradient, *inputs, *more, 0.1, causal, documents)]
+    return [out, log_sums, *kernel.backward(gradient, block, *more)]
 
 
 @pytest.mark.parametrize(

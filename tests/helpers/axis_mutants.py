@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from axis_runs import train_all
 
-from ppctl.geometry.parts import tp_sums
+from ppctl.geometry.rows import tp_sums
 from ppctl.model import router
 from ppctl.parallel import context, dispatch, shard
 from ppctl.parallel.axis_groups import AxisGroups

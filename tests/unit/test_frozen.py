@@ -193,8 +193,8 @@ def test_megatrons_flags() -> None:
     """Each is taken, or answered with the key that says the same, or with why there is nothing to say."""
     flags = set(frozen("megatron's flags"))
     if IS_WRITTEN:
-        from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES
-        from ppctl.config.megatron_flags import LATER, MEANINGLESS
+        from ppctl.config.flags import LISTS, MEGATRON, SWITCHES
+        from ppctl.config.megatron_flags import FIXED, LATER, MEANINGLESS
 
         named = {flag for table in (LATER, MEANINGLESS) for flags in table.values() for flag in flags.split()}
         flags |= {*MEGATRON, *LISTS, *SWITCHES, *FIXED} | {flag for flag in named if "*" not in flag}

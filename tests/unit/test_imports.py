@@ -17,6 +17,7 @@ PACKAGE = Path(ppctl.__file__).parent
 LAZY = {
     "rich": "a terminal",
     "ppctl.cli.live": "rich, on a terminal",
+    "ppctl.cli.plan_from": "tables of other systems' names, for plan --from alone",
     "ppctl.data": "numpy",
     "ppctl.launch.weights": "ppctl.families, for model.from alone",
     "ppctl.config.yaml_file": "yaml",
@@ -24,7 +25,7 @@ LAZY = {
     "ppctl.checkpoint.arrays": "numpy, for ckpt diff alone",
     "ppctl.config": "the schema, for an option or a problem alone",
     "difflib": "a misspelt command",
-    "statistics": "fractions and decimals, for runs --compare alone",
+    "statistics": "fractions and decimals, for comparing runs alone",
 }
 """What a function of a command may import, and what stands behind it."""
 

@@ -31,6 +31,7 @@ def test_a_test_lies_in_the_room_of_what_it_tests() -> None:
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     beside = {path.stem for path in package.glob("*.py")}
     beside |= {
+        "benchmark_imports",
         "devices_are_named",
         "first_run",
         "frozen",

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from command import TINY, environment, free_port, losses, metrics, only_run, ppctl, start
 from oracle.reference import reference_losses
@@ -42,7 +43,8 @@ TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
 def whole_run(text, tmp_path_factory):
     """An uninterrupted run of 12 steps in two ranks with two stages each, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
-    trackers = ("log.tensorboard=true", "log.wandb=true", "log.trace=4:6")
+    trackers = ("log.tensorboard=true", "log.tensorboard_dir=boards", "log.wandb=true", "log.wandb_project=projected",
+                "log.wandb_tags=[tagged]", "log.wandb_entity=owned", "log.trace=4:6")  # fmt: skip
     done = ppctl(
         "train", *TWELVE, "pp=2", "vpp=2", text, *trackers, cwd=cwd, WANDB_MODE="offline", PYTHONPROFILEIMPORTTIME="1"
     )
@@ -106,6 +108,22 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-12"
     assert {p.name for p in (run / "logs").iterdir()} == {f"rank-{rank:04d}.log" for rank in range(2)}
     assert not list((run / "errors").iterdir())
+
+
+@pytest.mark.whole
+def test_the_weights_of_a_cut_run_continue_a_prompt_as_transformers_does(whole_run, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    _, run = whole_run
+    done = ppctl("generate", str(run), "the stage of ", "--tokens", "40", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert ppctl("ckpt", "export", "--hf", str(run), "out", cwd=tmp_path).returncode == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    given = torch.tensor([[*b"the stage of "]])
+    found = model.generate(given, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert answer["tokens"] == found[0, given.shape[1] :].tolist()
+    assert bytes(answer["tokens"]).decode() == answer["text"]
 
 
 def test_torchs_profiler_leaves_a_trace_of_every_rank_where_torchtitan_does(text, tmp_path):
@@ -388,7 +406,7 @@ def test_trackers_get_the_keys_of_metrics(whole_run):
 
     _, run = whole_run
     keys = {key for key, value in metrics(run)[0].items() if value is not None and key != "step"}
-    events = EventAccumulator(str(run / "trace"))
+    events = EventAccumulator(str(run.parents[2] / "boards" / "quickstart" / run.name))
     events.Reload()
     assert set(events.Tags()["scalars"]) == keys
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(run))
@@ -396,6 +414,7 @@ def test_trackers_get_the_keys_of_metrics(whole_run):
     logged = log.read_bytes()
     assert [key for key in keys if key.encode() not in logged] == []
     assert all(repr(loss).encode() in logged for loss in losses(run))
+    assert [word for word in (b"projected", b"tagged", b"owned", run.name.encode()) if word not in logged] == []
 
 
 def test_the_quickstart_begins_with_the_bits_of_one_process(tmp_path):

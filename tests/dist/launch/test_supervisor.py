@@ -227,7 +227,7 @@ def test_ctrl_c_once_more_ends_all_with_130_and_after_that_they_are_killed(run: 
     launcher = Launcher(run, 2, "trains_on", "trains_on_stubbornly")
     pids = [int(pid) for pid in launcher.wait_for("pid")]
     launcher.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.1)
     launcher.process.send_signal(signal.SIGINT)  # make and the terminal both pass one press on
     time.sleep(0.9)
     assert launcher.process.poll() is None
@@ -243,7 +243,7 @@ def test_ctrl_c_before_a_step_is_done_ends_all_quietly_with_130(run: RunDir) -> 
     pids = [int(pid) for pid in launcher.wait_for("pid")]
     code, out, err = launcher.end(signal.SIGINT)
     assert (code, out) == (130, "")
-    assert err == "interrupted: all ranks were ended, nothing more was saved\n"
+    assert err == "interrupted: all ranks were ended, before the first step: nothing was saved\n"
     assert run.status()["state"] == "interrupted"
     assert all_gone(pids)
 

@@ -61,13 +61,15 @@ def by_document(function):
     """Of a kernel's forward or backward: one that takes all documents of a causal block at once."""
 
     def each(*args):
-        *tensors, scale, causal, documents = args
+        at = int(len(args) > 1)  # a backward's block comes after the gradient
+        *heads, scale, causal, documents = args[at]
         if documents is None:
             return function(*args)
         rows = []
         for row, lengths in enumerate(documents):
+            tensors = (*args[:at], *heads, *args[at + 1 :])
             cut = zip(*(tensor[row : row + 1].split(lengths, 2) for tensor in tensors), strict=True)
-            alone = [function(*part, scale, causal, None) for part in cut]
+            alone = [function(*part[:at], (*part[at : at + 3], scale, causal, None), *part[at + 3 :]) for part in cut]
             rows.append([torch.cat(found, 2) for found in zip(*alone, strict=True)])
         return [torch.cat(found) for found in zip(*rows, strict=True)]
 

@@ -20,7 +20,7 @@ from whole_tensors import whole_of
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import part_of, scatter_sums, start_gather
 from ppctl.train.evaluate import Evaluator
-from ppctl.train.generate import write_sample
+from ppctl.train.generate import write_samples
 from ppctl.train.snapshot import load_checkpoint
 from ppctl.train.trained_weights import GatheredWeights
 
@@ -194,7 +194,7 @@ def save_and_load(saves: list[dict], loads: list[tuple[dict, int]], root: str) -
     for mapping, number in loads:
         session = session_of(mapping)
         load_checkpoint(session, Path(root) / str(number) / "step-2")
-        sample = write_sample(session)
+        sample = write_samples(session)
         loaded.append((tensors_of(session), sample, trainer_of(session, 2).step(2).record["loss"]))
     return saved, loaded
 

@@ -7,15 +7,20 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from chats import CHATML, chat, tokenizer_directory
 from expert_runs import STEPS, config_of, hold, train_cut
 from oracle.data import whole_batches
 from oracle.reference import train_reference
 from ranks import run_ranks
 
-from ppctl.config.mapping import to_mapping
+from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.model.packing import Packing
+from ppctl.plan import build_plan
+from ppctl.train.generate import write_samples
+from ppctl.train.session import build_session
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +70,27 @@ def test_replicas_that_learn_unequally_many_tokens_agree_with_one_process(home):
     for records, _ in run_ranks(train_cut, 4, to_mapping(config)):
         assert [r["loss"] for r in records] == pytest.approx(expected.losses, rel=1e-6)
         assert [r["grad_norm"] for r in records] == pytest.approx(expected.norms, rel=1e-6)
+
+
+def samples(mapping: dict) -> list[dict]:
+    """In a rank: what the model writes before its first step."""
+    config = from_mapping(mapping)
+    return write_samples(build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("prompts", [None, ["Hi\nyou", "b"]], ids=["of the data", "by key"])
+def test_the_model_answers_a_turn_in_any_cut(home, prompts):
+    found = []
+    for layout, pp in (("Et*5L", 1), ("E|t*3|t*2|L", 4)):
+        config = conversing(home, layout, pp, 2, pack=True)
+        config.scale, config.log.prompts = "smoke", prompts
+        found.append(run_ranks(samples, pp, to_mapping(config))[0])
+    assert found[0] == found[1]
+    (first, *others), opened = found[0], "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    if prompts is None:
+        conversations = [json.loads(line)["messages"] for line in (home / "chat.jsonl").read_text().splitlines()]
+        # As a tokenizer shows it, without its marks.
+        assert not others and first["prompt"] == f"user\n{conversations[30][0]['content']}\nassistant\n"
+    else:
+        assert [each["prompt"] for each in found[0]] == [opened.format(text) for text in prompts]
+    assert first["text"]

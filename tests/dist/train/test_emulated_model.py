@@ -23,7 +23,7 @@ from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.engine.interpreter import run_schedule
-from ppctl.geometry.parts import Parts, Place
+from ppctl.geometry.rows import Parts, Place
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage

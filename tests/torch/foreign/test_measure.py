@@ -20,8 +20,7 @@ from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
 from ppctl.foreign.measure import BATCHES, fitted, measure, peak
 from ppctl.foreign.measured_pass import COUNTED, valueless
-from ppctl.geometry.foreign_costs import measured_for, most
-from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.geometry.foreign_model import ForeignModel, measured_for, most
 from ppctl.geometry.layers import Layer, parse_layers
 from ppctl.plan.build import build_plan
 
@@ -135,7 +134,9 @@ def test_a_plan_tells_layers_with_and_without_a_window_apart_and_prices_each(kin
     if kind == "GptOss":  # whose own attention takes a mask in every layer
         long = measured_for(found.measured, 4, 96)
         tables = [set(layer.reads) for layer in long.layers]
-        both, one = (long.tables_of(numbers, 1, 96) for numbers in (tables[0] | tables[1], tables[0]))
+        both, one = (
+            sum(long.tables[number].of(1, 96) for number in numbers) for numbers in (tables[0] | tables[1], tables[0])
+        )
         assert squares(96) == 0 and both - one == 4 * 96**2  # which each kind has of its own
     else:
         assert squares(96) == 4 * (96**2 - 2 * 48**2)  # each layer keeps a mask

@@ -46,7 +46,8 @@ class FlashOnCuda(SimpleNamespace):
         assert dropout == 0.0 and not debug
         out, log_sums = q.new_empty(q.shape), q.new_empty(self.shape(q))
         for own, seen in self.documents(q, k, bounds_q, bounds_k):
-            found = UNFUSED.forward(self.heads(q, own), self.heads(k, seen), self.heads(v, seen), scale, causal, None)
+            block = self.heads(q, own), self.heads(k, seen), self.heads(v, seen), scale, causal, None
+            found = UNFUSED.forward(block)
             self.heads(out, own).copy_(found[0])
             self.rows(log_sums, own).copy_(found[1])
         return out, log_sums, None, None, None
@@ -60,11 +61,9 @@ class FlashOnCuda(SimpleNamespace):
         assert state.dtype == torch.uint64 and unused.numel() == 0 and dropout == 0.0
         made = [torch.empty_like(each) for each in (q, k, v)]
         for own, seen in self.documents(q, k, bounds_q, bounds_k):
-            parts = [
-                self.heads(each, place)
-                for each, place in zip((gradient, q, k, v, out), (own, own, seen, seen, own), strict=True)
-            ]
-            found = UNFUSED.backward(*parts, self.rows(log_sums, own), scale, causal, None)
+            block = self.heads(q, own), self.heads(k, seen), self.heads(v, seen), scale, causal, None
+            result = self.heads(out, own), self.rows(log_sums, own)
+            found = UNFUSED.backward(self.heads(gradient, own), block, *result)
             for each, place, one in zip(made, (own, seen, seen), found, strict=True):
                 self.heads(each, place).copy_(one)
         return tuple(made)
@@ -105,8 +104,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
 def hold(kernel: BlockAttention, sizes: tuple[int, int, int, int], causal: bool, documents=None, hidden=None) -> None:
     gradient, *inputs = heads(*sizes)
     wanted = by_autograd(gradient, *inputs, torch.zeros(sizes[:2], dtype=torch.bool) if hidden is None else hidden)
-    out, log_sums = kernel.forward(*inputs, SCALE, causal, documents)
-    found = kernel.backward(gradient, *inputs, out, log_sums, SCALE, causal, documents)
+    block = (*inputs, SCALE, causal, documents)
+    out, log_sums = kernel.forward(block)
+    found = kernel.backward(gradient, block, out, log_sums)
     for got, expected in zip((out, log_sums, *found), wanted, strict=True):
         assert got.shape == expected.shape
         assert (got - expected).abs().max() <= 1e-13 * max(1, expected.abs().max())
@@ -132,6 +132,7 @@ def test_the_backward_of_a_block_follows_from_the_merged_result(kernel: BlockAtt
     wanted = by_autograd(gradient, q, k, v, torch.zeros(5, 9, dtype=torch.bool))
     cut = (slice(0, 4), slice(4, 9))
     for place in cut:
-        _, of_k, of_v = kernel.backward(gradient, q, k[:, :, place], v[:, :, place], *wanted[:2], SCALE, False, None)
+        block = (q, k[:, :, place], v[:, :, place], SCALE, False, None)
+        _, of_k, of_v = kernel.backward(gradient, block, *wanted[:2])
         assert (of_k - wanted[3][:, :, place]).abs().max() < 1e-13
         assert (of_v - wanted[4][:, :, place]).abs().max() < 1e-13

@@ -8,7 +8,7 @@ from cuts import tiny
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.geometry.layers import parse_layers
-from ppctl.geometry.parts import Parts, Place
+from ppctl.geometry.rows import Parts, Place
 from ppctl.model.feed_forward import Experts, MixtureOfExperts
 from ppctl.model.initialize import initial_value
 from ppctl.model.linear import grouped_product

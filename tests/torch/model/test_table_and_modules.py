@@ -9,7 +9,7 @@ from torch import nn
 
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import Layer, parse_layers
-from ppctl.geometry.parts import WHOLE, Parts, Place
+from ppctl.geometry.rows import WHOLE, Parts, Place
 from ppctl.model.feed_forward import Experts, FeedForward
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer

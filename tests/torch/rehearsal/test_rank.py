@@ -35,8 +35,8 @@ EXPERTS = (
     "parallel.bf16=true", "model.ffn_hidden_size=32",
 )  # fmt: skip
 NO_VALUES = {
-    **dict.fromkeys((f"aten.{name}" for name in ("abs.default", "bitwise_not.default", "eq.Tensor", "ne.Scalar")), 1),
-    **{"aten.mul.Tensor": 1, "aten._to_copy.default": 2, "aten.empty.memory_format": 3},
+    **dict.fromkeys(("aten.le.Scalar", "aten.bitwise_not.default"), 1),
+    **{"aten._to_copy.default": 2, "aten.empty.memory_format": 3},
 }
 """A step's numbers on their way to the host, whether the device leaves it out, and a batch without values."""
 FUSED = {
@@ -46,7 +46,7 @@ FUSED = {
     "aten.native_layer_norm_backward.default",
     "aten._fused_adamw_.default",
     *("aten._foreach_add_.Scalar", "aten._foreach_sub_.List"),  # its counts of steps
-    *(NO_VALUES.keys() - {"aten.mul.Tensor"}),  # of which a CPU's AdamW has more
+    *NO_VALUES,
 }
 """What a GPU's fused kernels are called, where the CPU goes step by step."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from live_memory import LiveBytes
 
-from ppctl.tensors.row_order import inverse_of, reorder
+from ppctl.tensors.row_copies import inverse_of, reorder
 
 ROWS, WIDTH = 24, 512
 DTYPES = (torch.float32, torch.bfloat16)

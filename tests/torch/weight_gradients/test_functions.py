@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import ppctl
 from ppctl.errors import ConfigError
 from ppctl.weight_gradients.deferred import DeferredGradients, WeightGradStore, collecting
-from ppctl.weight_gradients.functions import split_backward
+from ppctl.weight_gradients.functions import split_backward, what_stays
 from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.left_whole import what_stays
 
 H = 6
 CALLS = []

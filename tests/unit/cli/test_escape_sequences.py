@@ -26,6 +26,7 @@ RUN = "20261122-084400-0000"
 READERS = [
     ["runs"], ["runs", "show", RUN], ["status", RUN], ["status"], ["logs", RUN], ["logs", RUN, "--rank", "0"],
     ["trace", RUN], ["resume", RUN, "steps=1"], ["parity", RUN, RUN], ["runs", "--compare", RUN, RUN],
+    ["runs", "delete", RUN],
     ["cancel", RUN], ["requeue", RUN], ["ckpt", "inspect", "runs/q/" + RUN],
     ["ckpt", "prune", "runs/q/" + RUN, "--keep", "1", "--dry-run"],
 ]  # fmt: skip

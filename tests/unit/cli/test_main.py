@@ -88,8 +88,12 @@ def test_an_unknown_command_is_exit_2_with_the_nearest(capsys, typed, meant):
         (["plan", "+stepz=3", "++a.b=1"], ["PP-E101", "PP-E101"]),
         (["train", "quickstart"], ["PP-E105"]),
         (
-            ["train", "-m", "steps=1,2", "stepz=3", "--foo", "--use-flash-attn"],
+            ["train", "steps=1,2", "stepz=3", "--foo", "--use-flash-attn"],
             ["PP-E107", "PP-E109", "PP-E106", "PP-E101"],
+        ),
+        (
+            ["train", "-m", "steps=1,2", "stepz=3", "--foo", "--use-flash-attn"],
+            ["PP-E107", "PP-E109", "PP-E101"],
         ),
         (["plan", "recipe=quickstrt", "mbs=x"], ["PP-E104", "PP-E102"]),
         (["train", "+recipe=deepseek_v3"], ["PP-E601"]),

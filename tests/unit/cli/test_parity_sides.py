@@ -52,4 +52,4 @@ def test_two_runs_that_do_not_compute_the_same_are_told_in_which_keys():
         "keys": ["optim.lr"], "checkpoints": {"step": 3, "same": False},
     }  # fmt: skip
     lines = parity_text._head(report)
-    assert lines[:3] == ["A  a", "B  b", "the runs compute different things: optim.lr (`ppctl runs --compare A B`)"]
+    assert lines[:3] == ["A  a", "B  b", "the runs compute different things: optim.lr (`ppctl runs compare A B`)"]

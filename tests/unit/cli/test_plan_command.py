@@ -262,11 +262,25 @@ def test_a_plan_says_that_the_weights_beside_its_model_are_damaged(capsys, tmp_p
 
 def test_the_page_on_migrating_shows_what_is_printed(capsys) -> None:
     page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
-    lines = page.partition("\n    ppctl plan ")[2].splitlines()
+    lines = f"--num-layers {page.partition('    ppctl plan --num-layers ')[2]}".splitlines()
     shown = [line.removeprefix("    ") for line in takewhile(lambda line: line[:4].strip() == "", lines[2:])]
     code, _, err = run(capsys, *lines[0].split())
     assert code == 2
     assert [line.rstrip() for line in err.strip().splitlines()] == "\n".join(shown).strip().splitlines()
+
+
+def test_the_page_on_migrating_shows_what_becomes_of_a_config(capsys, monkeypatch, tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2]
+    page = (tests.parent / "docs" / "migrating.md").read_text().partition("    ppctl plan --from ")[2]
+    shown = [line.strip() for line in takewhile(lambda line: line[:4].strip() == "", page.splitlines()[1:])]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+    words = page.splitlines()[0].split()
+    Path(words[0]).write_text((tests / "golden" / "other_configs" / "titan_llama3_405b.toml").read_text())
+    code, out, err = run(capsys, "--from", *words)
+    assert code == 0
+    printed = {line.strip() for line in (out + err).splitlines()}
+    assert [line for line in shown if line not in ("", "...") and line not in printed] == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
@@ -278,3 +292,22 @@ def test_a_picture_replaces_no_pipe_and_no_link(kind: str, tmp_path: Path) -> No
         path.symlink_to("elsewhere.json")
     (problem,) = unwritable(path)
     assert problem.code == "PP-E129" and "no regular file" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("typed", "codes"),
+    [
+        (("+recipe=mixtral_8x7b", "tp=2", "--sequence-parallel"), "PP-E107"),
+        (("+recipe=llama3_8b", "--lr-wsd-decay-samples", "10", "--lr-decay-style", "WSD"), "PP-E107"),
+        (("+recipe=mixtral_8x7b", "tp=2", "--no-such-flag"), "PP-E107, PP-E224"),
+    ],
+    ids=["a switch", "a number", "another key"],
+)
+def test_a_key_that_has_its_default_because_its_flag_was_refused_is_no_further_problem(capsys, typed, codes) -> None:
+    code, out, _ = run(capsys, *typed)
+    assert (code, out.splitlines()[0]) == (2, f"no plan: {codes.count('PP')} problem{'s' * (',' in codes)}, {codes}")
+
+
+def test_a_world_of_unknown_size_is_enlarged_before_experts_are_put_together(capsys) -> None:
+    _, _, err = run(capsys, "model.num_layers=4", "model.num_moe_experts=8", "ep=4")
+    assert "PP-E205" in err and "  try: dp=4\n   or: ep=1\n" in err

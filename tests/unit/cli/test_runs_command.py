@@ -65,12 +65,15 @@ def test_on_a_narrow_terminal_the_times_get_shorter_and_long_values_stand_below(
         assert main(["runs"]) == 0
         seen[columns] = capsys.readouterr().out.splitlines()
         assert max(map(len, seen[columns])) <= columns
-    assert [max(map(len, lines)) for lines in seen.values()] == [56, 53, 48]
+    assert [max(map(len, lines)) for lines in seen.values()] == [59, 53, 48]
+    assert [" lr=0.0003" in line for line in seen[60][1:]] == [False, True, True, True]
+    assert "differs" not in seen[54][0], "no room"
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["runs", "--compare", "old", "new"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].split() == ["key", "A", "B"] and lines[4].split() == ["optim.lr", "0.0003", "0.001"]
-    assert lines[5:8] == ["checkpoint.resume", "  A  null", f"  B  {config.checkpoint.resume}"]
+    assert [line.split()[0] for line in lines[5:8]] == ["step", "loss", "tokens/s"]
+    assert lines[8:11] == ["checkpoint.resume", "  A  null", f"  B  {config.checkpoint.resume}"]
 
 
 def test_as_json(runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]) -> None:

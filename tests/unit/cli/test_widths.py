@@ -46,7 +46,8 @@ ALONE = [
 ]  # fmt: skip
 
 OF_RUNS = [
-    "status A", "runs", "runs show A", "runs --compare A B", "trace A", "trace A B", "trace B --step 1", "logs A",
+    "status A", "runs", "runs show A", "runs --compare A B", "runs compare A B", "runs delete A", "trace A",
+    "trace A B", "trace B --step 1", "logs A",
     "parity A B", "resume A train.seed=7", "ckpt inspect A",
     "data show corpus", "data show corpus --tokenizer byte --tokens 99", "simulate --schedule bad.csv --tf 1 --tb 1",
 ]  # fmt: skip

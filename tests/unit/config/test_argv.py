@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
-from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES, flag_problem, translated
-from ppctl.config.keys import as_typed, keys, text_keys
-from ppctl.config.megatron_flags import DEFAULTS, LATER, MEANINGLESS, WRITE
+from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, flag_problem, translated
+from ppctl.config.keys import as_typed, keys, text_keys, value_text
+from ppctl.config.megatron_flags import DEFAULTS, FIXED, LATER, MEANINGLESS, WRITE
 
 DSV3 = "Et*3|(tt|)*29,m|L"
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -139,6 +139,10 @@ def test_aliases_and_flags_name_keys_that_exist():
             "optim.lr_decay_tokens = samples x data.seq_length",
         ),
         (["--lr-decay-samples", "70", "gbs=10"], "PP-E107", "optim.lr_decay_steps=7"),
+        (["--lr-wsd-decay-samples", "1000", "gbs=64"], "PP-E107", "15.625 steps, rounded up"),
+        (["--tokenizer-model", "meta/tokenizer.json"], "PP-E107", "data.tokenizer=meta"),
+        (["--tokenizer-model", "llama/tokenizer.model"], "PP-E107", "directory with a tokenizer.json"),
+        (["--no-position-embedding"], "PP-E109", "with rope only, where it changes nothing"),
         (["--lr-warmup-init", "1e-7"], "PP-E108", "a warm-up that begins above 0"),
         (["--lr-warmup-init", "0.0"], "PP-E109", "it is so in any case"),
         (["--step-batch-size-schedule", "16"], "PP-E108", "a batch that grows by steps of its own"),
@@ -148,7 +152,10 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--num-workers", "8"], "PP-E109", "in the ranks themselves"),
         (["--dataloader-type", "cyclic"], "PP-E109", "drawn by (seed, step)"),
         (["--ckpt-format", "torch_dist"], "PP-E109", "one format of checkpoints"),
-        (["--tensorboard-dir", "tb"], "PP-E107", "log.tensorboard=true"),
+        (["--tensorboard-dir", "tb"], "PP-E107", "log.tensorboard=true log.tensorboard_dir=tb"),
+        (["--wandb-project", "p"], "PP-E107", "log.wandb=true log.wandb_project=p"),
+        (["--wandb-entity", "team"], "PP-E107", "log.wandb_entity=team"),
+        (["--wandb-save-dir", "w"], "PP-E107", "log.wandb_dir=w"),
         (["--profile"], "PP-E108", "leave it out"),
         (["--tp-comm-overlap"], "PP-E108", "userbuffers"),
         (["--no-tp-comm-bulk-wgrad"], "PP-E109", "userbuffers"),
@@ -282,7 +289,7 @@ def test_every_flag_of_megatron_is_a_key_or_is_answered_with_a_reason() -> None:
 
 def test_the_tables_of_flags_name_only_what_megatron_has_or_had() -> None:
     """An entry that matches no flag is a misspelling; these are torchrun's."""
-    of_torchrun = {"--node-rank", "--rdzv-backend", "--rdzv-endpoint"}
+    of_torchrun = {"--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--master-addr", "--master-port"}
     known = {*flags_of_megatron(), *of_torchrun}
     entries = [name for table in (LATER, MEANINGLESS, WRITE) for flags in table.values() for name in flags.split()]
     strange = [name for name in entries if not any(fnmatch(flag, name) for flag in known)]
@@ -335,5 +342,5 @@ def test_defaults_are_not_compared_where_a_model_or_a_recipe_sets_them(given: st
 
 def test_megatrons_defaults_are_of_keys_that_have_others() -> None:
     for key, theirs, where in DEFAULTS:
-        assert text_keys()[key].default != theirs
+        assert value_text(text_keys()[key].default) != theirs
         assert where in ("", *text_keys())

@@ -12,12 +12,12 @@ KNOWN = {**ALIASES, **{name: key for name, key in names_of_keys("known_as").item
 FLAGS = {**names_of_keys("known_as"), **names_of_keys("names")}
 OTHERS = [
     "training.local_batch_size=8", "training.dtype=bfloat16", "training.dtype=float32", "model.name=llama3",
-    "model.flavor=8B", "job.dump_folder=out", "metrics.log_freq=10", "checkpoint.folder=x",
+    "model.flavor=8B", "checkpoint.folder=x",
     "checkpoint.async_mode=async", "comm.init_timeout_seconds=3", "parallelism.data_parallel_shard_degree=2",
     "parallelism.data_parallel_replicate_degree=2", "parallelism.pipeline_parallel_layers_per_stage=2",
     "parallelism.pipeline_parallel_first_stage_less_layers=1", "parallelism.expert_tensor_parallel_degree=2",
-    "parallelism.context_parallel_rotate_method=alltoall", "activation_checkpoint.mode=full",
-    "optimizer.name=AdamW", "optimizer.implementation=fused", "lr_scheduler.decay_ratio=0.8",
+    
+    "optimizer.implementation=fused", "lr_scheduler.decay_ratio=0.8",
     "lr_scheduler.min_lr_factor=0.1", "lr_scheduler.decay_type=linear", "trainer.devices=8",
     "trainer.precision=bf16", "trainer.val_check_interval=100", "trainer.limit_val_batches=2", "exp_manager.name=x",
     "model.data.splits_string=9,1", "model.optim.sched.constant_steps=3", "train_micro_batch_size_per_gpu=4",
@@ -58,7 +58,17 @@ def test_the_keys_that_once_changed_their_meaning() -> None:
     assert batch.startswith("ppctl explain train.")
 
 
-@pytest.mark.parametrize("typed", ["model.num_layerz=3", "train.stepz=3", "stepz=3", "optim.lrr=0.1"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "model.num_layerz=3",
+        "checkpoint.keeep=0",
+        "model.add_bias_linearr=false",
+        "train.stepz=3",
+        "stepz=3",
+        "optim.lrr=0.1",
+    ],
+)
 def test_a_key_with_one_wrong_letter_keeps_its_value(typed: str) -> None:
     key, _, text = typed.partition("=")
     assert no_such_key(key, text).remedy.endswith(f"={text}")

@@ -53,7 +53,7 @@ def test_a_glob_finds_files_at_any_depth_in_the_order_of_their_names_once_each(t
     (tmp_path / "sub" / "again.txt").symlink_to(tmp_path / "z.txt")
     corpus = load(tmp_path / "**")
     assert texts(corpus) == ["2", "1", "3", "4"]
-    assert "1 more matching that are neither .txt nor .jsonl were left out" in corpus.description
+    assert "1 more matching that are none of .txt, .jsonl, .parquet, .arrow were left out" in corpus.description
 
 
 def test_a_name_with_brackets_is_a_name_if_it_exists(tmp_path):
@@ -121,8 +121,8 @@ def test_the_text_of_a_line_may_have_another_key(tmp_path):
         ("none.txt", "no such file, and no ", "data.path=null"),
         ("*.text", "no file matches", "data.path=null"),
         ("", "is a directory", "/**/*.txt'"),
-        ("table.csv", "matches no .txt or .jsonl file", "data.path=null"),
-        ("*.csv", "matches no .txt or .jsonl file", "data.path=null"),
+        ("table.csv", "matches none of .txt, .jsonl, .parquet, .arrow", "data.path=null"),
+        ("*.csv", "matches none of .txt, .jsonl, .parquet, .arrow", "data.path=null"),
     ],
 )
 def test_a_path_that_finds_nothing_says_why(tmp_path, path, said, remedy):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from ppctl.geometry.foreign_model import Adapters
@@ -25,3 +28,10 @@ def test_what_is_kept_depends_on_config_overrides_versions_and_code(monkeypatch:
         patch.setattr(described, "package_digest", lambda package: "of another commit")
         others.add(described._digest(config, {}, None))
     assert len(others | {first}) == 7
+
+
+def test_a_person_sees_each_step_of_an_examination(capsys: pytest.CaptureFixture[str]) -> None:
+    child = "import sys; print('reading', file=sys.stderr); print('\x1bproving', file=sys.stderr); sys.exit(3)"
+    assert described._watched([sys.executable, "-c", child], {}, Path("dir")) == (["reading", "\x1bproving"], 3)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["note: 0 s, examining dir: " + step for step in ("starting torch", "reading", "\\x1bproving")]

@@ -50,6 +50,18 @@ def test_the_first_error_comes_first(run: RunDir) -> None:
     assert job_outcome(run, 143, ended=False).report.startswith("error PP-E701: rank 1 failed: ValueError: from 1")
 
 
+def test_an_end_after_the_last_save_says_what_is_missing(run: RunDir) -> None:
+    last = run.read_config().train.steps
+    for step, text in (
+        (last - 1, "before all had saved"),
+        (last, f"after the last save, step-{last}: only result.json"),
+    ):
+        (run.checkpoints / f"step-{step}").mkdir(parents=True)
+        (run.checkpoints / "latest").write_text(f"step-{step}\n")
+        outcome = job_outcome(run, 143, ended=True)
+        assert text in outcome.report and (outcome.exit_code, outcome.state) == (143, "interrupted")
+
+
 def test_silence_is_a_failure_and_an_end_from_outside_is_none(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run.path), "--step-code", "0"]) == 1
     assert "PP-E703" in capsys.readouterr().err

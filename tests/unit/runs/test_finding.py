@@ -33,9 +33,16 @@ def root(tmp_path: Path) -> Path:
         ("4711.0", "4711.0"),
         ("47110", "47110.0"),
         ("99", "20260101-1"),
+        ("latest", "47110.0"),
+        ("a/latest", "20260101-2"),
+        ("a/20260101-1", "20260101-1"),
+        ("b/4711.", "4711.0"),
+        ("c", "3"),
+        ("c/", "3"),
     ],
 )
-def test_a_run_is_found_by_id_prefix_job_or_as_the_newest(root: Path, reference: str | None, found: str) -> None:
+def test_a_run_is_found_by_id_name_prefix_job_or_as_the_newest(root: Path, reference: str | None, found: str) -> None:
+    os.utime(make(root, "3", "c").path / "config.yaml", (1.0, 1.0))
     assert find_run(reference, root).id == found
 
 
@@ -60,6 +67,10 @@ def test_what_means_no_run_or_several_is_answered_with_the_candidates(
         find_run(reference, root)
     (problem,) = caught.value.problems
     assert [line.split()[0] for line in problem.place.splitlines()] == lists
+    assert problem.remedy == f"ppctl runs show {lists[0]}"
+    with pytest.raises(ConfigError) as caught:
+        find_run(reference, root, ("status", "--dir", "my runs", reference))
+    assert caught.value.problems[0].remedy == f"ppctl status --dir 'my runs' {lists[0]}", "the command that was typed"
 
 
 def test_an_empty_root_has_no_runs(tmp_path: Path) -> None:

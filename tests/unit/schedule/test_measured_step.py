@@ -5,12 +5,11 @@ import json
 import pytest
 
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.measured_step import MeasuredStep, RankStamps, ledgers
+from ppctl.schedule.measured_step import MeasuredStep, RankStamps, ledgers, measured_costs, stage_changes
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import step_time
-from ppctl.schedule.what_if import measured_costs, stage_changes
 
 
 def measured(schedule: Schedule, tail: float = 0.0, costs: Costs | None = None) -> MeasuredStep:

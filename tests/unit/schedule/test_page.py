@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from browser import BROWSER, reported
 
 from ppctl.cli.timeline import plain
 from ppctl.schedule.drawings import picture_svg, timeline_html
@@ -20,10 +19,7 @@ from ppctl.schedule.picture import Picture, RankMemory, StageNote, memory_over_t
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
-
-PROBE = f"<script>{Path(__file__).with_name('page_probe.js').read_text()}</script>"
+PROBE = Path(__file__).with_name("page_probe.js").read_text()
 
 
 def picture(*measured: RankMemory | None) -> Picture:
@@ -44,23 +40,7 @@ def test_the_page_stands_alone_and_its_data_cannot_end_its_script() -> None:
 
 def worked(drawn: Picture, tmp_path: Path, size: str = "1200,800") -> dict[str, Any]:
     """What the probe saw on the page of a picture, in a window of this size."""
-    assert BROWSER is not None
-    page = tmp_path / "step.html"
-    page.write_text(timeline_html(drawn).replace("</body>", PROBE + "</body>"))
-    command = [
-        BROWSER,
-        *FLAGS,
-        f"--window-size={size}",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=3000",
-        "--dump-dom",
-    ]
-    dom = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True).stdout
-    found = re.search(r'<pre id="report">(.*?)</pre>', dom, re.DOTALL)
-    assert found, dom[-2000:]
-    text = found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    report: dict[str, Any] = json.loads(text)
-    return report
+    return reported(timeline_html(drawn), PROBE, tmp_path, size)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")

@@ -11,10 +11,9 @@ import pytest
 from ppctl.cost.state import peaks
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.batching import _tried, batch_messages, place_gradient_sync
+from ppctl.schedule.batching import _tried, batch_messages, place_gradient_sync, repetition, rounds, shorter, stretched
 from ppctl.schedule.passes import run_weights_sooner, without_frozen
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.repetition import repetition, rounds, shorter, stretched
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 

@@ -13,8 +13,10 @@ from xml.etree import ElementTree
 import pytest
 
 from ppctl.cli.main import INTERRUPTED, main
+from ppctl.config.argv import full_name, normalise
 from ppctl.launch.planning import planned
 from ppctl.search.branch import Search
+from ppctl.search.space import SearchSpace
 
 SMALL = (
     *("model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.ffn_hidden_size=1024"),
@@ -101,7 +103,7 @@ def test_too_little_memory_exits_with_4_and_the_least_number_of_gpus_that_has_en
 @pytest.mark.parametrize(
     ("words", "codes"),
     [
-        (["tp=3", "cp=3"], {"PP-E204", "PP-E207"}),
+        (["tp=3", "cp=3"], {"PP-E204"}),
         (["tp=4", "pp=4"], {"PP-E204"}),
         (["layout=auto"], {"PP-E228"}),
         (["pp_schedule=auto", "nodes=null", "gpus_per_node=null"], {"PP-E228"}),
@@ -111,6 +113,12 @@ def test_too_little_memory_exits_with_4_and_the_least_number_of_gpus_that_has_en
         (["--refine", "-1"], {"PP-E105"}),
         (["--refine", "nan"], {"PP-E105"}),
         (["--nodes", "1,2", "--html", "found.html"], {"PP-E105"}),
+        (["--nodes", "1,2", "--against", "tp=2"], {"PP-E105"}),
+        (["--nodes", "1,2", "--refine", "5"], {"PP-E105"}),
+        (["--nodes", "1,1"], {"PP-E105"}),
+        (["--nodes", ""], {"PP-E105"}),
+        (["--write", "found", "--html", "found.svg"], {"PP-E127", "PP-E129"}),
+        (["--write", ""], {"PP-E127"}),
         (["--write", "no/such/directory/found.yaml", "--html", "no/such/directory/found.html"], {"PP-E127", "PP-E129"}),
         (["trian.steps=3"], {"PP-E101"}),
         (["+recipe=nosuch"], {"PP-E104"}),
@@ -228,7 +236,138 @@ def test_lines_keep_text_that_looks_like_a_key_and_are_those_of_their_nodes(
 
 def test_a_file_is_not_written_over_the_recipe_or_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
-    for words in (["--write", f"{tmp_path}/mine.yaml"], ["--html", f"{tmp_path}/a", "--write", f"{tmp_path}/a"]):
+    for words, option in (
+        (["--write", f"{tmp_path}/mine.yaml"], "write"),
+        (["--html", f"{tmp_path}/mine.yaml"], "html"),
+        (["--html", f"{tmp_path}/a.yaml", "--write", f"{tmp_path}/a.yaml"], "html"),
+    ):
         assert main(["search", f"+recipe={tmp_path}/mine.yaml", *SMALL, *words]) == 2
-        assert "name one file twice" in capsys.readouterr().err
+        assert f"cannot be written: it{'s' * (option == 'html')}" in (said := capsys.readouterr().err)
+        assert f"try: --{option} " in said
     assert (tmp_path / "mine.yaml").read_text() == "train: {steps: 3}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "remedies"),
+    [
+        (["tp=3"], "PP-E204", ["tp"]),
+        (["tp=4", "pp=4"], "PP-E204", ["tp", "pp"]),
+        (["gbs=16", "mbs=3"], "PP-E211", ["mbs"]),
+        (["seq=511", "tp=2"], "PP-E208", ["tp"]),
+        (["ep=2"], "PP-E206", ["ep"]),
+        (["pp=1", "pp_schedule=dualpipev"], "PP-E229", ["pp", "pipeline.pp_schedule"]),
+        (["vpp=2", "pp_schedule=1f1b", "tp=2", "mbs=1"], "PP-E213", ["vpp", "pipeline.pp_schedule"]),
+    ],
+)
+def test_typed_values_that_contradict_each_other_are_one_problem_whose_remedies_leave_something(
+    words: list[str], code: str, remedies: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search", *SMALL, *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error ") == 1 and f"error {code}: no configuration has " in said
+    offered = [line.partition(": ")[2] for line in said.splitlines() if line.strip().startswith(("try: ", "or: "))]
+    assert [way.partition("=")[0] for way in offered] == remedies
+    cited = [line.split(" ")[2] for line in said.splitlines() if " = " in line and "(" in line and line[:2] == "  "]
+    typed = [normalise([*SMALL, *words]).overrides]
+    names = {word.partition("=")[0] for line in typed for word in line}
+    assert cited and {full_name(line.strip()) for line in cited} <= names
+    for way in offered:
+        assert main(["search", *SMALL, *words, *shlex.split(way), "--refine", "0"]) == 0
+    capsys.readouterr()
+
+
+def test_each_contradiction_is_a_problem_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", *SMALL, "tp=3", "cp=3", "mbs=3"]) == 2
+    said = capsys.readouterr().err
+    heads = [line.partition(": ")[2].partition(":")[0] for line in said.splitlines() if line.startswith("error ")]
+    assert sorted(heads) == [f"no configuration has {word}" for word in ("cp=3", "mbs=3", "tp=3")]
+
+
+def test_what_a_recipe_or_a_word_gives_the_least_configuration_is_no_contradiction(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert {row["tp"] > 1 for row in answer(capsys, "sp=true")["rows"]} == {True}
+    (tmp_path / "mine.yaml").write_text("train: {micro_batch_size: 4}\n")
+    rows = answer(capsys, f"+recipe={tmp_path}/mine.yaml")["rows"]
+    assert {**rows[0], "line": ""} == {**answer(capsys)["rows"][0], "line": ""}
+
+
+def test_numbers_of_nodes_on_which_nothing_fits_are_named_and_exit_with_4_if_it_fits_on_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = [*(word.replace("600MiB", "130MiB") for word in SMALL), "tp=4", "cp=1", "mbs=1", "recompute=full"]
+    assert main(["search", *few, "--nodes", "1,4"]) == 0
+    one, four = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("4 ", "16 "))]
+    assert one.endswith("nothing fits") and "tp" in four
+    assert main(["search", *(word.replace("130MiB", "5MiB") for word in few), "--nodes", "1,2"]) == 4
+    said = capsys.readouterr()
+    assert "error PP-E803: none of " in said.err and "8 GPUs of 5MiB; nothing fits 4, 8, 16, " in said.err
+    assert said.out == "" and "try: " not in said.err
+
+
+def test_a_recipe_that_is_there_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "found.yaml").write_text("train: {steps: 3}\n")
+    assert main(["search", *SMALL, "--write", f"{tmp_path}/found.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "it exists, and a search replaces no recipe" in said and f"try: --write {tmp_path}/found-2.yaml" in said
+    assert (tmp_path / "found.yaml").read_text() == "train: {steps: 3}\n"
+
+
+def test_on_a_pipe_the_best_so_far_is_a_line_of_stderr_and_json_stays_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppctl.cli.search._TOLD", 0.0)
+    assert main(["search", *SMALL, "--refine", "0", "--json"]) == 0
+    said = capsys.readouterr()
+    rows = json.loads(said.out)["rows"]
+    last = said.err.splitlines()[-1]
+    assert " configurations decided on 4 GPUs, " in last
+    assert last.endswith(f"best so far {rows[0]['tokens_per_s']:,.0f} tokens/s: {page_words(rows[0])}")
+
+
+def test_an_interrupt_after_the_search_leaves_the_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ppctl.cli.search.moved", interrupted)
+    assert main(["search", *SMALL, "--refine", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "none is more than 2% faster" in text.replace("\n  ", " ") and "priced again" not in text
+
+
+def test_an_interrupted_search_tells_what_was_seen_from_what_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = answer(capsys)["counts"]["total"]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    whole = Search.run
+
+    def once_counted(search: Search) -> Iterator[Search]:
+        for each in whole(search):
+            if each.counted:
+                raise KeyboardInterrupt
+            yield each
+
+    monkeypatch.setattr(Search, "run", once_counted)
+    assert main(["search", *SMALL]) == INTERRUPTED
+    assert capsys.readouterr().out.startswith(f"interrupted: of {total:,} configurations ")
+    monkeypatch.setattr(Search, "run", whole)
+    monkeypatch.setattr(SearchSpace, "count", interrupted)
+    assert main(["search", *SMALL]) == INTERRUPTED
+    assert capsys.readouterr().out.startswith("interrupted: of the 0 configurations looked at until then ")
+
+
+def test_the_table_of_a_narrow_terminal_has_no_line_beyond_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["search", *SMALL, "--refine", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if "ppctl train" not in line)
+    assert sum(line.lstrip().startswith(("tp", "cp", "pp", "mbs")) for line in lines) > 2

@@ -1,0 +1,71 @@
+"""`ppctl generate`: continues a prompt with the weights of a run, a checkpoint or a Hugging Face directory, in one
+process with torch (`python -m ppctl.pretrained.generate`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from ppctl.cli.ckpt_convert import DTYPES
+from ppctl.cli.console import note, prose, width
+from ppctl.cli.runs import add_runs_directory
+from ppctl.errors import ConfigError, Problem
+from ppctl.families.directory import CONFIG
+from ppctl.host.processes import python
+from ppctl.launch.weights import tokenizer_of
+from ppctl.runs.finding import find_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    whole, share, scale = _number(int, 10**9), _number(float, 1), _number(float, 1e6)
+    words = "a run (its last checkpoint), a checkpoint of any cut, or a Hugging Face directory"
+    parser.add_argument("source", metavar="RUN|DIR", help=words)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; with --chat the user's message")
+    parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="at most so many (default: 128)")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a turn, by the chat template")
+    parser.add_argument("--template", metavar="FILE", help="--chat with this chat template")
+    words = "draw each token by its probability, the logits divided by T (default: take the likeliest token)"
+    parser.add_argument("--temperature", type=scale, metavar="T", help=words)
+    parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--top-p", type=share, metavar="P", help="draw from the likeliest that add up to P")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: 0)")
+    words = "a tokenizer.json or its directory, or byte (default: the one that the weights came with)"
+    parser.add_argument("--tokenizer", metavar="DIR", help=words)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, with the tokens")
+    words = (
+        "One process holds the whole model. It keeps keys and values of earlier tokens; a few models of transformers' "
+        "own code do not, and compute the whole text for every token. Any of --temperature, --top-k, --top-p and "
+        "--seed draws; without them the likeliest token comes."
+    )
+    parser.epilog = prose([words], width())
+    add_runs_directory(parser)
+
+
+def _number(kind: type[int] | type[float], most: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not 0 < kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {most:,}")
+        return kind(text)
+
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start what generates. Exit codes: 0 done; 2 usage, or a prompt that the model cannot continue; 3 a checkpoint
+    that is missing or damaged; 130 interrupted."""
+    source = Path(args.source).expanduser().absolute()
+    if not (source / CONFIG).is_file():
+        source = find_checkpoint(args.source, args.dir, "generate")
+    tokenizer = args.tokenizer or tokenizer_of(source)
+    if tokenizer is None or (tokenizer != "byte" and not Path(tokenizer).expanduser().exists()):
+        message = f"{source} comes with no tokenizer" if tokenizer is None else f"there is no tokenizer at {tokenizer}"
+        raise ConfigError(Problem("PP-E560", message, "--tokenizer DIR, the one that the model was trained with"))
+    note(f"note: loading {source}")
+    asked = json.dumps(vars(args) | {"source": str(source), "tokenizer": tokenizer, "dir": None})
+    return subprocess.run(python("ppctl.pretrained.generate"), input=asked, text=True, check=False).returncode

@@ -1,0 +1,119 @@
+"""`ppctl plan --from FILE`: what became of every setting of another system's file, and the recipe that means it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ppctl import __version__
+from ppctl.cli.console import aligned, folded, width
+from ppctl.cli.recipes import write_new
+from ppctl.config.argv import retyped
+from ppctl.config.flags import answered
+from ppctl.config.hydra_source import parse
+from ppctl.config.mapping import nested
+from ppctl.config.other_configs import SYSTEMS
+from ppctl.config.other_systems import NO_MODEL, OF_THE_MODEL
+from ppctl.config.resources import groups
+from ppctl.config.translate import Translation, translation
+from ppctl.errors import ConfigError, Problem, pasted, visible
+from ppctl.launch.planning import composed
+
+_LONGEST = 2000
+"""Letters of one answer on the screen."""
+
+
+def read_from(args: argparse.Namespace) -> Translation:
+    """The translation of `--from FILE`, its line with a problem if settings are lost and no recipe is written.
+
+    Raises ConfigError for a file that cannot be read or whose model has to be typed, and for `--write` without a file.
+    """
+    if args.source is None:
+        message = "--write and --from-format are about a file that --from names"
+        raise ConfigError(Problem("PP-E107", message, "ppctl plan --from config.yaml --write my.yaml", "command line"))
+    names = {override.partition("=")[0] for override in args.line.overrides}
+    layers = composed(args.line)[0].config.model.num_layers if names & {*OF_THE_MODEL} else None
+    found = translation(Path(args.source).expanduser(), args.from_format, args.line, layers)
+    if unknown := [row.why for row in found.rows if row.code == NO_MODEL]:
+        raise ConfigError(
+            Problem("PP-E107", f"{args.source}: {unknown[0]}", "ppctl recipes", table(found, args.source))
+        )
+    if found.lost and args.write is None:
+        message = (
+            f"{args.source}: {len(found.lost)} not carried over; --write makes a recipe of the others, with a list"
+        )
+        rows = aligned([(row.shown(), answered(row)[:_LONGEST]) for row in found.lost])
+        found.line.problems.append(Problem("PP-E107", message, f"{_again(args)} --write my.yaml", rows))
+    return found
+
+
+def _again(args: argparse.Namespace) -> str:
+    chosen = ["--from-format", args.from_format] if args.from_format else []
+    return f"{pasted('ppctl', 'plan', '--from', args.source, *chosen)} {retyped(args.line.overrides)}".rstrip()
+
+
+def table(found: Translation, file: str) -> str:
+    """The answers to all settings: the translated, the lost, and those left out, by their reasons."""
+    lost = found.lost
+    rest = [row for row in found.rows if not row.override and row not in lost]
+    reasons: dict[str, list[str]] = {}
+    for row in rest:
+        reasons.setdefault(row.why, []).append(row.typed.partition("=")[0])
+    said = [row for row in found.rows if row.override]
+    head = (
+        f"{file}: {SYSTEMS[found.system]}, {len(said)} translated, {len(rest)} left out, {len(lost)} not carried over"
+    )
+    rows = [(row.shown(min(max(width() // 2 - 10, 20), 60)), answered(row)) for row in (*said, *lost)]
+    rows += [("left out", f"{why}: {', '.join(names)}") for why, names in reasons.items()]
+    cells = [(visible(name, ""), visible(text[:_LONGEST], "")) for name, text in rows]
+    return "\n".join([head, aligned(folded(cells, width(), " "))])
+
+
+def write_recipe(found: Translation, args: argparse.Namespace) -> str:
+    """Write the recipe of `--write`; returns the command that uses it. Raises ConfigError if it exists."""
+    target = Path(args.write)
+    if target.suffix not in (".yaml", ".yml"):
+        message = f"the name of a recipe's file ends with .yaml, not as {target}"
+        raise ConfigError(Problem("PP-E126", message, f"{_again(args)} --write my.yaml", "command line"))
+    lines = "\n".join(_recipe(found, args))
+    write_new(target, f"{lines}\n".encode(), f"{_again(args)} --write")
+    return pasted("ppctl", "plan", target)
+
+
+def _recipe(found: Translation, args: argparse.Namespace) -> Iterator[str]:
+    pairs = [override.partition("=") for override in found.line.overrides]
+    chosen = {key: text.strip("'\"") for key, _, text in pairs if key in groups() or key == "scale"}
+    if unfit := {"recipe", "scale"} & {*chosen}:
+        message = f"{unfit.pop()} is a choice of the command line, and no part of a recipe"
+        raise ConfigError(Problem("PP-E103", message, _again(args), "command line"))
+    yield _comment(f"{Path(args.source).name}, translated from {SYSTEMS[found.system]}.")
+    yield _comment(
+        f"Source: {args.source}, read on {date.today()} by ppctl {__version__}. Behind a value: its setting."
+    )
+    yield from (_comment(f"Not carried over: {row.typed}: {answered(row)}") for row in found.lost)
+    if chosen:
+        yield "defaults:"
+        yield from (f"  - override /{group}: {option}" for group, option in chosen.items())
+        yield "  - _self_"
+    values = {key: parse(f"{key}={text}").value() for key, _, text in pairs if key not in chosen}
+    yield from _section(nested(values), found.line.sources, "")
+
+
+def _section(tree: Mapping[str, Any], sources: Mapping[str, str], prefix: str) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _section(value, sources, f"{name}.")
+        else:
+            text = visible(json.dumps(value, ensure_ascii=False), "")
+            yield f"{indent}{key}: {text}  {_comment(sources.get(name, 'typed'))}"
+
+
+def _comment(text: str) -> str:
+    return f"# {visible(' '.join(text.split()))}"

@@ -1,0 +1,75 @@
+"""Tables of other systems' names, which are pages for people in `ppctl/pages`: what a name means here, or why nothing.
+
+Below a heading, every entry is a line, and the names that it is about stand under it. A `*` in a name is for any
+letters; `name=a|b` lists values with which a setting asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+SAME, LATER, MEANINGLESS = "Keys that say the same", "Not in this release", "Without a meaning here"
+OTHERWISE, MODELS, DEFAULTS, SIZES = "Said in other terms", "Models", "Their defaults", "Sizes"
+"""Headings. An entry of SAME or MODELS is what `overrides_of` reads; under one of DEFAULTS stands its value."""
+
+OFF = ("null", "false", "none", "disabled", "[]", "{}", "0", "0.0", "")
+"""Values of a file's settings that ask for nothing, whatever the setting."""
+
+
+@dataclass(frozen=True)
+class NameTables:
+    """The tables of one system."""
+
+    entries: Mapping[str, Mapping[str, str]]
+    """Heading -> entry -> names, with blanks between them."""
+    idle: Mapping[str, tuple[str, ...]]
+    """Name -> values with which it asks for nothing."""
+
+    def entry(self, heading: str, name: str) -> str | None:
+        """The entry below a heading that lists `name`."""
+        table = self.entries.get(heading, {})
+        return next((entry for entry, names in table.items() if any(_means(one, name) for one in names.split())), None)
+
+    def is_idle(self, name: str, value: str) -> bool:
+        """Whether the page lists the value as one with which `name` asks for nothing."""
+        return any(value in values for one, values in self.idle.items() if _means(one, name))
+
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """The first parts of the names."""
+        names = " ".join(names for table in self.entries.values() for names in table.values()).split()
+        return frozenset(name.partition(".")[0].rstrip("*") for name in names)
+
+
+def _means(listed: str, name: str) -> bool:
+    head, star, tail = listed.partition("*")
+    return name.startswith(head) and name.endswith(tail) and len(name) >= len(head + tail) if star else name == listed
+
+
+@cache
+def tables(page: str) -> NameTables:
+    """The tables of a page of `ppctl/pages`, by its name without the ending."""
+    path = Path(__file__).resolve().parent.parent / "pages" / f"{page}.md"
+    entries: dict[str, dict[str, str]] = {}
+    idle: dict[str, tuple[str, ...]] = {}
+    for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
+        heading, _, body = section.partition("\n")
+        for row in f"\n{body}".split("\n* ")[1:]:
+            entry, _, names = row.partition("\n")
+            pairs = [name.partition("=") for name in names.split()]
+            idle |= {name: tuple(values.split("|")) for name, equals, values in pairs if equals}
+            entries.setdefault(heading, {})[entry] = " ".join(name for name, _, _ in pairs)
+    return NameTables(entries, idle)
+
+
+def overrides_of(entry: str, value: str) -> list[tuple[str, str]]:
+    """The keys and values that an entry means for `value`: `KEY` and `KEY={}` take it, `KEY={0}` an item of a list;
+    other texts stay. Behind `: ` stand values with other names here, as `adam=adamw`, and behind ` -- ` a remark."""
+    targets, _, words = entry.partition(" -- ")[0].partition(": ")
+    value = dict(word.split("=", 1) for word in words.split()).get(value, value)
+    items = {f"{{{place}}}": item for place, item in enumerate(value.strip("[]").split(","))} | {"{}": value}
+    pairs = (target.partition("=") for target in targets.split())
+    return [(key, items.get(text, text) if equals else value) for key, equals, text in pairs]

@@ -1,0 +1,197 @@
+"""From another system's file to overrides: every setting is translated, left out with a reason, or not carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ppctl.config.argv import PLACE, Arguments, quote, unquoted
+from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, TranslatedFlag, takes_several, translated, valueless
+from ppctl.config.keys import keys_with, names_of_keys, text_keys
+from ppctl.config.metadata import OneOf
+from ppctl.config.name_tables import DEFAULTS, OFF, SAME, NameTables, overrides_of, tables
+from ppctl.config.other_configs import AUTOMODEL, BRIDGE, TORCHTITAN, FileSetting, settings_of
+from ppctl.config.other_configs import MEGATRON as FLAGS
+from ppctl.config.other_systems import DP, LAYOUT, NO_MODEL, NOTHING, Given, Said, automodel, torchtitan
+from ppctl.config.yaml_file import shown
+from ppctl.errors import ConfigError, Problem, pasted
+
+_BATCH, _MICRO = "train.global_batch_size", "train.micro_batch_size"
+_SP, _TP = "parallel.sequence_parallel", "parallel.tensor_model_parallel_size"
+_EVALUATES, _ITS_DATA = ("train.eval_interval", "train.eval_steps"), {"data.validation_path", "data.validation_split"}
+_OWN_SECTIONS = ("model.", "parallel.", "optim.")
+"""Sections in which a field of ours has Megatron's name and meaning."""
+_OFF = TranslatedFlag("", why="it is off, or so in any case", code=NOTHING)
+_NO_DATA = TranslatedFlag("", why=f"an evaluation needs {' or '.join(sorted(_ITS_DATA))}", code=NOTHING)
+_UNKNOWN = TranslatedFlag("", why="no table of ppctl's has it")
+
+
+class Translation(NamedTuple):
+    """A file's settings in ppctl's words."""
+
+    system: str
+    rows: list[TranslatedFlag]
+    line: Arguments
+    """The command line, with the file's overrides before what was typed."""
+    notes: list[str]
+
+    @property
+    def lost(self) -> list[TranslatedFlag]:
+        """The settings that ask for something that a run of ppctl would not do."""
+        return [row for row in self.rows if not row.override and row.code != NOTHING]
+
+
+def translation(path: Path, system: str | None, line: Arguments, num_layers: int | None) -> Translation:
+    """The settings of a file below the words of a command line, which are stronger; `num_layers` is that of the model
+    which the line names, if it does. Raises ConfigError for a file that cannot be read."""
+    found, settings = settings_of(path, system)
+    if found == AUTOMODEL:  # older files have a section of its own for the pipeline
+        renamed = (each.name.replace("autopipeline.", "distributed.pipeline.") for each in settings)
+        settings = [each._replace(name=name) for each, name in zip(settings, renamed, strict=True)]
+    pairs = (override.partition("=") for override in line.overrides)
+    typed = {key: unquoted(text) if text[:1] in ("'", '"') else text for key, _, text in pairs}
+    values = {setting.name: setting.value for setting in settings}
+    given = Given(values, typed, num_layers, tables("megatron_flags" if found == FLAGS else f"{found}_keys"))
+    try:
+        rows = list((_of_flags if found == FLAGS else _of_tree)(found, settings, given, str(path)))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        message = f"{path} has a value of another kind than its setting takes: {error}"
+        raise ConfigError(Problem("PP-E115", message, shown(path, None), str(path))) from None
+    if not _ITS_DATA & {*typed, *(key for row in rows for key, _ in row.pairs)}:
+        rows = [_NO_DATA._replace(typed=row.typed) if {*dict(row.pairs)} & {*_EVALUATES} else row for row in rows]
+    ours = {key: (quote(key, text), f"{row.place} ({row.shown()})") for row in rows for key, text in row.pairs}
+    follows = (
+        {"model.num_layers", "parallel.pipeline_model_parallel_size"} if found in (TORCHTITAN, AUTOMODEL) else set()
+    )
+    notes, sizes = [], [key for key in keys_with("layout") if key in typed and key not in follows]
+    if sizes and LAYOUT in ours and LAYOUT not in typed:
+        notes.append(f"layout {ours.pop(LAYOUT)[0]} set aside because {' and '.join(sizes)} was typed")
+    sources = {key: place if key not in typed else f"{PLACE}, replacing {place}" for key, (_, place) in ours.items()}
+    overrides = [f"{key}={text}" for key, (text, _) in ours.items() if key not in typed]
+    merged = replace(line, overrides=[*overrides, *line.overrides], sources={**sources, **line.sources})
+    return Translation(found, rows, merged, notes)
+
+
+# Sections and keys
+
+
+def _of_tree(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
+    """The rows of torchtitan's, Automodel's or Bridge's settings."""
+    named = {setting.name: setting for setting in settings}
+    done, said_keys = set[str](), set[str]()
+    for said in {TORCHTITAN: torchtitan, AUTOMODEL: automodel, BRIDGE: _bridges_model}[system](given):
+        done.update(said.names)
+        said_keys.update(key for key, _ in said.overrides)
+        typed = " ".join(
+            f"{name}={named[name].text}" if name in named else f"{name} (not given)" for name in said.names
+        )
+        place = next((named[name].place for name in said.names if name in named), path)
+        if said.overrides or said.code != NOTHING or any(name in named for name in said.names):
+            yield TranslatedFlag(typed, _pasted(said.overrides), said.why, said.code, place)
+    usual = {} if "model_spec.name" in named else given.tables.entries.get(DEFAULTS, {})
+    for setting in (*settings, *(FileSetting(name, text, path) for name, text in usual.items())):
+        if setting.name not in done:
+            done.add(setting.name)
+            row = _of_key(given.tables, setting.name, setting.text)
+            row = row or (_of_bridge(setting.name, setting.text) if system == BRIDGE else None)
+            row = row or (_OFF if setting.text == "null" else _UNKNOWN)
+            unsaid = setting.name not in named
+            if not (unsaid and said_keys & {*dict(row.pairs)}):
+                said_keys.update(key for key, _ in row.pairs)
+                typed = f"{setting.name}={setting.text}{' (its default)' * unsaid}"
+                yield row._replace(typed=typed, place=setting.place)
+
+
+def _pasted(pairs: Sequence[tuple[str, str]]) -> str:
+    return pasted(*(f"{key}={text}" for key, text in pairs))
+
+
+def typed_elsewhere(name: str, text: str) -> TranslatedFlag | None:
+    """The meaning of one setting, with its section, of torchtitan or Automodel; None if no table has it."""
+    found = (_of_key(tables(f"{system}_keys"), name, text) for system in (TORCHTITAN, AUTOMODEL) if "." in name)
+    return next(filter(None, found), None)
+
+
+def _of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
+    """The meaning of a setting by its system's page; None if the page does not have it."""
+    entry, row = table.entry(SAME, name), valueless(table, name, "")
+    if entry is None and row is None:
+        return None
+    is_off = text in ("null", "") or (entry is None and text.lower() in OFF and name not in table.idle)
+    if is_off or table.is_idle(name, text):
+        return _OFF
+    pairs = overrides_of(entry, text) if entry else []
+    if pairs and all(_takes(key, value) for key, value in pairs):
+        return TranslatedFlag("", _pasted(pairs), (entry or "").partition(" -- ")[2])
+    return row or TranslatedFlag("", why=f"{pairs[0][0]} has no such value", code="PP-E108")
+
+
+def _takes(name: str, text: str) -> bool:
+    key = text_keys()[name]
+    return text.lower() in ("true", "false") if key.is_switch else not isinstance(key.limit, OneOf) or key.allows(text)
+
+
+def _bridges_model(given: Given) -> Iterator[Said]:
+    """Whether a file, which may only change a recipe, says which model it is."""
+    if "model.num_layers" not in given.values and not given.names_model:
+        why = "the recipe that this file changes says it, in Python: type model=NAME, or model.from=DIR"
+        yield Said(("model.num_layers",), (), why, NO_MODEL)
+
+
+def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
+    """The meaning of a setting as Megatron's flag of its last name."""
+    flag = "--" + name.rpartition(".")[2].replace("_", "-")
+    values = [] if text == "true" else text.strip("[]").split(",") if text[:1] == "[" else [text]
+    row = _of_flag(flag, values, "")
+    listed = flag in names_of_keys("names") or flag in names_of_keys("known_as")
+    if row is None or not (listed or all(key.startswith(_OWN_SECTIONS) for key, _ in row.pairs)):
+        return None
+    fixed = tables("megatron_flags").entry(SAME, flag)
+    return _OFF if text == "null" or (text.lower() in OFF and (fixed or not row.override)) else row
+
+
+# Flags
+
+
+def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
+    """The rows of Megatron's flags, and of Megatron's defaults where they are not ours."""
+    from ppctl.config.megatron_flags import defaults_left
+
+    grows, typed = "--rampup-batch-size" in given.values, given.typed
+    batch = "" if grows else str(given.get("--global-batch-size", ""))
+    said = dict(typed)
+    for setting in settings:
+        values = setting.value if isinstance(setting.value, list) else [setting.value]
+        row = _of_flag(setting.name.replace("_", "-"), values, batch) or _UNKNOWN
+        unread = [key for key, text in row.pairs if "$" in text]
+        if unread and all(key in typed for key in unread):
+            row = TranslatedFlag("", why="the command line says it", code=NOTHING)
+        elif unread:
+            row = TranslatedFlag("", why=f"the shell knows it: type {unread[0]}=...")
+        elif row.pairs == [(_SP, "true")] and typed.get(_TP, given.get("--tensor-model-parallel-size", "1")) == "1":
+            row = TranslatedFlag("", why="Megatron switches it off, too, where tp is 1", code=NOTHING)
+        said |= dict(row.pairs)
+        yield row._replace(typed=pasted(setting.name, *values), place=setting.place)
+    micro, dp = said.get(_MICRO, "1"), typed.get(DP, "1")
+    if _BATCH not in said and micro.isdigit() and dp.isdigit():
+        batch = f"{_BATCH}={int(micro) * int(dp)}"
+        yield TranslatedFlag(f"{_BATCH} (not given)", batch, "Megatron's is micro_batch_size x dp", place=path)
+    for key, theirs in defaults_left(said):
+        if not (given.names_model and key.startswith("model.")):
+            yield TranslatedFlag(f"{key} (not given)", pasted(f"{key}={theirs}"), "Megatron's default", place=path)
+
+
+def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:
+    """The meaning of one flag with the words behind it, of which it takes as many as it can."""
+    first, several = values[0] if values else "", f"[{','.join(values)}]"
+    if flag in SWITCHES:
+        return TranslatedFlag("", f"{SWITCHES[flag]}={first if first in ('true', 'false') else 'true'}")
+    if (flag in MEGATRON or flag in LISTS) and values:
+        return TranslatedFlag(
+            "", pasted(f"{MEGATRON[flag]}={first}" if flag in MEGATRON else f"{LISTS[flag]}={several}")
+        )
+    return translated(flag, several if takes_several(flag) and len(values) > 1 else first, batch)

@@ -1,0 +1,49 @@
+"""Prompts as tokens: of `ppctl generate`, and of `log.prompts`, which a run continues when it has finished."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ppctl.config.schema import RunConfig
+from ppctl.config.training_config import CHAT
+from ppctl.data.chat_template import ChatTemplate, RenderingFailed, open_template
+from ppctl.data.tokenizer import Tokenizer
+from ppctl.errors import DataError, Problem
+
+
+class Prompt(NamedTuple):
+    """A text to continue."""
+
+    text: str
+    """Of a conversation as the template writes it, up to where the assistant's answer begins."""
+    tokens: list[int]
+
+
+def make_prompt(text: str, tokenizer: Tokenizer, words: int | None, template: ChatTemplate | None = None) -> Prompt:
+    """The prompt of a text, with a `template` of a user's message, for a model of so many `words` if that is known.
+    Raises DataError: PP-E420 for a message that the template refuses, PP-E560 for a prompt that cannot be continued."""
+    try:
+        text = text if template is None else template.prompt([{"role": "user", "content": text}])
+        tokens = tokenizer.encode_pieces([text], around=template is None)[0].ids.tolist()
+    except RenderingFailed as error:
+        message = f"the chat template refuses the message: {error}"
+        raise DataError(Problem("PP-E420", message, "ppctl explain PP-E420", text)) from None
+    except UnicodeEncodeError:  # bytes of a command line that are no text
+        raise _refused("is not UTF-8 text", text) from None
+    tokens = tokens or ([] if tokenizer.eos is None else [tokenizer.eos])
+    if not tokens:
+        raise _refused("is empty, and the tokenizer has no token to begin with", text)
+    if words is not None and max(tokens) >= words:
+        raise _refused(f"has the token {max(tokens)}, and the model {words} words: another tokenizer's", text)
+    return Prompt(text, tokens)
+
+
+def _refused(reason: str, text: str) -> DataError:
+    return DataError(Problem("PP-E560", f"the prompt {reason}", "ppctl explain PP-E560", text))
+
+
+def prompts_of(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of `log.prompts`. Raises DataError as `make_prompt` and `open_template`."""
+    texts, data = config.log.prompts or (), config.data
+    template = open_template(data.tokenizer, data.chat_template) if texts and data.format == CHAT else None
+    return [make_prompt(text, tokenizer, config.model.vocab_size, template) for text in texts]

@@ -1,0 +1,63 @@
+"""Rows of Parquet and Arrow files, as objects like the lines of a .jsonl file: the only importer of pyarrow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ppctl.errors import ConfigError, DataError, Problem, pasted
+from ppctl.host.files import read_text
+
+TABLES = (".parquet", ".arrow")
+
+
+def saved_files(directory: Path, form: str) -> list[Path]:
+    """The files of a directory that `datasets` has saved (`save_to_disk`), in order; none for another directory. Raises
+    DataError (PP-E401) for one of several splits, of which `form`, as `data.path={}`, can name one."""
+    for split in _listed(directory / "dataset_dict.json", "splits"):
+        message = f"{form.format(directory)} has several splits: name one"
+        raise DataError(Problem("PP-E401", message, pasted(form.format(directory / str(split)))))
+    files = _listed(directory / "state.json", "_data_files")
+    return [directory / Path(str(each["filename"])).name for each in files if isinstance(each, dict)]
+
+
+def _listed(file: Path, key: str) -> list[Any]:
+    try:
+        return list(json.loads(read_text(file))[key])
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return []
+
+
+def rows(file: Path, progress: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    """The rows of a file in order, without values that are null: a row has all keys of all rows, of which a line would
+    not have these. Raises ConfigError (PP-E424) without pyarrow, OSError, and ValueError for a damaged file."""
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as missing:
+        message = f"{file.name} needs pyarrow, which is not installed: it is in pip install 'ppctl[datasets]'"
+        remedy = f"{pasted(sys.executable)} -m pip install pyarrow"
+        raise ConfigError(Problem("PP-E424", message, remedy, str(file))) from missing
+    try:
+        if file.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(file) as table:
+                share = file.stat().st_size / max(table.metadata.num_rows, 1)
+                for batch in table.iter_batches(1024):
+                    yield from map(_without_nulls, batch.to_pylist())
+                    progress(int(share * batch.num_rows))
+        else:
+            with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                for batch in stream:
+                    yield from map(_without_nulls, batch.to_pylist())
+                    progress(batch.nbytes)
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value

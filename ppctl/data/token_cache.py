@@ -1,0 +1,135 @@
+"""Tokens that a library makes of text are kept: as a .bin and .idx, in a directory that is named by what they are.
+
+    CACHE/KEY/tokens/data.bin, data.idx, digest    KEY: of the files' bytes, the tokenizer and the form of the data
+    CACHE/KEY/<random>.tmp/                        being written, or left by a killed process: never read
+    CACHE/seen/NAME                                the digest of files' bytes, by their paths, sizes and times
+
+One process writes, under a lock of CACHE/KEY, and others wait for it. Where a file system has no locks several may
+write, and the first to rename its directory to `tokens` has made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128
+
+from ppctl import __version__
+from ppctl.data.indexed import IndexedWriter, open_indexed
+from ppctl.data.tokenizer import Tokens
+from ppctl.errors import DataError, Problem
+from ppctl.host.files import TAKEN, lock, open_regular, read_text, write_atomically
+
+_RULE = 1
+"""Raised when ppctl makes other tokens of the same text, or keeps them in another way."""
+_FRESH_S = 2.0
+"""A file that was changed so shortly ago may be changed again without another time."""
+
+Progress = Callable[[int], None]
+"""Takes the bytes of files that were read since its last call."""
+Make = Callable[[Progress], Iterator[tuple[Tokens, str]]]
+"""The tokens of every document in order, empty ones too, and its place for messages."""
+
+
+def encoded_once(
+    cache: Path | None, files: Sequence[Path], form: Mapping[str, Any], dtype: np.dtype[Any], make: Make
+) -> tuple[Tokens, npt.NDArray[np.int64], str]:
+    """All tokens of `files`, the number of each document's, and the SHA-256 of all: made by `make` unless they are kept
+    in `cache` (None: only in memory). `form` is all that they depend on besides the files' bytes. Raises DataError
+    (PP-E425) if they cannot be kept, and what `make` raises."""
+    if cache is None:
+        pieces = [own for own, _ in make(lambda size: None)]
+        tokens = np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype, copy=False)
+        return tokens, np.array([*map(len, pieces)], np.int64), hashlib.sha256(tokens.data).hexdigest()
+    try:
+        what = json.dumps({**form, "ppctl": __version__, "rule": _RULE}, sort_keys=True) + _content(cache, files)
+        home = cache / xxh3_128(what.encode()).hexdigest()
+        if not (home / "tokens").is_dir():
+            _make(home, files, dtype, make)
+        digest, indexed = read_text(home / "tokens/digest"), open_indexed(str(home / "tokens/data"))
+    except OSError as error:
+        message = f"tokens cannot be kept in {cache}: {error.filename}: {error.strerror or error}"
+        raise DataError(Problem("PP-E425", message, "data.cache=null", "data.cache")) from error
+    ends = np.append(0, np.cumsum(indexed.lengths, dtype=np.int64))[indexed.boundaries]
+    return indexed.tokens, np.diff(ends), digest
+
+
+def _content(cache: Path, files: Sequence[Path]) -> str:
+    """The digest of the bytes of `files`, which are read only if none was noted since they have changed."""
+    before, digest = _times(files), xxh3_128()
+    noted = cache / "seen" / xxh3_128(before.encode()).hexdigest()
+    with suppress(OSError, UnicodeDecodeError):
+        return read_text(noted)
+    for file in files:
+        with open_regular(file) as stream:
+            digest.update(hashlib.file_digest(stream, xxh3_128).digest())
+    if _times(files) == before and max(file.stat().st_mtime for file in files) < time.time() - _FRESH_S:
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(noted, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -> None:
+    """Write the tokens, unless another process has. Raises OSError, and DataError (PP-E402) if files change."""
+    home.mkdir(parents=True, exist_ok=True)
+    held = lock(home)
+    if held == TAKEN:
+        print("note: another process tokenizes this data: waiting for it", file=sys.stderr, flush=True)
+        held = lock(home, float("inf"))
+    final, draft = home / "tokens", home / f"{secrets.token_hex(4)}.tmp"
+    try:
+        for left in home.glob("*.tmp") if held is not None else ():
+            shutil.rmtree(left, ignore_errors=True)
+        if final.is_dir():
+            return
+        before, digest = _times(files), hashlib.sha256()
+        with IndexedWriter(draft / "data", dtype) as writer:
+            for own, place in make(_told(files, home)):
+                writer.add_document(own, place=place)
+                digest.update(np.ascontiguousarray(own, dtype).data)
+        if _times(files) != before:
+            message, place = "files changed while they were tokenized", str(files[0].parent)
+            raise DataError(Problem("PP-E402", message, "start again when the data are complete", place))
+        (draft / "digest").write_text(digest.hexdigest())
+        try:
+            os.rename(draft, final)
+        except OSError:
+            if not final.is_dir():  # else another process has made them, where there are no locks
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _times(files: Sequence[Path]) -> str:
+    found = [(file.resolve(), file.stat()) for file in files]
+    return "\n".join(f"{path} {each.st_size} {each.st_mtime_ns}" for path, each in found)
+
+
+def _told(files: Sequence[Path], home: Path) -> Progress:
+    """Says on stderr that files are tokenized, and how far that is: after 2 s, then less and less often."""
+    total, done, began = sum(file.stat().st_size for file in files), 0, time.monotonic()
+    said = began
+    print(f"note: tokenizing {total:,} bytes once, into {home}", file=sys.stderr, flush=True)
+
+    def read(size: int) -> None:
+        nonlocal done, said
+        done, now = done + size, time.monotonic()
+        if now - said >= max(2.0, (now - began) / 20):
+            said = now
+            print(f"note: tokenizing: {done / total:.0%} in {now - began:,.0f} s", file=sys.stderr, flush=True)
+
+    return read

@@ -1,0 +1,63 @@
+"""Whether TensorBoard and Weights & Biases can record a run, asked before its ranks start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from ppctl.config.run_rules import not_installed
+from ppctl.config.schema import RunConfig
+from ppctl.errors import Problem, pasted
+from ppctl.host.files import nearest_there
+
+_LOGIN = """
+import wandb
+try:
+    print("" if wandb.login(verify=True) else "it has no API key")
+except Exception as error:
+    print(error)
+"""
+_PATIENCE_S = 30
+
+
+def unusable(config: RunConfig) -> Iterator[Problem]:
+    """The problems of trackers that are on: their package (PP-E704), their directory, the login (PP-E652)."""
+    log = config.log
+    for key, directory in (("log.tensorboard", log.tensorboard_dir), ("log.wandb", log.wandb_dir)):
+        if not config[key]:
+            continue
+        there = nearest_there(Path(directory or ".").expanduser())
+        if find_spec(key.partition(".")[2]) is None:
+            yield not_installed(key)
+        elif not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            message = f"{key}_dir={directory}: {there} is no directory that this user may write"
+            yield Problem("PP-E652", message, f"{key}_dir=null", f"{key}_dir")
+        elif key == "log.wandb" and (
+            why := _login_refused(frozenset((os.environ | config.launch.env).items()), log.wandb_mode)
+        ):
+            remedy = f"{pasted(sys.executable)} -m wandb login\nlog.wandb_mode=offline"
+            yield Problem("PP-E652", f"Weights & Biases cannot be logged in to: {why}", remedy, key)
+
+
+@cache
+def _login_refused(environ: frozenset[tuple[str, str]], mode: str | None) -> str:
+    """Why Weights & Biases would not let this user in; empty if it would, or is not asked in this mode."""
+    variables = dict(environ)
+    if (mode or variables.get("WANDB_MODE", "online")) != "online":
+        return ""
+    command = [sys.executable, "-P", "-c", _LOGIN]  # -P: anybody may have put a wandb.py into the working directory
+    print("note: asking Weights & Biases whether this user may log in", file=sys.stderr, flush=True)
+    variables |= {"WANDB_MODE": "online", "WANDB_SILENT": "true"}
+    try:
+        done = subprocess.run(
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"it has not answered within {_PATIENCE_S} s"
+    said = f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip().splitlines()
+    return said[-1] if said else f"its package has ended with exit code {done.returncode}" * (done.returncode != 0)

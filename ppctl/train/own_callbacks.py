@@ -1,0 +1,81 @@
+"""A person's own callbacks: classes that `train.callbacks` names, which ranks alone import (docs/callbacks.md)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ppctl.errors import ConfigError, Problem, TrainingError, pasted
+from ppctl.train.callback import ASKED, WITHOUT_RESULT, Callback
+
+
+class OwnCallback(Callback):
+    """Calls a person's callback. An error in it is raised as TrainingError (PP-E735) with its class, method and frames;
+    while another error ends the run, it is printed."""
+
+    def __init__(self, name: str, callback: Callback) -> None:
+        self.name, self._callback = name, callback
+        for method in ("stage_program", *WITHOUT_RESULT):
+            setattr(self, method, partial(self._call, method))
+
+    def stop_requested(self) -> int:
+        """ASKED if the callback returns something that is true."""
+        return ASKED if self._call("stop_requested") else 0
+
+    def close(self, error: BaseException | None) -> None:
+        """Let the callback end."""
+        try:
+            self._call("close", error)
+        except TrainingError:
+            if error is None:
+                raise
+            traceback.print_exc()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """The method's result. What it has added to a record must be what metrics.jsonl can hold."""
+        try:
+            result = getattr(self._callback, method)(*arguments)
+            for key, value in arguments[0].items() if method == "log_metrics" else ():
+                if not isinstance(value, int | float | str | list | None):
+                    raise TypeError(f"record[{key!r}] is no number or text, but {type(value).__name__}")
+            return result
+        except (Exception, SystemExit) as error:
+            message = f"{self.name} of train.callbacks failed in {method}: {type(error).__name__}: {error}"
+            raise TrainingError(Problem("PP-E735", message, "train.callbacks=null", _frames(error))) from error
+
+
+def load_callbacks(names: Sequence[str]) -> list[OwnCallback]:
+    """A callback of each class that `names` has, as `module:Class`, made without arguments. Raises ConfigError
+    (PP-E778) with every name that leads to none."""
+    loaded: list[OwnCallback] = []
+    problems: list[Problem] = []
+    for name in names:
+        module, _, attribute = name.partition(":")
+        try:
+            callback = getattr(importlib.import_module(module), attribute)()
+            if not isinstance(callback, Callback):
+                raise TypeError(f"it makes no ppctl.Callback, but {type(callback).__name__}")
+            loaded.append(OwnCallback(name, callback))
+        except (Exception, SystemExit) as error:
+            message = f"{name} of train.callbacks cannot be used: {type(error).__name__}: {error}"
+            rest = ",".join(other for other in names if other != name)
+            ways = [pasted(f"train.callbacks={f'[{rest}]' if rest else 'null'}")]
+            here, top = Path.cwd(), module.partition(".")[0]
+            if importlib.util.find_spec(top) is None and list(here.glob(f"{top}*")):  # ranks do not search it
+                path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+                ways.insert(0, pasted(f"launch.env.PYTHONPATH={path}"))
+            problems.append(Problem("PP-E778", message, "\n".join(ways), _frames(error)))
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _frames(error: BaseException) -> str:
+    """The last frames of the traceback below this file, as Python writes them."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+    return "".join(traceback.format_list(frames[-8:])).rstrip()

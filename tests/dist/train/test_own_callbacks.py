@@ -1,0 +1,182 @@
+"""Callbacks of a person's own: the page's script in a run, who imports them, and what happens when one fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from command import TINY, environment, metrics, only_run, ppctl
+
+ROOT = Path(__file__).parents[3]
+EVALUATED = ("data.validation_split=0.05", "train.eval_interval=1", "train.eval_steps=1")
+SMALL = ("train", "+recipe=quickstart", *TINY, "pp=1", "vpp=1", "layout=null", "log.interval=1")
+
+
+def path_of(directory: Path) -> str:
+    """PYTHONPATH with the directory of a person's modules in front."""
+    return f"{directory}:{environment()['PYTHONPATH']}"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """The page's module, which notes that it was imported."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/callbacks.md").read_text(), re.DOTALL)
+    (home := tmp_path / "own").mkdir()
+    noted = "\nimport pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
+    (home / "own_callbacks.py").write_text(code + noted)
+    return home
+
+
+def test_the_pages_callbacks_follow_and_stop_a_run_and_nothing_but_ranks_imports_them(
+    page: Path, tmp_path: Path
+) -> None:
+    names = "train.callbacks=[own_callbacks:Patience,own_callbacks:LargestWeight]"
+    # A rate so small that no evaluation after the first improves.
+    words = (*SMALL[:4], *TINY, "pp=2", "vpp=1", "layout=null", "log.interval=1", *EVALUATED, "optim.lr=1e-30")
+    run = ppctl(*words, names, "optim.min_lr=0", "train.steps=50", cwd=tmp_path, PYTHONPATH=path_of(page))
+    assert run.returncode == 75, run.stdout + run.stderr
+    records = metrics(only_run(tmp_path))
+    assert [record["evals_without_gain"] for record in records if "eval_loss" in record] == [0, 1, 2, 3]
+    assert len(records) == 5  # it is asked in the step after the one that it has seen
+    assert all(0.01 < record["largest_weight"] < 10 for record in records)
+    assert (page / "imported").exists()
+
+    (page / "imported").unlink()
+    where = str(only_run(tmp_path))
+    for looks in (
+        ["plan", *words[1:], names, "optim.min_lr=0"],
+        ["status", where],
+        ["runs"],
+        ["runs", "show", where],
+        ["ckpt", "inspect", where],
+    ):
+        shown = ppctl(*looks, cwd=tmp_path, PYTHONPATH=path_of(page))
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert not (page / "imported").exists(), looks
+        if looks[0] == "status":
+            assert "a callback of train.callbacks asked for it" in shown.stdout
+
+
+@pytest.mark.whole
+def test_names_that_cannot_be_imported_are_refused_with_a_remedy_that_works(page: Path) -> None:
+    words = (*SMALL, "train.steps=1")
+    refused = ppctl(*words, "train.callbacks=[own_callbacks:Patience]", cwd=page, PYTHONSAFEPATH="1")
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "PP-E778" in refused.stderr and "No module named 'own_callbacks'" in refused.stderr
+    (remedy,) = re.findall(r"try: (launch\.env\.PYTHONPATH=\S+)", refused.stderr)
+    assert not (only_run(page) / "metrics.jsonl").exists()
+    words = (*words, "train.callbacks=[own_callbacks:Patience]", remedy, "log.dir=again")
+    again = ppctl(*words, cwd=page, PYTHONSAFEPATH="1")
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+FAILING = """
+import sys
+import ppctl, torch
+
+class Raises(ppctl.Callback):
+    def post_step(self, result):
+        if result.step == 3:
+            self.helper()
+
+    def helper(self):
+        return 1 / 0
+
+class Leaves(ppctl.Callback):
+    def pre_update(self, step):
+        sys.exit(0)
+
+class AddsATensor(ppctl.Callback):
+    def log_metrics(self, record):
+        record["loss_again"] = torch.zeros(2)
+
+class NoCallback:
+    pass
+
+class NeedsWords(ppctl.Callback):
+    def __init__(self, word):
+        self.word = word
+
+class Closes(Raises):
+    def close(self, error):
+        raise RuntimeError("in close")
+"""
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Path:
+    (tmp_path / "failing.py").write_text(FAILING)
+    return tmp_path
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Raises", ["failed in post_step: ZeroDivisionError: division by zero", "in helper", "return 1 / 0"]),
+        ("Closes", ["failed in post_step: ZeroDivisionError"]),
+        ("Leaves", ["failed in pre_update: SystemExit: 0", "sys.exit(0)"]),
+        ("AddsATensor", ["log_metrics: TypeError: record['loss_again'] is no number or text, but Tensor"]),
+    ],
+)
+def test_an_error_is_told_with_class_method_and_frames_and_checkpoints_stay(
+    failing: Path, name: str, says: list[str]
+) -> None:
+    words = (*SMALL, f"train.callbacks=[failing:{name}]", "train.steps=6", "checkpoint.interval=2")
+    run = ppctl(*words, cwd=failing, PYTHONPATH=path_of(failing))
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "PP-E735" in run.stderr and f"failing:{name} of train.callbacks" in run.stderr
+    for part in says:
+        assert part in run.stderr, run.stderr
+    if name == "Raises":
+        assert (only_run(failing) / "checkpoints/step-2").is_dir()
+        on = ppctl("resume", str(only_run(failing)), "train.callbacks=null", cwd=failing)
+        assert on.returncode == 0, on.stdout + on.stderr
+        assert metrics(only_run(failing))[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["failing:NoCallback"], "makes no ppctl.Callback, but NoCallback"),
+        (["failing:NeedsWords"], "missing 1 required positional argument"),
+        (["failing:Nobody"], "has no attribute 'Nobody'"),
+        (["nowhere_at_all:Class"], "No module named 'nowhere_at_all'"),
+    ],
+)
+def test_each_name_that_leads_to_no_callback_is_named(
+    failing: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], says: str
+) -> None:
+    from ppctl.errors import ConfigError
+    from ppctl.train.own_callbacks import load_callbacks
+
+    monkeypatch.syspath_prepend(str(failing))
+    with pytest.raises(ConfigError, match="PP-E778") as caught:
+        load_callbacks([*names, "failing:Raises"])
+    (problem,) = caught.value.problems
+    assert says in problem.message
+    assert problem.remedy == "'train.callbacks=[failing:Raises]'"
+
+
+def test_an_error_has_class_method_and_frames_and_does_not_hide_the_one_that_ends_the_run(
+    failing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ppctl.errors import TrainingError
+    from ppctl.train.callback import ASKED, StepResult
+    from ppctl.train.own_callbacks import load_callbacks
+
+    monkeypatch.syspath_prepend(str(failing))
+    (one,) = load_callbacks(["failing:Closes"])
+    with pytest.raises(
+        TrainingError, match=r"PP-E735: failing:Closes of train\.callbacks failed in post_step"
+    ) as caught:
+        one.post_step(StepResult(3, {}, None, False, (0.0, 0.0, 0.0, 0.0)))
+    assert "in helper" in caught.value.problems[0].place and "own_callbacks" not in caught.value.problems[0].place
+    one.close(caught.value)
+    assert "RuntimeError: in close" in capsys.readouterr().err
+    with pytest.raises(TrainingError, match="failed in close"):
+        one.close(None)
+    assert one.stop_requested() == 0
+    one._callback.stop_requested = lambda: "yes"
+    assert one.stop_requested() == ASKED
