@@ -13,7 +13,8 @@ from pathlib import Path
 
 SAME, LATER, MEANINGLESS = "Keys that say the same", "Not in this release", "Without a meaning here"
 OTHERWISE, MODELS, DEFAULTS, SIZES = "Said in other terms", "Models", "Their defaults", "Sizes"
-"""Headings. An entry of SAME or MODELS is what `overrides_of` reads; under one of DEFAULTS stands its value."""
+VALUES, SAMPLES, SEVERAL = "Values with other names", "Samples", "Several values"
+"""Headings. An entry of SAME, MODELS or VALUES is what `overrides_of` reads; under one of DEFAULTS stands its value."""
 
 OFF = ("null", "false", "none", "disabled", "[]", "{}", "0", "0.0", "")
 """Values of a file's settings that ask for nothing, whatever the setting."""
@@ -72,4 +73,4 @@ def overrides_of(entry: str, value: str) -> list[tuple[str, str]]:
     value = dict(word.split("=", 1) for word in words.split()).get(value, value)
     items = {f"{{{place}}}": item for place, item in enumerate(value.strip("[]").split(","))} | {"{}": value}
     pairs = (target.partition("=") for target in targets.split())
-    return [(key, items.get(text, text) if equals else value) for key, equals, text in pairs]
+    return [(key, items.get(text, text.replace("{}", value)) if equals else value) for key, equals, text in pairs]

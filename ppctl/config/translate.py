@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE, Arguments, quote, unquoted
-from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, TranslatedFlag, takes_several, translated, valueless
+from ppctl.config.flags import TAKEN, TranslatedFlag, defaults_left, megatrons, takes_several, translated, valueless
 from ppctl.config.keys import keys_with, names_of_keys, text_keys
 from ppctl.config.metadata import OneOf
 from ppctl.config.name_tables import DEFAULTS, OFF, SAME, NameTables, overrides_of, tables
@@ -150,7 +150,7 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
     listed = flag in names_of_keys("names") or flag in names_of_keys("known_as")
     if row is None or not (listed or all(key.startswith(_OWN_SECTIONS) for key, _ in row.pairs)):
         return None
-    fixed = tables("megatron_flags").entry(SAME, flag)
+    fixed = megatrons().entry(SAME, flag)
     return _OFF if text == "null" or (text.lower() in OFF and (fixed or not row.override)) else row
 
 
@@ -159,8 +159,6 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
 
 def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
     """The rows of Megatron's flags, and of Megatron's defaults where they are not ours."""
-    from ppctl.config.megatron_flags import defaults_left
-
     grows, typed = "--rampup-batch-size" in given.values, given.typed
     batch = "" if grows else str(given.get("--global-batch-size", ""))
     said = dict(typed)
@@ -187,11 +185,5 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:
     """The meaning of one flag with the words behind it, of which it takes as many as it can."""
-    first, several = values[0] if values else "", f"[{','.join(values)}]"
-    if flag in SWITCHES:
-        return TranslatedFlag("", f"{SWITCHES[flag]}={first if first in ('true', 'false') else 'true'}")
-    if (flag in MEGATRON or flag in LISTS) and values:
-        return TranslatedFlag(
-            "", pasted(f"{MEGATRON[flag]}={first}" if flag in MEGATRON else f"{LISTS[flag]}={several}")
-        )
-    return translated(flag, several if takes_several(flag) and len(values) > 1 else first, batch)
+    is_list = takes_several(flag) and len(values) > (0 if flag in TAKEN else 1)
+    return translated(flag, f"[{','.join(values)}]" if is_list else "".join(values[:1]), batch)

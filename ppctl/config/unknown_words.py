@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ppctl.config.argv import ALIASES, PLACE, quote
 from ppctl.config.checks import check
-from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
+from ppctl.config.flags import meant_by
 from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
@@ -45,9 +45,9 @@ def no_such_key(key: str, text: str) -> Problem:
     if (elsewhere := _of_another_system(key, text)) is not None:
         return elsewhere
     last = key.rpartition(".")[2]
-    adapters = next((why for word, why in ELSEWHERE.items() if word in last.lower().split("_")), None)
-    if adapters is not None:
-        return Problem("PP-E101", f"there is no key {key}: {adapters}", ADAPTERS, PLACE)
+    if {"lora", "peft", "adapter"} & {*last.lower().split("_")}:
+        adapters = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
+        return Problem("PP-E101", f"there is no key {key}: model.lora trains adapters", adapters, PLACE)
     known = ALIASES.get(last) or meant_by(last)
     if known is not None and text_keys()[known].facts.support.state == LATER:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
