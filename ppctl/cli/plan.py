@@ -13,6 +13,7 @@ from ppctl.cli import plan_text
 from ppctl.cli.console import console, is_live, note, print_problems, width
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.compose import Composed
+from ppctl.config.name_tables import SYSTEMS
 from ppctl.errors import ConfigError, Problem, visible
 from ppctl.launch.planning import only_memory, planned, refusal
 from ppctl.plan import Plan
@@ -25,8 +26,6 @@ _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "traffic", "derived")}
 """The JSON's keys if there is no plan, only problems."""
-FORMATS = ("megatron", "automodel", "torchtitan", "bridge")
-"""Whose files `--from` reads."""
 _UNREAD = ("PP-E101", "PP-E105", "PP-E107")
 """Codes of words of a command line that mean nothing: a plan without them would be of something else."""
 
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="plan another system's config (docs/migrating.md)"
     )
-    parser.add_argument("--from-format", choices=FORMATS, help="whose file it is; by default its content says")
+    parser.add_argument("--from-format", choices=SYSTEMS, help="whose file it is; by default its content says")
     parser.add_argument("--write", metavar="FILE.yaml", help="with --from: write the recipe that means the same")
     parser.add_argument("--force", action="store_true", help="exit 0 even if the memory does not fit")
 

@@ -16,7 +16,7 @@ from ppctl.config.argv import retyped
 from ppctl.config.flags import answered
 from ppctl.config.hydra_source import parse
 from ppctl.config.mapping import nested
-from ppctl.config.other_configs import SYSTEMS
+from ppctl.config.name_tables import SYSTEMS
 from ppctl.config.other_systems import NO_MODEL, OF_THE_MODEL
 from ppctl.config.resources import groups
 from ppctl.config.translate import Translation, translation

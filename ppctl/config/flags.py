@@ -13,16 +13,11 @@ from typing import NamedTuple
 from ppctl.config import name_tables
 from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, text_keys, value_text
 from ppctl.config.metadata import LATER, NEEDS
-from ppctl.config.name_tables import NameTables
+from ppctl.config.name_tables import MEGATRON, NameTables, tables
 from ppctl.errors import Problem, pasted
 
 TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() if name.startswith("--")}
 """Flag -> key. A switch takes no value, a list one or more, as `--flag VALUE VALUE`, any other one."""
-
-
-def megatrons() -> NameTables:
-    """The page of Megatron's flags that are no keys; it is long, and few command lines need it."""
-    return name_tables.tables("megatron_flags")
 
 
 def _key_of(flag: str) -> Key | None:
@@ -67,7 +62,7 @@ class TranslatedFlag(NamedTuple):
 
 def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
     """The meaning of `flag value`; None for an unknown flag. `batch` is the global batch size, if any."""
-    table, typed = megatrons(), pasted(*filter(None, (flag, value)))
+    table, typed = tables(MEGATRON), pasted(*filter(None, (flag, value)))
     if fixed := table.entry(name_tables.SAME, flag):
         return TranslatedFlag(typed, fixed)
     if steps := table.entry(name_tables.SAMPLES, flag):
@@ -124,7 +119,7 @@ def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
 def takes_several(flag: str) -> bool:
     """Whether a flag that ppctl does not take has one value or more."""
     key = _key_of(flag)
-    return key.is_list if key else megatrons().entry(name_tables.SEVERAL, flag) is not None
+    return key.is_list if key else tables(MEGATRON).entry(name_tables.SEVERAL, flag) is not None
 
 
 def _validation_share(split: str) -> str:
@@ -162,7 +157,7 @@ def answered(flag: TranslatedFlag) -> str:
 
 def defaults_left(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(key, Megatron's default) of the keys that a command line with the values `given` leaves at another default."""
-    for entry, theirs in megatrons().entries[name_tables.DEFAULTS].items():
+    for entry, theirs in tables(MEGATRON).entries[name_tables.DEFAULTS].items():
         key, _, where = entry.partition(" ")
         if key not in given and (not where or where in given):
             value = _feed_forward(given) if theirs == "computed" else theirs
@@ -202,7 +197,7 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
         return Problem("PP-E107", f"{flag} needs a value", remedy, place)
     known_flag = translated(flag, value, batch)
     if known_flag is None:
-        fixed = " ".join(megatrons().entries[name_tables.SAME].values()).split()
+        fixed = " ".join(tables(MEGATRON).entries[name_tables.SAME].values()).split()
         names = [*names_of_keys("names"), *names_of_keys("known_as"), *fixed]
         names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
         known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]

@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+MEGATRON, AUTOMODEL, TORCHTITAN, BRIDGE = "megatron", "automodel", "torchtitan", "bridge"
+SYSTEMS = {
+    MEGATRON: "Megatron-LM's flags",
+    AUTOMODEL: "NeMo Automodel's YAML",
+    TORCHTITAN: "torchtitan's TOML or JSON",
+    BRIDGE: "Megatron-Bridge's YAML",
+}
+"""Whose files `ppctl plan --from` reads -> what they are."""
+
 SAME, LATER, MEANINGLESS = "Keys that say the same", "Not in this release", "Without a meaning here"
 OTHERWISE, MODELS, DEFAULTS, SIZES = "Said in other terms", "Models", "Their defaults", "Sizes"
 VALUES, SAMPLES, SEVERAL = "Values with other names", "Samples", "Several values"
@@ -51,8 +60,9 @@ def _means(listed: str, name: str) -> bool:
 
 
 @cache
-def tables(page: str) -> NameTables:
-    """The tables of a page of `ppctl/pages`, by its name without the ending."""
+def tables(system: str) -> NameTables:
+    """The tables of a system's page in `ppctl/pages`."""
+    page = "megatron_flags" if system == MEGATRON else f"{system}_keys"
     path = Path(__file__).resolve().parent.parent / "pages" / f"{page}.md"
     entries: dict[str, dict[str, str]] = {}
     idle: dict[str, tuple[str, ...]] = {}
