@@ -14,7 +14,7 @@ from pathlib import Path
 from ppctl.cli import main as front_door
 from ppctl.cli.explain import pages, summary
 from ppctl.config.argv import ALIASES
-from ppctl.config.flags import MEGATRON
+from ppctl.config.flags import TAKEN
 from ppctl.config.keys import docstring, keys, sections, text_keys
 from ppctl.config.metadata import OneOf
 from ppctl.config.resources import recipes
@@ -112,7 +112,7 @@ def _flags(before: Sequence[str]) -> Iterator[Word]:
     for action in parser._actions:
         yield from ((flag, action.help or "") for flag in action.option_strings)
     if command.overrides:
-        yield from ((flag, key) for flag, key in MEGATRON.items())
+        yield from ((flag, key.name) for flag, key in TAKEN.items() if not (key.is_list or key.is_switch))
 
 
 def _recipes() -> Iterator[Word]:

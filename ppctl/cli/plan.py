@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ppctl.cli import plan_text
 from ppctl.cli.console import console, is_live, note, print_problems, width
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.compose import Composed
+from ppctl.config.name_tables import SYSTEMS
 from ppctl.errors import ConfigError, Problem, visible
 from ppctl.launch.planning import only_memory, planned, refusal
 from ppctl.plan import Plan
@@ -25,8 +26,6 @@ _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "traffic", "derived")}
 """The JSON's keys if there is no plan, only problems."""
-FORMATS = ("megatron", "automodel", "torchtitan", "bridge")
-"""Whose files `--from` reads."""
 _UNREAD = ("PP-E101", "PP-E105", "PP-E107")
 """Codes of words of a command line that mean nothing: a plan without them would be of something else."""
 
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="plan another system's config (docs/migrating.md)"
     )
-    parser.add_argument("--from-format", choices=FORMATS, help="whose file it is; by default its content says")
+    parser.add_argument("--from-format", choices=SYSTEMS, help="whose file it is; by default its content says")
     parser.add_argument("--write", metavar="FILE.yaml", help="with --from: write the recipe that means the same")
     parser.add_argument("--force", action="store_true", help="exit 0 even if the memory does not fit")
 
@@ -52,8 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @without_collections()  # a plan is many small tuples without cycles: looking for them takes a tenth of the time
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Exit code 0, 2 with problems of the config, 4 if only the memory does not fit."""
+    found = None
     try:
-        found = _from_file(args)
+        if args.source is not None or args.write is not None or args.from_format:
+            from ppctl.cli import plan_from  # and with it the tables of other systems' names
+
+            found = plan_from.apply(args)
     except ConfigError as error:
         if args.json:
             print(json.dumps(EMPTY | {"problems": [problem.to_json() for problem in error.problems]}, indent=2))
@@ -63,10 +66,8 @@ def run(args: argparse.Namespace) -> int:
         note(f"note: {_NOTHING}")
     for line in (*composed.notes, *_on_weights(composed)):
         note(f"note: {line}")
-    if args.dump_schedule is not None:
-        problems += _dump(plan, problems, Path(args.dump_schedule))
-    if args.timeline is not None:
-        problems += _draw(composed, plan, Path(args.timeline), args.dump_schedule)
+    if plan is not None and not any(problem.code.startswith("PP-E3") for problem in problems):
+        problems += _write(args, composed, plan)
     if any(problem.code in _UNREAD for problem in problems):
         plan = None
     if args.json:
@@ -77,21 +78,6 @@ def run(args: argparse.Namespace) -> int:
         _show(composed, plan, problems, found[0] if found else "")
     print_problems(problems)
     return 0 if not problems or (args.force and only_memory(problems)) else refusal(problems).exit_code
-
-
-def _from_file(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]] | None:
-    """Put the settings of `--from` below the command line's words; returns what became of them, as text and as data."""
-    if args.source is None and not (args.write or args.from_format):
-        return None
-    from ppctl.cli import plan_from  # and with it the tables of other systems' names
-
-    found = plan_from.read_from(args)
-    args.line = found.line
-    for line in found.notes:
-        note(f"note: {line}")
-    if args.write is not None:
-        note(f"note: wrote {args.write}; use it with: {plan_from.write_recipe(found, args)}")
-    return plan_from.table(found, args.source), [row._asdict() for row in found.rows]
 
 
 def _on_weights(composed: Composed) -> list[str]:
@@ -106,30 +92,24 @@ def _on_weights(composed: Composed) -> list[str]:
         return []  # it is among the problems
 
 
-def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:
-    if plan is None or any(problem.code.startswith("PP-E3") for problem in problems):
-        return []  # the other problems say why there is nothing to write
-    try:
-        path.write_text(to_slots(plan.schedule), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"the schedule cannot be written to {path}: {reason}"
-        return [Problem("PP-E127", message, "--dump-schedule schedule.csv", "command line")]
-    note(f"note: wrote the schedule to {path}; pipeline.pp_schedule_csv={path} runs it")
-    return []
-
-
-def _draw(composed: Composed, plan: Plan | None, path: Path, dumped: str | None) -> list[Problem]:
-    if plan is None or any(problem.code.startswith("PP-E3") for problem in plan.problems):
-        return []
-    if dumped is not None and path.resolve() == Path(dumped).resolve():
-        message = f"--timeline and --dump-schedule both write {path}: the picture would replace the schedule"
-        return [Problem("PP-E129", message, "--timeline step.html", "command line")]
-    try:
-        write_timeline(picture(plan, composed.config), path)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+def _write(args: argparse.Namespace, composed: Composed, plan: Plan) -> Iterator[Problem]:
+    """Write what `--dump-schedule` and `--timeline` name; yields why something cannot be written."""
+    table, drawn = (None if name is None else Path(name) for name in (args.dump_schedule, args.timeline))
+    if table is not None:
+        try:
+            table.write_text(to_slots(plan.schedule), encoding="utf-8")
+            note(f"note: wrote the schedule to {table}; pipeline.pp_schedule_csv={table} runs it")
+        except (OSError, ValueError) as error:
+            message = f"the schedule cannot be written to {table}: {getattr(error, 'strerror', None) or error}"
+            yield Problem("PP-E127", message, "--dump-schedule schedule.csv", "command line")
+    if table and drawn and table.resolve() == drawn.resolve():
+        message = f"--timeline and --dump-schedule both write {drawn}: the picture would replace the schedule"
+        yield Problem("PP-E129", message, "--timeline step.html", "command line")
+    elif drawn:
+        try:
+            write_timeline(picture(plan, composed.config), drawn)
+        except ConfigError as error:
+            yield from error.problems
 
 
 def _show(composed: Composed, plan: Plan | None, problems: Sequence[Problem], translation: str) -> None:

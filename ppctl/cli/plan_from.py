@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import __version__
-from ppctl.cli.console import aligned, folded, width
+from ppctl.cli.console import aligned, folded, note, width
 from ppctl.cli.recipes import write_new
 from ppctl.config.argv import retyped
 from ppctl.config.flags import answered
 from ppctl.config.hydra_source import parse
 from ppctl.config.mapping import nested
-from ppctl.config.other_configs import SYSTEMS
+from ppctl.config.name_tables import SYSTEMS
 from ppctl.config.other_systems import NO_MODEL, OF_THE_MODEL
 from ppctl.config.resources import groups
 from ppctl.config.translate import Translation, translation
@@ -27,10 +27,12 @@ _LONGEST = 2000
 """Letters of one answer on the screen."""
 
 
-def read_from(args: argparse.Namespace) -> Translation:
-    """The translation of `--from FILE`, its line with a problem if settings are lost and no recipe is written.
+def apply(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Put the settings of `--from` below the words of the command line, with a problem if some are lost and no recipe
+    is written; write the recipe of `--write`. Returns what became of the settings, as text and as data.
 
-    Raises ConfigError for a file that cannot be read or whose model has to be typed, and for `--write` without a file.
+    Raises ConfigError for a file that cannot be read or whose model has to be typed, for `--write` without a file, and
+    for a recipe that cannot be written.
     """
     if args.source is None:
         message = "--write and --from-format are about a file that --from names"
@@ -39,16 +41,20 @@ def read_from(args: argparse.Namespace) -> Translation:
     layers = composed(args.line)[0].config.model.num_layers if names & {*OF_THE_MODEL} else None
     found = translation(Path(args.source).expanduser(), args.from_format, args.line, layers)
     if unknown := [row.why for row in found.rows if row.code == NO_MODEL]:
-        raise ConfigError(
-            Problem("PP-E107", f"{args.source}: {unknown[0]}", "ppctl recipes", table(found, args.source))
-        )
+        message = f"{args.source}: {unknown[0]}"
+        raise ConfigError(Problem("PP-E107", message, "ppctl recipes", _table(found, args.source)))
     if found.lost and args.write is None:
         message = (
             f"{args.source}: {len(found.lost)} not carried over; --write makes a recipe of the others, with a list"
         )
         rows = aligned([(row.shown(), answered(row)[:_LONGEST]) for row in found.lost])
         found.line.problems.append(Problem("PP-E107", message, f"{_again(args)} --write my.yaml", rows))
-    return found
+    for line in found.notes:
+        note(f"note: {line}")
+    if args.write is not None:
+        note(f"note: wrote {args.write}; use it with: {_write_recipe(found, args)}")
+    args.line = found.line
+    return _table(found, args.source), [row._asdict() for row in found.rows]
 
 
 def _again(args: argparse.Namespace) -> str:
@@ -56,7 +62,7 @@ def _again(args: argparse.Namespace) -> str:
     return f"{pasted('ppctl', 'plan', '--from', args.source, *chosen)} {retyped(args.line.overrides)}".rstrip()
 
 
-def table(found: Translation, file: str) -> str:
+def _table(found: Translation, file: str) -> str:
     """The answers to all settings: the translated, the lost, and those left out, by their reasons."""
     lost = found.lost
     rest = [row for row in found.rows if not row.override and row not in lost]
@@ -73,8 +79,8 @@ def table(found: Translation, file: str) -> str:
     return "\n".join([head, aligned(folded(cells, width(), " "))])
 
 
-def write_recipe(found: Translation, args: argparse.Namespace) -> str:
-    """Write the recipe of `--write`; returns the command that uses it. Raises ConfigError if it exists."""
+def _write_recipe(found: Translation, args: argparse.Namespace) -> str:
+    """Write the recipe; returns the command that uses it."""
     target = Path(args.write)
     if target.suffix not in (".yaml", ".yml"):
         message = f"the name of a recipe's file ends with .yaml, not as {target}"

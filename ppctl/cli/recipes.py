@@ -39,29 +39,27 @@ def run(args: argparse.Namespace) -> int:
         copied = copy_to(find(args.name), args.to)
         use = f"ppctl plan {pasted(f'+recipe={copied}')}"
         print(json.dumps({"path": str(copied), "use": use}) if args.json else f"{copied}\nuse it with: {use}")
-    elif args.json:
-        print(json.dumps(_as_data(args), indent=1, default=str))
     elif args.action == "show":
-        from ppctl.config.yaml_file import YamlFile  # PyYAML
-
-        recipe = find(args.name)
-        print(recipe.path.read_text(encoding="utf-8"), end="")
-        rows = YamlFile(recipe.path, recipe.label).values.get("published")
-        if isinstance(rows, list):
-            print("\n" + "\n".join(f"# {line}" for line in published(recipe.name, rows, width() - 2).splitlines()))
+        _show(find(args.name), args.json)
     else:
-        rows = [(name, recipe.description) for name, recipe in sorted(recipes().items())]
-        print(aligned(folded(rows, width(), " ")))
+        known = [recipe for _, recipe in sorted(recipes().items())]
+        rows = [(recipe.name, recipe.description) for recipe in known]
+        listed = {"recipes": [_facts(recipe) for recipe in known]}
+        print(json.dumps(listed, indent=1) if args.json else aligned(folded(rows, width(), " ")))
     return 0
 
 
-def _as_data(args: argparse.Namespace) -> dict[str, Any]:
-    if args.action != "show":
-        return {"recipes": [_facts(recipe) for _, recipe in sorted(recipes().items())]}
-    from ppctl.config.yaml_file import YamlFile
+def _show(recipe: Recipe, as_json: bool) -> None:
+    from ppctl.config.yaml_file import YamlFile  # PyYAML
 
-    recipe = find(args.name)
-    return {**_facts(recipe), "values": YamlFile(recipe.path, recipe.label).values}
+    file = YamlFile(recipe.path, recipe.label)
+    if as_json:
+        print(json.dumps({**_facts(recipe), "values": file.values}, indent=1, default=str))
+        return
+    print(file.text, end="")
+    rows = file.values.get("published")
+    if isinstance(rows, list):
+        print("\n" + "\n".join(f"# {line}" for line in published(recipe.name, rows, width() - 2).splitlines()))
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     schema       all keys, in groups: model_config, training_config, launch_config, model_parallel_config and
                  pipeline_config
     metadata     what a field knows of its key, its limit among that; keys reads it
-    argv         words -> overrides; flags and megatron_flags: tables of Megatron's flags; unknown_words
+    argv         words -> overrides; flags: what Megatron's flags mean; unknown_words
     translate    another system's file -> overrides: other_configs reads it, name_tables has the names, which are pages,
                  other_systems what several settings mean together
     compose      the road from words to a config: draft has its layers, mapping gives types, checks finds problems

@@ -9,17 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppctl.config.flags import (
-    LISTS,
-    MEGATRON,
-    SWITCHES,
-    TranslatedFlag,
-    flag_problem,
-    flags_problem,
-    takes_several,
-    translated,
-)
-from ppctl.config.keys import as_typed, keys, mapping_with, names_of_keys, sections
+from ppctl.config.flags import TAKEN, TranslatedFlag, flag_problem, flags_problem, takes_several, translated
+from ppctl.config.keys import Key, as_typed, keys, mapping_with, names_of_keys, sections
 from ppctl.config.resources import YAML
 from ppctl.errors import Problem, pasted
 
@@ -101,16 +92,10 @@ class _Sorter:
             self.multirun = True
         elif name in self.own:
             self._own_flag([token], needs_value=self.own[name] and not equals)
-        elif name in MEGATRON and (equals or self._value_follows()):
-            words = [] if equals else [self.queue.pop(0)]
-            self._add(name, MEGATRON[name], value if equals else words[0], pasted(token, *words))
+        elif name in TAKEN and (equals or TAKEN[name].is_switch or self._value_follows()):
+            self._taken_flag(token, TAKEN[name])
         elif name in RECIPE_FLAGS and (equals or self._value_follows()):
             self._recipe(value if equals else self.queue.pop(0))
-        elif name in LISTS and (equals or self._value_follows()):
-            words = [] if equals else self._words()
-            self._add(name, LISTS[name], f"[{value or ','.join(words)}]", pasted(token, *words))
-        elif name in SWITCHES:
-            self._add(name, SWITCHES[name], value if equals else "true", pasted(token))
         elif token.startswith("-") and len(token) > 1:
             if not equals:
                 words = self._words(None if takes_several(name) else 1)
@@ -135,6 +120,12 @@ class _Sorter:
         self.arguments.rest += words
         self.line += map(pasted, words)
 
+    def _taken_flag(self, token: str, key: Key) -> None:
+        name, equals, value = token.partition("=")
+        words = [] if equals or key.is_switch else self._words() if key.is_list else [self.queue.pop(0)]
+        value = value if equals else "true" if key.is_switch else ",".join(words)
+        self._add(name, key.name, f"[{value}]" if key.is_list else value, pasted(token, *words))
+
     def _untaken_flag(self, flag: str, value: str) -> None:
         batch = self._global_batch()
         self.arguments.problems.append(flag_problem(flag, value, self.own, batch))
@@ -148,7 +139,7 @@ class _Sorter:
         if any(token.partition("=")[0] in _GROWS for token in self.tokens):
             return ""
         words = (word for token in self.tokens for word in token.split("=", 1))
-        names = {name for name, key in {**ALIASES, **MEGATRON}.items() if key == _BATCH} | {_BATCH}
+        names = {_BATCH, *(name for name, key in names_of_keys("names").items() if key == _BATCH)}
         return next((next(words, "") for word in words if word in names), "")
 
     def merge_translated_flags(self, command: str) -> None:

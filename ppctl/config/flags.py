@@ -1,44 +1,31 @@
 """Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
-The flags of a key are metadata of its field: `names`, which are taken, and `known_as`. Here are those whose values have
-other units or names, and in `megatron_flags` those that mean one value of a key, or no key.
+The flags of a key are metadata of its field: `names`, which are taken, and `known_as`. The page `megatron_flags` has
+those that mean one value of a key, or no key, and the values that have other names here.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ppctl.config import name_tables
 from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, text_keys, value_text
 from ppctl.config.metadata import LATER, NEEDS
-from ppctl.config.name_tables import LATER as LATER_PAGE
-from ppctl.config.name_tables import MEANINGLESS, OTHERWISE, NameTables
+from ppctl.config.name_tables import MEGATRON, NameTables, tables
 from ppctl.errors import Problem, pasted
 
-_TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() if name.startswith("--")}
-
-MEGATRON = {flag: key.name for flag, key in _TAKEN.items() if not (key.is_list or key.is_switch)}
-"""Flag -> key. Each takes one value, as `--flag VALUE` or `--flag=VALUE`."""
-
-LISTS = {flag: key.name for flag, key in _TAKEN.items() if key.is_list}
-"""Flag -> key. Each takes one value or more, as `--flag VALUE VALUE`."""
-
-SWITCHES = {flag: key.name for flag, key in _TAKEN.items() if key.is_switch}
-"""Flag -> key that it sets to true. They take no value."""
-
-ELSEWHERE = {word: "model.lora trains adapters" for word in ("lora", "peft", "adapter")}
-"""Parts of names by which people look for what ppctl has under another one, and what to say."""
-ADAPTERS = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
+TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() if name.startswith("--")}
+"""Flag -> key. A switch takes no value, a list one or more, as `--flag VALUE VALUE`, any other one."""
 
 
-def _keys_of(flag: str) -> list[Key]:
-    """The keys that one of Megatron's flags means, else the keys that have the flag's name."""
-    from ppctl.config.megatron_flags import FIXED
-
-    key = names_of_keys("known_as").get(flag) or FIXED.get(flag, "").partition("=")[0]
+def _key_of(flag: str) -> Key | None:
+    """The key that one of Megatron's flags means, else the first that has the flag's name."""
+    if name := names_of_keys("names").get(flag) or names_of_keys("known_as").get(flag):
+        return text_keys()[name]
     field = flag.lstrip("-").replace("-", "_")
-    return [text_keys()[key]] if key else [key for key in text_keys().values() if field in (key.field, key.name)]
+    return next((key for key in text_keys().values() if field in (key.field, key.name)), None)
 
 
 def meant_by(name: str) -> str | None:
@@ -75,32 +62,35 @@ class TranslatedFlag(NamedTuple):
 
 def translated(flag: str, value: str, batch: str = "") -> TranslatedFlag | None:
     """The meaning of `flag value`; None for an unknown flag. `batch` is the global batch size, if any."""
-    from ppctl.config.megatron_flags import FIXED, TABLES  # long, and few command lines need it
-
-    typed = pasted(*filter(None, (flag, value)))
-    if flag in FIXED:
-        return TranslatedFlag(typed, FIXED[flag])
-    if flag in _IN_SAMPLES:
-        return _in_steps(typed, _IN_SAMPLES[flag], value, batch)
-    if TABLES.is_idle(flag, value):
+    table, typed = tables(MEGATRON), pasted(*filter(None, (flag, value)))
+    if fixed := table.entry(name_tables.SAME, flag):
+        return TranslatedFlag(typed, fixed)
+    if steps := table.entry(name_tables.SAMPLES, flag):
+        return _in_steps(typed, steps, value, batch)
+    if table.is_idle(flag, value):
         return TranslatedFlag(typed, why="it is so in any case", code="PP-E109")
-    if same := _keys_of(flag):
-        meant = _TRANSLATED.get(flag, str)(value)
-        if flag == "--optimizer" and value and not same[0].allows(meant):
-            return TranslatedFlag(typed, why=TABLES.entry(LATER_PAGE, "--sgd-momentum") or "", code="PP-E108")
-        if flag == "--tokenizer-model" and meant.endswith(_NO_TOKENIZERS):
-            return TranslatedFlag(typed, why=f"{same[0].name} takes the model's directory with a tokenizer.json")
-        return _as_key(typed, same[0], meant)
-    return valueless(TABLES, flag, typed) or _switched_off(typed, flag)
+    if (key := _key_of(flag)) is None:
+        return valueless(table, flag, typed)
+    if flag == "--split":
+        value = _validation_share(value)
+    elif words := table.entry(name_tables.VALUES, flag):
+        ((_, value),) = name_tables.overrides_of(words, value)
+    if flag == "--optimizer" and value and not key.allows(value):
+        return TranslatedFlag(typed, why=table.entry(name_tables.LATER, "--sgd-momentum") or "", code="PP-E108")
+    if flag == "--tokenizer-model":
+        value = value.removesuffix("/tokenizer.json")
+        if value.endswith(_NO_TOKENIZERS):
+            return TranslatedFlag(typed, why=f"{key.name} takes the model's directory with a tokenizer.json")
+    return _as_key(typed, key, value)
 
 
 def valueless(table: NameTables, name: str, typed: str) -> TranslatedFlag | None:
     """Why `name` sets no key, by a system's tables; None for a name that they do not list."""
-    if later := table.entry(LATER_PAGE, name):
+    if later := table.entry(name_tables.LATER, name):
         return TranslatedFlag(typed, why=later, code="PP-E108")
-    if reason := table.entry(MEANINGLESS, name):
+    if reason := table.entry(name_tables.MEANINGLESS, name):
         return TranslatedFlag(typed, why=reason, code="PP-E109")
-    if similar := table.entry(OTHERWISE, name):
+    if similar := table.entry(name_tables.OTHERWISE, name):
         return TranslatedFlag(typed, why=f"{similar} says something like it")
     return None
 
@@ -118,29 +108,18 @@ def _in_steps(typed: str, key: str, samples: str, batch: str) -> TranslatedFlag:
 
 
 def _as_key(typed: str, key: Key, value: str) -> TranslatedFlag:
-    override = _override(key, value)
-    support = key.facts.support
+    """`key=value`; of a flag without a value, what it switches on, or the key's default."""
+    is_on = key.is_switch and value not in ("true", "false")
+    override, support = as_typed(key.name, True if is_on else value or key.default), key.facts.support
     if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
         return TranslatedFlag(typed, why=support.note or key.name, code="PP-E108")
-    flag = typed.partition(" ")[0].partition("=")[0]
-    before = f"{_SWITCHED_ON[flag]} " if flag in _SWITCHED_ON else ""
-    return TranslatedFlag(typed, f"{before}{override}")
-
-
-def _switched_off(typed: str, flag: str) -> TranslatedFlag | None:
-    """`--no-X` and `--disable-X` of a switch X."""
-    field = flag.removeprefix("--no-").removeprefix("--disable-").replace("-", "_")
-    switches = [key for key in text_keys().values() if key.field == field and key.is_switch]
-    if field == flag.replace("-", "_") or not switches:
-        return None
-    return TranslatedFlag(typed, as_typed(switches[0].name, False))
+    return TranslatedFlag(typed, f"{key.facts.needs} {override}" if key.name in _SWITCHED_ON else override)
 
 
 def takes_several(flag: str) -> bool:
     """Whether a flag that ppctl does not take has one value or more."""
-    from ppctl.config.megatron_flags import SEVERAL
-
-    return flag in SEVERAL.split() or any(key.is_list for key in _keys_of(flag))
+    key = _key_of(flag)
+    return key.is_list if key else tables(MEGATRON).entry(name_tables.SEVERAL, flag) is not None
 
 
 def _validation_share(split: str) -> str:
@@ -152,39 +131,11 @@ def _validation_share(split: str) -> str:
         return split
 
 
-_OPTIMIZERS = {"adam": "adamw", "dist_muon": "muon"}
-_SHARDINGS = {
-    "no_shard": "none",
-    "optim": "optimizer_gradients",
-    "optim_grads": "optimizer_gradients",
-    "optim_grads_params": "full",
-}
-_TRANSLATED: Mapping[str, Callable[[str], str]] = {
-    "--optimizer": lambda name: _OPTIMIZERS.get(name, name),
-    "--split": _validation_share,
-    "--data-parallel-sharding-strategy": lambda name: _SHARDINGS.get(name, name),
-    "--exit-duration-in-mins": "{}m".format,
-    "--distributed-timeout-minutes": "{}m".format,
-    "--tokenizer-model": lambda file: file.removesuffix("/tokenizer.json"),
-}
-"""Flags whose values have other names here."""
-
 _NO_TOKENIZERS = (".model", ".json", ".vocab", ".tiktoken", ".txt")
 """Ends of names of tokenizers' files that ppctl does not read."""
 
-_IN_SAMPLES = {
-    "--lr-warmup-samples": "optim.warmup_steps",
-    "--lr-decay-samples": "optim.lr_decay_steps",
-    "--lr-wsd-decay-samples": "optim.lr_wsd_decay_steps",
-}
-"""Flags that count samples -> the key that counts steps."""
-
-_SWITCHED_ON = {
-    "--cpu-offloading-num-layers": "parallel.cpu_offloading=true",
-    "--tensorboard-dir": "log.tensorboard=true",
-    "--wandb-project": "log.wandb=true",
-}
-"""Flags that switch something else on as well."""
+_SWITCHED_ON = ("parallel.cpu_offloading_num_layers", "log.tensorboard_dir", "log.wandb_project")
+"""Keys whose flags switch on as well what the keys need."""
 
 
 def flags_problem(flags: Sequence[TranslatedFlag], line: str, given: Mapping[str, str]) -> Problem:
@@ -204,10 +155,26 @@ def answered(flag: TranslatedFlag) -> str:
     return f"{words.get(flag.code, 'in other terms:')} {flag.why}"
 
 
+def defaults_left(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(key, Megatron's default) of the keys that a command line with the values `given` leaves at another default."""
+    for entry, theirs in tables(MEGATRON).entries[name_tables.DEFAULTS].items():
+        key, _, where = entry.partition(" ")
+        if key not in given and (not where or where in given):
+            value = _feed_forward(given) if theirs == "computed" else theirs
+            if value:
+                yield key, value
+
+
+def _feed_forward(given: Mapping[str, str]) -> str:
+    """Four times the width; with a gate two thirds of it, rounded down to a multiple of 64. Empty for no number."""
+    width, gated = given["model.hidden_size"], given.get("model.gated_linear_unit") == "true"
+    if not width.isdigit():
+        return ""
+    return str(int(4 * int(width) * 2 / 3) // 64 * 64 if gated else 4 * int(width))
+
+
 def _other_defaults(given: Mapping[str, str]) -> list[str]:
     """A table of the keys that a command line leaves to defaults other than Megatron's, and overrides to paste."""
-    from ppctl.config.megatron_flags import defaults_left
-
     differing = [(key, value_text(text_keys()[key].default), theirs) for key, theirs in defaults_left(given)]
     differing = [row for row in differing if row[1] != row[2]]
     if not differing or "recipe" in given or "model.from" in given:
@@ -225,16 +192,13 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
     if flag == "--from":
         message = "--from is a flag of ppctl plan, whose --write makes a recipe that every command takes"
         return Problem("PP-E107", message, f"ppctl plan --from {pasted(value or 'FILE')} --write my.yaml", place)
-    if flag in MEGATRON:
-        usual = value_text(text_keys()[MEGATRON[flag]].default)
-        return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)
-    if flag in LISTS:
-        return Problem("PP-E107", f"{flag} needs a value", f"ppctl explain {LISTS[flag]}", place)
+    if key := TAKEN.get(flag):
+        remedy = f"ppctl explain {key.name}" if key.is_list else f"{flag} {value_text(key.default)}"
+        return Problem("PP-E107", f"{flag} needs a value", remedy, place)
     known_flag = translated(flag, value, batch)
     if known_flag is None:
-        from ppctl.config.megatron_flags import FIXED
-
-        names = [*names_of_keys("names"), *names_of_keys("known_as"), *FIXED]
+        fixed = " ".join(tables(MEGATRON).entries[name_tables.SAME].values()).split()
+        names = [*names_of_keys("names"), *names_of_keys("known_as"), *fixed]
         names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
         known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
         return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
@@ -247,10 +211,3 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str
     elif not remedy:
         remedy = f"ppctl explain {why.split()[0]}"
     return Problem(known_flag.code, message, remedy, place)
-
-
-def _override(key: Key, value: str) -> str:
-    """`key=value`; of a flag without a value, what it switches on, or the key's default."""
-    if key.is_switch and value not in ("true", "false"):
-        return as_typed(key.name, True)
-    return as_typed(key.name, value or key.default)

@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+MEGATRON, AUTOMODEL, TORCHTITAN, BRIDGE = "megatron", "automodel", "torchtitan", "bridge"
+SYSTEMS = {
+    MEGATRON: "Megatron-LM's flags",
+    AUTOMODEL: "NeMo Automodel's YAML",
+    TORCHTITAN: "torchtitan's TOML or JSON",
+    BRIDGE: "Megatron-Bridge's YAML",
+}
+"""Whose files `ppctl plan --from` reads -> what they are."""
+
 SAME, LATER, MEANINGLESS = "Keys that say the same", "Not in this release", "Without a meaning here"
 OTHERWISE, MODELS, DEFAULTS, SIZES = "Said in other terms", "Models", "Their defaults", "Sizes"
-"""Headings. An entry of SAME or MODELS is what `overrides_of` reads; under one of DEFAULTS stands its value."""
+VALUES, SAMPLES, SEVERAL = "Values with other names", "Samples", "Several values"
+"""Headings. An entry of SAME, MODELS or VALUES is what `overrides_of` reads; under one of DEFAULTS stands its value."""
 
 OFF = ("null", "false", "none", "disabled", "[]", "{}", "0", "0.0", "")
 """Values of a file's settings that ask for nothing, whatever the setting."""
@@ -50,8 +60,9 @@ def _means(listed: str, name: str) -> bool:
 
 
 @cache
-def tables(page: str) -> NameTables:
-    """The tables of a page of `ppctl/pages`, by its name without the ending."""
+def tables(system: str) -> NameTables:
+    """The tables of a system's page in `ppctl/pages`."""
+    page = "megatron_flags" if system == MEGATRON else f"{system}_keys"
     path = Path(__file__).resolve().parent.parent / "pages" / f"{page}.md"
     entries: dict[str, dict[str, str]] = {}
     idle: dict[str, tuple[str, ...]] = {}
@@ -72,4 +83,4 @@ def overrides_of(entry: str, value: str) -> list[tuple[str, str]]:
     value = dict(word.split("=", 1) for word in words.split()).get(value, value)
     items = {f"{{{place}}}": item for place, item in enumerate(value.strip("[]").split(","))} | {"{}": value}
     pairs = (target.partition("=") for target in targets.split())
-    return [(key, items.get(text, text) if equals else value) for key, equals, text in pairs]
+    return [(key, items.get(text, text.replace("{}", value)) if equals else value) for key, equals, text in pairs]

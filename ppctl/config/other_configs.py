@@ -11,18 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.config.keys import keys, value_text
-from ppctl.config.name_tables import tables
+from ppctl.config.name_tables import AUTOMODEL, BRIDGE, MEGATRON, SYSTEMS, TORCHTITAN, tables
 from ppctl.config.yaml_file import ConfigLoader, UnreadableYaml, YamlFile, read_yaml
 from ppctl.errors import ConfigError, Problem, pasted
-
-MEGATRON, AUTOMODEL, TORCHTITAN, BRIDGE = "megatron", "automodel", "torchtitan", "bridge"
-SYSTEMS = {
-    MEGATRON: "Megatron-LM's flags",
-    AUTOMODEL: "NeMo Automodel's YAML",
-    TORCHTITAN: "torchtitan's TOML or JSON",
-    BRIDGE: "Megatron-Bridge's YAML",
-}
-"""Format -> what it is."""
 
 _MOST_SETTINGS = 20_000
 _TOML = re.compile(r"\s*(#.*\s*)*\[{1,2}[\w.\-]+\]{1,2}\s*(#.*)?\n")
@@ -98,7 +89,7 @@ def _recognised(text: str, names: list[str]) -> str | None:
     sections = {name.partition(".")[0] for name in names}
     if "MODEL_ARGS" in sections or not names:
         return MEGATRON if _FLAG.search(text) else None
-    scores = {system: len(sections & tables(f"{system}_keys").sections) for system in (TORCHTITAN, AUTOMODEL, BRIDGE)}
+    scores = {system: len(sections & tables(system).sections) for system in (TORCHTITAN, AUTOMODEL, BRIDGE)}
     best = max(scores, key=lambda system: scores[system])
     return best if scores[best] and not all(name in keys() for name in names) else None
 

@@ -7,19 +7,20 @@ Sources: torchtitan `b5bcd76c` and `238fa995` (the last with TOML), Automodel `3
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ppctl.config.argv import LAYOUT
 from ppctl.config.keys import value_text
 from ppctl.config.metadata import MOST_STAGES
-from ppctl.config.name_tables import MODELS, SIZES, NameTables, overrides_of
+from ppctl.config.name_tables import AUTOMODEL, MODELS, SIZES, TORCHTITAN, NameTables, overrides_of
 from ppctl.config.pipeline_config import calculate_virtual_stages
 from ppctl.config.resources import conf_directory
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
+from ppctl.layout.letters import canonical_text
 
-DP, LAYOUT, STYLE = "parallel.data_parallel_size", "parallel.pipeline_model_parallel_layout", "optim.lr_decay_style"
+DP, STYLE = "parallel.data_parallel_size", "optim.lr_decay_style"
 OF_THE_MODEL = ("model", "model.from", "model.num_layers", "recipe")
 """Keys with which a command line says which model it is, whatever a file says."""
 LATER, NOTHING, NO_MODEL = "PP-E108", "PP-E109", "PP-E104"
@@ -144,10 +145,9 @@ def _stages(given: Given, pp: int, layers: int | None, more: Mapping[str, int]) 
         stages, _ = calculate_virtual_stages(weight, per_stage, pp, schedule in _SINGLE, rounding)
         counts = [weight // stages + (stage < weight % stages) for stage in range(stages)]
         counts[0], counts[-1] = counts[0] - first, counts[-1] - last
-    head, *middle, tail = (f"t*{count}" if count > 1 else "t" * count for count in counts)
-    runs = [(stage, len(list(same))) for stage, same in groupby(middle)]
-    between = "".join(f"({stage}|)*{count}" if count > 1 else f"{stage}|" for stage, count in runs)
-    return Said(used, (*said, (LAYOUT, f"E{head}|{between}{tail}L")))
+    letters = ["t" * count for count in counts]
+    letters[0], letters[-1] = f"E{letters[0]}", f"{letters[-1]}L"
+    return Said(used, (*said, (LAYOUT, canonical_text(letters))))
 
 
 def torchtitan(given: Given) -> Iterator[Said]:
@@ -191,7 +191,7 @@ def _titan_batch(given: Given, pp: int, dp: int) -> Said:
         why = f"a batch in tokens that is no whole number of samples of {length} tokens"
         return Said(given.some(tokens, total, number), (), why, LATER)
     values = {given.names["local"]: micro * (given.count(number, 1) if pp > 1 else 1), given.names["micro"]: micro}
-    said = _batch(Given(values, given.typed, None, given.tables), pp, dp, (8, steps or -1))
+    said = _batch(replace(given, values=values), pp, dp, (8, steps or -1))
     return said._replace(names=given.some(tokens, total, number))
 
 
@@ -243,3 +243,7 @@ def _nemo_rate(given: Given) -> Said:
     said = (STYLE, str(given.get(names[0], "cosine"))), ("optim.warmup_steps", str(warmup))
     late = "it rises from 0, there from a tenth of lr" if warmup else ""
     return Said(given.some(*names), (*said, ("optim.min_lr", str(given.get(names[2], f"{rate / 100:g}")))), late)
+
+
+JOINT = {TORCHTITAN: torchtitan, AUTOMODEL: automodel}
+"""System -> the meaning of its settings that belong together."""

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.config.argv import PLACE, Arguments, quote, unquoted
-from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, TranslatedFlag, takes_several, translated, valueless
+from ppctl.config.argv import LAYOUT, PLACE, Arguments, quote, unquoted
+from ppctl.config.flags import TAKEN, TranslatedFlag, defaults_left, takes_several, translated, valueless
 from ppctl.config.keys import keys_with, names_of_keys, text_keys
 from ppctl.config.metadata import OneOf
-from ppctl.config.name_tables import DEFAULTS, OFF, SAME, NameTables, overrides_of, tables
-from ppctl.config.other_configs import AUTOMODEL, BRIDGE, TORCHTITAN, FileSetting, settings_of
-from ppctl.config.other_configs import MEGATRON as FLAGS
-from ppctl.config.other_systems import DP, LAYOUT, NO_MODEL, NOTHING, Given, Said, automodel, torchtitan
+from ppctl.config.name_tables import AUTOMODEL, BRIDGE, DEFAULTS, MEGATRON, OFF, SAME, NameTables, overrides_of, tables
+from ppctl.config.other_configs import FileSetting, settings_of
+from ppctl.config.other_systems import DP, JOINT, NO_MODEL, NOTHING, Given, Said
 from ppctl.config.yaml_file import shown
 from ppctl.errors import ConfigError, Problem, pasted
 
@@ -53,9 +52,9 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
     pairs = (override.partition("=") for override in line.overrides)
     typed = {key: unquoted(text) if text[:1] in ("'", '"') else text for key, _, text in pairs}
     values = {setting.name: setting.value for setting in settings}
-    given = Given(values, typed, num_layers, tables("megatron_flags" if found == FLAGS else f"{found}_keys"))
+    given = Given(values, typed, num_layers, tables(found))
     try:
-        rows = list((_of_flags if found == FLAGS else _of_tree)(found, settings, given, str(path)))
+        rows = list((_of_flags if found == MEGATRON else _of_tree)(found, settings, given, str(path)))
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -64,9 +63,7 @@ def translation(path: Path, system: str | None, line: Arguments, num_layers: int
     if not _ITS_DATA & {*typed, *(key for row in rows for key, _ in row.pairs)}:
         rows = [_NO_DATA._replace(typed=row.typed) if {*dict(row.pairs)} & {*_EVALUATES} else row for row in rows]
     ours = {key: (quote(key, text), f"{row.place} ({row.shown()})") for row in rows for key, text in row.pairs}
-    follows = (
-        {"model.num_layers", "parallel.pipeline_model_parallel_size"} if found in (TORCHTITAN, AUTOMODEL) else set()
-    )
+    follows = {"model.num_layers", "parallel.pipeline_model_parallel_size"} if found in JOINT else set()
     notes, sizes = [], [key for key in keys_with("layout") if key in typed and key not in follows]
     if sizes and LAYOUT in ours and LAYOUT not in typed:
         notes.append(f"layout {ours.pop(LAYOUT)[0]} set aside because {' and '.join(sizes)} was typed")
@@ -83,7 +80,7 @@ def _of_tree(system: str, settings: Sequence[FileSetting], given: Given, path: s
     """The rows of torchtitan's, Automodel's or Bridge's settings."""
     named = {setting.name: setting for setting in settings}
     done, said_keys = set[str](), set[str]()
-    for said in {TORCHTITAN: torchtitan, AUTOMODEL: automodel, BRIDGE: _bridges_model}[system](given):
+    for said in JOINT.get(system, _bridges_model)(given):
         done.update(said.names)
         said_keys.update(key for key, _ in said.overrides)
         typed = " ".join(
@@ -96,7 +93,7 @@ def _of_tree(system: str, settings: Sequence[FileSetting], given: Given, path: s
     for setting in (*settings, *(FileSetting(name, text, path) for name, text in usual.items())):
         if setting.name not in done:
             done.add(setting.name)
-            row = _of_key(given.tables, setting.name, setting.text)
+            row = of_key(given.tables, setting.name, setting.text)
             row = row or (_of_bridge(setting.name, setting.text) if system == BRIDGE else None)
             row = row or (_OFF if setting.text == "null" else _UNKNOWN)
             unsaid = setting.name not in named
@@ -110,13 +107,7 @@ def _pasted(pairs: Sequence[tuple[str, str]]) -> str:
     return pasted(*(f"{key}={text}" for key, text in pairs))
 
 
-def typed_elsewhere(name: str, text: str) -> TranslatedFlag | None:
-    """The meaning of one setting, with its section, of torchtitan or Automodel; None if no table has it."""
-    found = (_of_key(tables(f"{system}_keys"), name, text) for system in (TORCHTITAN, AUTOMODEL) if "." in name)
-    return next(filter(None, found), None)
-
-
-def _of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
+def of_key(table: NameTables, name: str, text: str) -> TranslatedFlag | None:
     """The meaning of a setting by its system's page; None if the page does not have it."""
     entry, row = table.entry(SAME, name), valueless(table, name, "")
     if entry is None and row is None:
@@ -150,7 +141,7 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
     listed = flag in names_of_keys("names") or flag in names_of_keys("known_as")
     if row is None or not (listed or all(key.startswith(_OWN_SECTIONS) for key, _ in row.pairs)):
         return None
-    fixed = tables("megatron_flags").entry(SAME, flag)
+    fixed = tables(MEGATRON).entry(SAME, flag)
     return _OFF if text == "null" or (text.lower() in OFF and (fixed or not row.override)) else row
 
 
@@ -159,8 +150,6 @@ def _of_bridge(name: str, text: str) -> TranslatedFlag | None:
 
 def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: str) -> Iterator[TranslatedFlag]:
     """The rows of Megatron's flags, and of Megatron's defaults where they are not ours."""
-    from ppctl.config.megatron_flags import defaults_left
-
     grows, typed = "--rampup-batch-size" in given.values, given.typed
     batch = "" if grows else str(given.get("--global-batch-size", ""))
     said = dict(typed)
@@ -187,11 +176,7 @@ def _of_flags(system: str, settings: Sequence[FileSetting], given: Given, path: 
 
 def _of_flag(flag: str, values: Sequence[str], batch: str) -> TranslatedFlag | None:
     """The meaning of one flag with the words behind it, of which it takes as many as it can."""
-    first, several = values[0] if values else "", f"[{','.join(values)}]"
-    if flag in SWITCHES:
-        return TranslatedFlag("", f"{SWITCHES[flag]}={first if first in ('true', 'false') else 'true'}")
-    if (flag in MEGATRON or flag in LISTS) and values:
-        return TranslatedFlag(
-            "", pasted(f"{MEGATRON[flag]}={first}" if flag in MEGATRON else f"{LISTS[flag]}={several}")
-        )
-    return translated(flag, several if takes_several(flag) and len(values) > 1 else first, batch)
+    if flag in TAKEN and not values and not TAKEN[flag].is_switch:
+        return TranslatedFlag("", why=f"{flag} needs a value")
+    is_list = takes_several(flag) and len(values) > (0 if flag in TAKEN else 1)
+    return translated(flag, f"[{','.join(values)}]" if is_list else "".join(values[:1]), batch)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from ppctl.config.argv import ALIASES, PLACE, quote
 from ppctl.config.checks import check
-from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
+from ppctl.config.flags import meant_by
 from ppctl.config.keys import did_you_mean, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
+from ppctl.config.name_tables import AUTOMODEL, TORCHTITAN, tables
 from ppctl.config.resources import YAML, groups, recipes
 from ppctl.errors import ConfigError, Problem, pasted
 
@@ -45,9 +46,9 @@ def no_such_key(key: str, text: str) -> Problem:
     if (elsewhere := _of_another_system(key, text)) is not None:
         return elsewhere
     last = key.rpartition(".")[2]
-    adapters = next((why for word, why in ELSEWHERE.items() if word in last.lower().split("_")), None)
-    if adapters is not None:
-        return Problem("PP-E101", f"there is no key {key}: {adapters}", ADAPTERS, PLACE)
+    if {"lora", "peft", "adapter"} & {*last.lower().split("_")}:
+        adapters = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
+        return Problem("PP-E101", f"there is no key {key}: model.lora trains adapters", adapters, PLACE)
     known = ALIASES.get(last) or meant_by(last)
     if known is not None and text_keys()[known].facts.support.state == LATER:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
@@ -72,9 +73,11 @@ def _within_a_field(key: str, text: str) -> Problem | None:
 
 def _of_another_system(key: str, text: str) -> Problem | None:
     """The problem of a setting of torchtitan's or Automodel's, in its section, with what it means here."""
-    from ppctl.config.translate import typed_elsewhere  # the tables of other systems' names
+    from ppctl.config.translate import of_key  # the tables of other systems' names
 
-    if (found := typed_elsewhere(key, text)) is None:
+    pages = [tables(system) for system in (TORCHTITAN, AUTOMODEL) if "." in key]
+    found = next(filter(None, (of_key(page, key, text) for page in pages)), None)
+    if found is None:
         return None
     message = f"there is no key {key}: {found.why or 'the setting has another name'}"
     remedy = found.override or (f"ppctl explain {found.why.split()[0].rstrip(',:')}" if found.code == "PP-E107" else "")

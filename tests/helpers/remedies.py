@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ppctl.cli import plan as plan_command
 from ppctl.cli.main import main, parse
 from ppctl.config.argv import ALIASES
-from ppctl.config.flags import MEGATRON
+from ppctl.config.flags import TAKEN
 from ppctl.config.keys import text_keys
 from ppctl.config.metadata import MOST_RANKS, MOST_STAGES
 from ppctl.errors import Problem
@@ -32,7 +32,7 @@ def problems(typed: list[str]) -> list[Problem]:
 
 def name_of(word: str) -> str:
     key = word.lstrip("+~").partition("=")[0]
-    return MEGATRON.get(key, ALIASES.get(key, key))
+    return TAKEN[key].name if key in TAKEN else ALIASES.get(key, key)
 
 
 def mended(typed: list[str], problem: Problem, remedy: list[str]) -> list[str]:
@@ -41,7 +41,7 @@ def mended(typed: list[str], problem: Problem, remedy: list[str]) -> list[str]:
     said = problem.message.partition("; did you mean")[0] if problem.code in ABOUT_A_WORD else ""
     kept, words = [], iter(typed)
     for word in words:
-        value = next(words, None) if word in MEGATRON else None
+        value = next(words, None) if word in TAKEN and not (TAKEN[word].is_switch or TAKEN[word].is_list) else None
         about = word in said or word.lstrip("+~").partition("=")[0] in re.split(r"[ :;=,]", said)
         replaced = any(name_of(word) in (name, f"{name}.{word.rpartition('.')[2].partition('=')[0]}") for name in names)
         if not replaced and not about:

@@ -193,11 +193,12 @@ def test_megatrons_flags() -> None:
     """Each is taken, or answered with the key that says the same, or with why there is nothing to say."""
     flags = set(frozen("megatron's flags"))
     if IS_WRITTEN:
-        from ppctl.config.flags import LISTS, MEGATRON, SWITCHES
-        from ppctl.config.megatron_flags import FIXED, LATER, MEANINGLESS
+        from ppctl.config.flags import TAKEN
+        from ppctl.config.name_tables import LATER, MEANINGLESS, MEGATRON, SAME, tables
 
-        named = {flag for table in (LATER, MEANINGLESS) for flags in table.values() for flag in flags.split()}
-        flags |= {*MEGATRON, *LISTS, *SWITCHES, *FIXED} | {flag for flag in named if "*" not in flag}
+        pages = [tables(MEGATRON).entries[heading] for heading in (SAME, LATER, MEANINGLESS)]
+        named = {flag for table in pages for flags in table.values() for flag in flags.split()}
+        flags |= {*TAKEN} | {flag for flag in named if "*" not in flag}
     hold("megatron's flags", {flag: _meaning(flag) for flag in sorted(flags)})
     assert _meaning("--no-such-flag-of-anybody") == {"known": False}
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
-from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, flag_problem, translated
+from ppctl.config.flags import TAKEN, flag_problem, translated
 from ppctl.config.keys import as_typed, keys, text_keys, value_text
-from ppctl.config.megatron_flags import DEFAULTS, FIXED, LATER, MEANINGLESS, WRITE
+from ppctl.config.name_tables import DEFAULTS, LATER, MEANINGLESS, MEGATRON, OTHERWISE, SAME, tables
 
 DSV3 = "Et*3|(tt|)*29,m|L"
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -96,12 +96,13 @@ def test_own_flags_keep_their_values_and_words_stay_in_order():
 
 def test_aliases_and_flags_name_keys_that_exist():
     assert set(ALIASES.values()) <= set(text_keys())
-    assert set(MEGATRON.values()) <= set(text_keys())
-    assert {word.partition("=")[0] for value in FIXED.values() for word in value.split()} <= set(text_keys())
-    assert set(WRITE) <= set(text_keys())
+    assert {key.name for key in TAKEN.values()} <= set(text_keys())
+    fixed = tables(MEGATRON).entries[SAME]
+    assert {word.partition("=")[0] for value in fixed for word in value.split()} <= set(text_keys())
+    assert set(tables(MEGATRON).entries[OTHERWISE]) <= set(text_keys())
     lists = [key.facts.names + " " + key.facts.known_as for key in text_keys().values()]
-    tables = [" ".join(table.values()) for table in (LATER, MEANINGLESS, WRITE)]
-    names = [*" ".join([*lists, *tables]).split(), *FIXED]
+    listed = [" ".join(tables(MEGATRON).entries[heading].values()) for heading in (LATER, MEANINGLESS, OTHERWISE, SAME)]
+    names = " ".join([*lists, *listed]).split()
     assert [name for name in names if names.count(name) > 1] == []
 
 
@@ -282,8 +283,7 @@ def flags_of_megatron() -> list[str]:
 
 def test_every_flag_of_megatron_is_a_key_or_is_answered_with_a_reason() -> None:
     assert len(flags_of_megatron()) == 865
-    taken = {*MEGATRON, *LISTS, *SWITCHES}
-    unknown = [flag for flag in flags_of_megatron() if flag not in taken and translated(flag, "1") is None]
+    unknown = [flag for flag in flags_of_megatron() if flag not in TAKEN and translated(flag, "1") is None]
     assert unknown == []
 
 
@@ -291,7 +291,8 @@ def test_the_tables_of_flags_name_only_what_megatron_has_or_had() -> None:
     """An entry that matches no flag is a misspelling; these are torchrun's."""
     of_torchrun = {"--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--master-addr", "--master-port"}
     known = {*flags_of_megatron(), *of_torchrun}
-    entries = [name for table in (LATER, MEANINGLESS, WRITE) for flags in table.values() for name in flags.split()]
+    pages = [tables(MEGATRON).entries[heading] for heading in (LATER, MEANINGLESS, OTHERWISE)]
+    entries = [name for table in pages for flags in table.values() for name in flags.split()]
     strange = [name for name in entries if not any(fnmatch(flag, name) for flag in known)]
     assert strange == []
 
@@ -341,6 +342,7 @@ def test_defaults_are_not_compared_where_a_model_or_a_recipe_sets_them(given: st
 
 
 def test_megatrons_defaults_are_of_keys_that_have_others() -> None:
-    for key, theirs, where in DEFAULTS:
+    for entry, theirs in tables(MEGATRON).entries[DEFAULTS].items():
+        key, _, where = entry.partition(" ")
         assert value_text(text_keys()[key].default) != theirs
         assert where in ("", *text_keys())

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from ppctl.cli.main import main
-from ppctl.cli.plan import FORMATS
 from ppctl.config.compose import compose
 from ppctl.config.keys import text_keys
-from ppctl.config.name_tables import LATER, MEANINGLESS, MODELS, OTHERWISE, SAME, overrides_of, tables
-from ppctl.config.other_configs import SYSTEMS, settings_of
+from ppctl.config.name_tables import LATER, MEANINGLESS, MODELS, OTHERWISE, SAME, SYSTEMS, overrides_of, tables
+from ppctl.config.other_configs import settings_of
 from ppctl.config.translate import _of_bridge
 from ppctl.config.unknown_words import no_such_key
 from ppctl.errors import ConfigError
@@ -154,7 +153,7 @@ def test_the_table_names_every_setting_once(capsys) -> None:
 @pytest.mark.parametrize("system", ["torchtitan", "automodel", "bridge"])
 def test_every_key_of_another_system_is_answered(system: str) -> None:
     """torchtitan's and Bridge's are the fields of their config classes, Automodel's those of two examples or more."""
-    table = tables(f"{system}_keys")
+    table = tables(system)
     text = (FILES.parent / f"{system}_keys.txt").read_text()
     names = text.replace("autopipeline.", "distributed.pipeline.").split()
     listed = (
@@ -165,9 +164,9 @@ def test_every_key_of_another_system_is_answered(system: str) -> None:
     assert len(names) > 150
 
 
-@pytest.mark.parametrize("page", ["torchtitan_keys", "automodel_keys", "bridge_keys", "megatron_flags"])
-def test_what_a_page_translates_to_are_keys_and_values_that_compose(page: str) -> None:
-    entries = tables(page).entries
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_a_page_translates_to_are_keys_and_values_that_compose(system: str) -> None:
+    entries = tables(system).entries
     for entry in (*entries[SAME], *entries.get(MODELS, ())):
         words = [f"{key}={text}" for key, text in overrides_of(entry, "{}") if "{" not in text]
         try:
@@ -178,9 +177,9 @@ def test_what_a_page_translates_to_are_keys_and_values_that_compose(page: str) -
 
 
 def test_the_formats_are_those_that_are_read() -> None:
-    assert tuple(SYSTEMS) == FORMATS
     found = {file.name.partition("_")[0]: settings_of(file)[0] for file in FILES.iterdir()}
     assert found == {"titan": "torchtitan", "nemo": "automodel", "bridge": "bridge", "megatron": "megatron"}
+    assert {*found.values()} == {*SYSTEMS}
 
 
 @pytest.mark.parametrize(
