@@ -9,7 +9,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from ppctl.cli.console import UNFOLDED, aligned, curve, in_blocks
-from ppctl.config.argv import ALIASES
+from ppctl.config.argv import SHORT
 from ppctl.config.keys import text_keys, value_text
 from ppctl.config.mapping import to_values
 from ppctl.errors import visible
@@ -25,7 +25,6 @@ _MOST_POINTS = 4000
 """Points of one run's curve on a page."""
 _NOT_ITS_OWN = ("log.name", "log.dir", "checkpoint.resume", "pipeline.pp_microbatch_size")
 """Keys that name no run: where it is, where its last start went on from, and second names of other keys."""
-_SHORT = {key: name for name, key in reversed(ALIASES.items())}
 
 
 def letters(count: int) -> list[str]:
@@ -44,7 +43,7 @@ def labels(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each of `values` by key the words that set it apart from the others, such as `lr=0.001 seed=2`."""
     rows = {name: row for name, row in differing(values).items() if name not in _NOT_ITS_OWN}
     last = [name.rpartition(".")[2] for name in text_keys()]
-    short = {name: _SHORT.get(name, name.rpartition(".")[2]) for name in rows}
+    short = {name: SHORT.get(name, name.rpartition(".")[2]) for name in rows}
     words = {name: name if last.count(word) > 1 else word for name, word in short.items()}
     return [" ".join(f"{words[name]}={value_text(row[n])}" for name, row in rows.items()) for n in range(len(values))]
 
