@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         return _frontier(args, values, measured)
     asked = values if args.against is None else values.overridden(_asked(args.against))
-    search = Search(SearchSpace(values, _kept(args, values)), measured)
+    search = Search(_space(args, values), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
         raise _nothing(args, search)
@@ -137,8 +137,7 @@ def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile 
     found: list[tuple[Search, list[AnswerRow]]] = []
     interrupted = False
     for nodes in _numbers(args.nodes):
-        space = SearchSpace(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
-        search = Search(space, measured)
+        search = Search(_space(args, values, nodes), measured)
         interrupted = _to_the_end(search, alone=True)
         found.append((search, rows(search)[:1]))
         if interrupted:
@@ -232,8 +231,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    several = {} if args.nodes is None else {"nodes": max(_numbers(args.nodes))}
-    space = SearchSpace(values.overridden(several), _kept(args, values))
+    space = _space(args, values, None if args.nodes is None else max(_numbers(args.nodes)))
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
     wrong = check(space.neutral.config, space.neutral.provenance)
@@ -246,9 +244,11 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     return values, measured
 
 
-def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
-    """The keys that stay: those named, and those of which a profile has measured one value."""
-    return [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
+def _space(args: argparse.Namespace, values: ConfigValues, nodes: int | None = None) -> SearchSpace:
+    """The configurations on so many nodes, or those of the config. Keys stay that are named, and those of which a
+    profile has measured one value."""
+    kept = [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
+    return SearchSpace(values if nodes is None else values.overridden({"nodes": nodes}), kept)
 
 
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
@@ -294,7 +294,7 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search
 
     def tries(numbers: Iterable[int]) -> Search | None:
         for nodes in numbers:
-            more = Search(SearchSpace(values.overridden({"nodes": nodes}), _kept(args, values)), search.tree.measured)
+            more = Search(_space(args, values, nodes), search.tree.measured)
             if any(show(each) or each.found for each in more.run()):
                 return more
             tried.append(nodes)
