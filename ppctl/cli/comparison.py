@@ -9,7 +9,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from ppctl.cli.console import UNFOLDED, aligned, curve, in_blocks
-from ppctl.config.argv import ALIASES
+from ppctl.config.argv import SHORT
 from ppctl.config.keys import text_keys, value_text
 from ppctl.config.mapping import to_values
 from ppctl.errors import visible
@@ -21,12 +21,10 @@ _PAGE = Path(__file__).with_name("curves.html")
 CURVES = {"loss": "loss", "grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
 """A figure of a step -> what it is called."""
 _LONGEST_VALUE = 24
-_MOST_STEPS_SHOWN = 12
 _MOST_POINTS = 4000
 """Points of one run's curve on a page."""
 _NOT_ITS_OWN = ("log.name", "log.dir", "checkpoint.resume", "pipeline.pp_microbatch_size")
 """Keys that name no run: where it is, where its last start went on from, and second names of other keys."""
-_SHORT = {key: name for name, key in reversed(ALIASES.items())}
 
 
 def letters(count: int) -> list[str]:
@@ -45,7 +43,7 @@ def labels(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each of `values` by key the words that set it apart from the others, such as `lr=0.001 seed=2`."""
     rows = {name: row for name, row in differing(values).items() if name not in _NOT_ITS_OWN}
     last = [name.rpartition(".")[2] for name in text_keys()]
-    short = {name: _SHORT.get(name, name.rpartition(".")[2]) for name in rows}
+    short = {name: SHORT.get(name, name.rpartition(".")[2]) for name in rows}
     words = {name: name if last.count(word) > 1 else word for name, word in short.items()}
     return [" ".join(f"{words[name]}={value_text(row[n])}" for name, row in rows.items()) for n in range(len(values))]
 
@@ -85,16 +83,10 @@ def comparison(runs: Sequence[RunDir]) -> tuple[dict[str, Any], list[list[dict[s
 
 
 def comparison_text(compared: Mapping[str, Any], records: Sequence[Sequence[Mapping[str, Any]]], columns: int) -> str:
-    """Keys that differ, results and curves; of two runs also a dozen steps from the first common one to the last."""
+    """Keys that differ, results and curves."""
     names = letters(len(records))
     lines = [aligned(zip(names, compared["ids"], strict=True)), "", *_table(compared, names, columns), ""]
     lines += _curves(records, names, 100 if columns == UNFOLDED else columns)
-    if len(names) == 2:
-        lines += _steps(compared["steps"])
-        first, second = compared["tokens_per_s"]
-        speeds = [f"{name} {_figure(speed, ',.0f')}" for name, speed in (("A", first), ("B", second))]
-        faster = f" ({second / first - 1:+.1%})" if first and second else ""
-        lines.append(f"tokens/s, median: {', '.join(speeds)}{faster}")
     return "\n".join(lines).rstrip("\n")
 
 
@@ -139,25 +131,6 @@ def _curves(records: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str]
         drawn = [curve(run, at_most, bounds) for run, at_most in zip(values, wide, strict=True)]
         rows = zip(names, *ends, drawn, strict=True)
         yield aligned([(name, "first", "last", ""), *rows], 3) + "\n"
-
-
-def _steps(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not steps:
-        yield "no step was done by both\n"
-        return
-    last = len(steps) - 1
-    shown = {round(n * last / (_MOST_STEPS_SHOWN - 1)) for n in range(_MOST_STEPS_SHOWN)}
-    chosen = sorted(shown) if last >= _MOST_STEPS_SHOWN else range(last + 1)
-    heads = ("step", "loss A", "loss B", "difference", "tokens/s A", "tokens/s B")
-    yield aligned([heads, *(_row(steps[n]) for n in chosen)], 6) + "\n"
-
-
-def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
-    first, second = step["loss"]
-    apart = "" if None in (first, second) else f"{second - first:+.2e}" if second != first else "equal"
-    losses = ["" if loss is None else f"{loss:.6f}" for loss in (first, second)]
-    speeds = ["" if speed is None else f"{speed:,.0f}" for speed in step["tokens_per_s"]]
-    return (str(step["step"]), *losses, apart, *speeds)
 
 
 # As a page

@@ -24,8 +24,10 @@ def job_of(run: RunDir) -> slurm.JobState | None:
     return slurm.state(record["job"], record.get("cluster", ""))
 
 
-def combined_state(state: str, job: slurm.JobState) -> str:
+def combined_state(state: str, job: slurm.JobState | None) -> str:
     """The run's state in its directory, corrected by the state of its job: SLURM may have ended or requeued the job."""
+    if job is None or not job.state:
+        return state
     if job.ended and state in ("queued", *STARTED, LOST):
         return "interrupted" if job.state == "CANCELLED" else "failed"
     if job.state == "PENDING" and state != "finished":
@@ -35,8 +37,7 @@ def combined_state(state: str, job: slurm.JobState) -> str:
 
 def state_of(run: RunDir) -> str:
     """The run's state in its directory and at SLURM together."""
-    state, job = str(facts(run)["state"]), job_of(run)
-    return combined_state(state, job) if job is not None and job.state else state
+    return combined_state(str(facts(run)["state"]), job_of(run))
 
 
 def _job_to(doing: str, run: RunDir) -> slurm.JobState:
@@ -46,12 +47,6 @@ def _job_to(doing: str, run: RunDir) -> slurm.JobState:
         message = f"run {run.id} was not submitted, and there is no job to {doing}"
         raise ConfigError(Problem("PP-E628", message, f"ppctl runs show {pasted(run.path)}", str(run.path)))
     return job
-
-
-def hand_over(run: RunDir) -> None:
-    """Submit the run's script, and record the job's number."""
-    run.write_status("queued")
-    note_job(run, *slurm.sbatch(run.submit_script))
 
 
 def note_job(run: RunDir, number: str, cluster: str) -> None:
@@ -64,8 +59,7 @@ def cancel(args: argparse.Namespace) -> int:
     run = find_run(args.run, args.dir)  # no remedy is to cancel another run
     job = _job_to("cancel", run)
     if not job.state or job.ended:
-        state = run.status()["state"]
-        print(f"job {job.job} has ended: run {run.id} is {combined_state(state, job) if job.state else state}")
+        print(f"job {job.job} has ended: run {run.id} is {combined_state(run.status()['state'], job)}")
         return 0
     if job.ending:
         print(f"job {job.job} is ending already")
@@ -97,6 +91,7 @@ def requeue(args: argparse.Namespace) -> int:
         message = f"run {run.id} has done its {config.train.steps} steps"
         raise ConfigError(Problem("PP-E618", message, longer(str(run.path), config)))
     last = last_checkpoint(run)
-    hand_over(run)
+    run.write_status("queued")
+    note_job(run, *slurm.sbatch(run.submit_script))
     print(f"job {run.job()['job']} goes on from {last.name if last else 'the beginning'}\nrun {run.path}")
     return 0

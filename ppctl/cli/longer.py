@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from ppctl.cli.runs import program
+from ppctl.config.argv import full_name
 from ppctl.config.batch_sizes import steps_for_tokens
 from ppctl.config.learning_rate import RatePiece, lr_at, pieces_of, warmup_steps
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
+from ppctl.launch.run_directory import with_value
 
 _JUMP = 2.0
 """A rate that rises by more than this factor from one step to the next is asked about."""
@@ -50,7 +51,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     jump = f"{following / last:.3g} times as high" if last else "above 0"
     choices: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
     if held := _held(before):
-        rate = _rate(_with(after, optim=held), after.train.steps)
+        rate = _rate(_with(after, held), after.train.steps)
         choice = f"the decay ends at step {before.train.steps:,} as before, and the rate stays {rate:.3g}"
         choices.append((choice + ("" if rate else " (nothing is learned)"), held, more))
     choices.append(("a new warm-up", _warmed_up(before, done, after.train.steps), ("--allow",)))
@@ -59,8 +60,7 @@ def jump_problem(before: RunConfig, after: RunConfig, done: int, typed: Sequence
     # Rates that were typed give way to the rates of a choice.
     kept = [word for word in typed if not sets_rate(word)]
     commands = [
-        pasted("ppctl", "resume", *(kept if optim else typed), *_words(optim=optim), *allow)
-        for _, optim, allow in choices
+        pasted("ppctl", "resume", *(kept if rates else typed), *_words(rates), *allow) for _, rates, allow in choices
     ]
     message = f"{jumped}. Choose: {'; '.join(choice for choice, _, _ in choices)}"
     return Problem("PP-E617", message, "\n".join(commands), "train.steps (command line)")
@@ -70,13 +70,13 @@ def longer(run: str, config: RunConfig, done: int | None = None, steps: int | No
     """The command that goes on until `steps` (as many again), at a rate that does not rise at once and is not 0."""
     done = config.train.steps if done is None else done
     length: dict[str, Any] = {"steps": steps or 2 * done}
-    length |= {name: None for name in ("samples", "tokens", "epochs") if getattr(config.train, name) is not None}
+    length |= {key: None for key in ("train.samples", "train.tokens", "train.epochs") if config[key] is not None}
     words = ["resume", run, *_words(length)]
     with suppress(ValueError, ArithmeticError):  # a file that was altered: `resume` says what is wrong with it
         last = max(_rate(config, max(done, 1)), _rate(config, done + 1))
-        calm = [optim for optim in ({}, _held(config)) if 0 < _rate(_with(config, length, optim), done + 1) <= last]
+        calm = [rates for rates in ({}, _held(config)) if 0 < _rate(_with(config, length | rates), done + 1) <= last]
         more = more if calm else (*more, "--allow")
-        words += _words(optim=calm[0] if calm else _warmed_up(config, done, length["steps"]))
+        words += _words(calm[0] if calm else _warmed_up(config, done, length["steps"]))
     return f"{program()} {pasted(*words, *more)}"
 
 
@@ -84,7 +84,7 @@ def _held(config: RunConfig) -> dict[str, Any]:
     """Values that keep the end of the decay, and the rate that it has there; none if it is set."""
     optim = config.optim
     free = optim.lr_decay_steps is None and optim.lr_decay_tokens is None
-    return {"lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}
+    return {"optim.lr_decay_steps": config.train.steps} if free and optim.lr_decay_style not in _WITHOUT_END else {}
 
 
 _WITHOUT_END = ("constant", "piecewise")
@@ -98,22 +98,23 @@ def _warmed_up(config: RunConfig, done: int, steps: int) -> dict[str, Any]:
     top = done + min(max(warmup_steps(optim, steps_for_tokens(config)) or left // 10, 1), longest)
     rates = [("constant", done, _rate(config, done)), ("linear", top, optim.lr), ("cosine", steps, optim.min_lr)]
     rows = [f"{{style: {style}, until: {until}, lr: {rate:.3g}}}" for style, until, rate in rates]
-    unset = ("lr_decay_steps", "lr_decay_tokens", "lr_wsd_decay_steps")
+    unset = ("optim.lr_decay_steps", "optim.lr_decay_tokens", "optim.lr_wsd_decay_steps")
     return {
-        "lr_decay_style": "piecewise",
-        "lr_pieces": f"[{', '.join(rows[: 2 + (top < steps)])}]",
-        **{name: None for name in unset if getattr(optim, name) is not None},
+        "optim.lr_decay_style": "piecewise",
+        "optim.lr_pieces": f"[{', '.join(rows[: 2 + (top < steps)])}]",
+        **{key: None for key in unset if config[key] is not None},
     }
 
 
-def _words(train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None) -> list[str]:
-    named = {"steps" if name == "steps" else f"train.{name}": value for name, value in (train or {}).items()}
-    named |= {f"optim.{name}": value for name, value in (optim or {}).items()}
-    return [f"{name}={'null' if value is None else value}" for name, value in named.items()]
+def _words(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={'null' if value is None else value}" for key, value in values.items()]
 
 
-def _with(config: RunConfig, train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None) -> RunConfig:
-    return replace(config, train=replace(config.train, **train or {}), optim=replace(config.optim, **optim or {}))
+def _with(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    for key, value in values.items():
+        section, _, name = full_name(key).partition(".")
+        config = with_value(config, section, **{name: value})
+    return config
 
 
 def _rate(config: RunConfig, step: int) -> float:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from ppctl import __version__
 from ppctl.cli.console import aligned, folded, note, width
-from ppctl.cli.recipes import write_new
+from ppctl.cli.recipes import comment, lines_of, write_new
 from ppctl.config.argv import retyped
 from ppctl.config.flags import answered
 from ppctl.config.hydra_source import parse
@@ -96,30 +94,12 @@ def _recipe(found: Translation, args: argparse.Namespace) -> Iterator[str]:
     if unfit := {"recipe", "scale"} & {*chosen}:
         message = f"{unfit.pop()} is a choice of the command line, and no part of a recipe"
         raise ConfigError(Problem("PP-E103", message, _again(args), "command line"))
-    yield _comment(f"{Path(args.source).name}, translated from {SYSTEMS[found.system]}.")
-    yield _comment(
-        f"Source: {args.source}, read on {date.today()} by ppctl {__version__}. Behind a value: its setting."
-    )
-    yield from (_comment(f"Not carried over: {row.typed}: {answered(row)}") for row in found.lost)
+    yield comment(f"{Path(args.source).name}, translated from {SYSTEMS[found.system]}.")
+    yield comment(f"Source: {args.source}, read on {date.today()} by ppctl {__version__}. Behind a value: its setting.")
+    yield from (comment(f"Not carried over: {row.typed}: {answered(row)}") for row in found.lost)
     if chosen:
         yield "defaults:"
         yield from (f"  - override /{group}: {option}" for group, option in chosen.items())
         yield "  - _self_"
     values = {key: parse(f"{key}={text}").value() for key, _, text in pairs if key not in chosen}
-    yield from _section(nested(values), found.line.sources, "")
-
-
-def _section(tree: Mapping[str, Any], sources: Mapping[str, str], prefix: str) -> Iterator[str]:
-    indent = "  " * prefix.count(".")
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
-            yield from _section(value, sources, f"{name}.")
-        else:
-            text = visible(json.dumps(value, ensure_ascii=False), "")
-            yield f"{indent}{key}: {text}  {_comment(sources.get(name, 'typed'))}"
-
-
-def _comment(text: str) -> str:
-    return f"# {visible(' '.join(text.split()))}"
+    yield from lines_of(nested(values), found.line.sources)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from ppctl.cli.console import aligned, folded, width
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
-from ppctl.errors import ConfigError, Problem, pasted
+from ppctl.errors import ConfigError, Problem, pasted, visible
 from ppctl.host.files import unused
 
 
@@ -111,3 +111,21 @@ def write_new(target: Path, content: bytes, again: str) -> None:
     except OSError as error:
         message = f"{target} cannot be written: {error.strerror}"
         raise ConfigError(Problem("PP-E126", message, place="command line")) from None
+
+
+def lines_of(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    """The lines of a recipe with these sections, each value with its source by dotted key (typed, if it has none)."""
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in sources:
+            yield f"{indent}{key}:"
+            yield from lines_of(value, sources, f"{name}.")
+        else:
+            text = visible(json.dumps(value, ensure_ascii=False), "")
+            yield f"{indent}{key}: {text}  {comment(sources.get(name, 'typed'))}"
+
+
+def comment(text: str) -> str:
+    """`text` as a comment of one line."""
+    return f"# {visible(' '.join(text.split()))}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli import local_run
+from ppctl.cli.comparison import differing
 from ppctl.cli.console import note
 from ppctl.cli.longer import jump_problem, jumps, longer, rates_text, same_rates, sets_rate
 from ppctl.cli.runs import RUNS, add_run_arguments, named_run, program, short_path
@@ -59,19 +60,19 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     began = time.perf_counter()
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
-    changes = differences(to_values(before), to_values(composed.config))
+    changes = differing([to_values(before), to_values(composed.config)])
     same = not problems and same_rates(before, composed.config)
     computed = {key: change for key, change in changes.items() if not (same and sets_rate(key))}
     sound = within_limits(before)  # somebody may have altered the file
     named = composed.config.checkpoint.resume
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
-    if other := [] if args.allow else forbidden(computed, sound, args):
+    if other := [] if args.allow else _forbidden(computed, sound, args):
         # One --allow accepts both changes: who types it for one has read of the other.
         with suppress(CheckpointError):
             done = step_of(find_checkpoint(str(source), args.dir))
             if not problems and jumps(before, composed.config, done):
                 other.append(jump_problem(before, composed.config, done, _typed(args), "--allow"))
-    refuse([*problems, *displaced(changes), *other])
+    refuse([*problems, *_displaced(changes), *other])
     assert plan is not None  # there were no problems
     checkpoint = find_checkpoint(str(source), args.dir)
     _refuse_finished(run, before, composed, checkpoint)
@@ -104,22 +105,17 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
     return composed, *plan_of(composed, problems, before=plan if same_search else None)
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> (old, new), for each key whose value differs."""
-    return {key: (old, after[key]) for key, old in before.items() if old != after[key]}
-
-
-def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
+def _displaced(changes: Mapping[str, list[Any]]) -> list[Problem]:
     """One problem for each change that cannot take effect: a run stays in its directory."""
     moved = [key for key in ("log.name", "log.dir") if key in changes]
     why = "and a resumed run keeps its directory; leave it out"
     return [Problem("PP-E617", f"{key} was {changes[key][0]}, {why}", place=key) for key in moved]
 
 
-def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
+def _forbidden(changes: Mapping[str, list[Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
     """One problem for each change of what is computed, from the config `before`: the numbers would be another run's."""
     reasons = {key: "" for key in changes if key in keys_with("mathematics")}
-    effect = effect_of_microbatches(before)
+    effect = _effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:
         reasons[_MICRO_BATCH] = f"{effect}, and "
     allowed, problems = pasted("ppctl", "resume", *_typed(args), "--allow"), []
@@ -134,7 +130,7 @@ def _typed(args: argparse.Namespace) -> list[str]:
     return [*filter(None, [args.run]), *(["--dir", str(args.dir)] if args.dir != RUNS else []), *args.line.overrides]
 
 
-def effect_of_microbatches(config: RunConfig) -> str | None:
+def _effect_of_microbatches(config: RunConfig) -> str | None:
     """Why the objective depends on how the global batch is divided into microbatches; None if it does not.
 
     Which ranks process the microbatches, and in how many schedule calls (data_parallel_size, pp_batch_size), never
@@ -159,7 +155,7 @@ def _refuse_finished(run: RunDir, before: RunConfig, composed: Composed, checkpo
         raise ConfigError(Problem("PP-E618", message, longer(short_path(run.path), before, done), str(run.path)))
 
 
-def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, checkpoint: Path) -> None:
+def _refuse_past(changes: Mapping[str, list[Any]], config: RunConfig, checkpoint: Path) -> None:
     """Raise ConfigError (PP-E648) if this command asks to keep steps that are done already."""
     done, problems = step_of(checkpoint), []
     for name in WATCHED:

@@ -60,7 +60,7 @@ def short_path(path: Path) -> str:
 def facts(run: RunDir) -> dict[str, Any]:
     """The facts of a run that can be read without its plan."""
     status, metrics = run.status(), run.metrics_file(last=1).read()
-    state = _state(run, status)
+    state, why = _state(run, status)
     last = metrics[-1] if metrics else {}
     checkpoint = checkpoint_of(run)
     return {
@@ -72,7 +72,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "slowest_stage": last.get("slowest_stage"),
         "slowest_rank": last.get("slowest_rank"),
         "time": status.get("time"),
-        "message": status.get("message") or _why_lost(run, state),
+        "message": status.get("message") or why,
         "checkpoint": str(checkpoint) if checkpoint else None,
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
@@ -94,18 +94,11 @@ def checkpoint_of(run: RunDir) -> Path | None:
     return None if newest is None else newest.path
 
 
-def _state(run: RunDir, status: dict[str, Any]) -> str:
-    """The state in status.json, or `lost` if no process runs it: at once if its process is known."""
+def _state(run: RunDir, status: dict[str, Any]) -> tuple[str, str | None]:
+    """(the state in status.json, or `lost` if no process runs it; why, if its process is known: then it is at once)."""
     state = str(status["state"])
     if state not in STARTED or is_held(run):
-        return state
-    if is_gone(holder(run)):
-        return LOST
-    return LOST if quiet_for(run) > QUIET else state
-
-
-def _why_lost(run: RunDir, state: str) -> str | None:
-    last = holder(run)
-    if state != LOST or not is_gone(last):
-        return None
-    return f"its process ({last['pid']} on {last['machine']}) and its ranks no longer exist"
+        return state, None
+    if is_gone(last := holder(run)):
+        return LOST, f"its process ({last['pid']} on {last['machine']}) and its ranks no longer exist"
+    return LOST if quiet_for(run) > QUIET else state, None

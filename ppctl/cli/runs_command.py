@@ -27,7 +27,7 @@ _TIMES = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%m-%d %H:%M")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    words = "list all runs (the default), show one, compare several, or delete them"
+    words = "list all runs (the default), show one, compare several (two step by step: ppctl parity), or delete them"
     parser.add_argument("action", nargs="?", choices=("list", "show", "compare", "delete"), default="list", help=words)
     add_run_arguments(parser)
     parser.add_argument("more", nargs="*", metavar="RUN", help="compare, delete: more runs, names, or patterns of ids")

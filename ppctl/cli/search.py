@@ -19,16 +19,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import yaml
-
 from ppctl.cli import search_text
-from ppctl.cli.console import console, note, width
+from ppctl.cli.console import note, overwrite, width
 from ppctl.cli.main import INTERRUPTED
+from ppctl.cli.recipes import lines_of
 from ppctl.cli.search_page import page
 from ppctl.cli.timeline import obstacle
 from ppctl.config.argv import PLACE, full_name, normalise
 from ppctl.config.checks import beyond_limits, check
 from ppctl.config.keys import text_keys
+from ppctl.config.mapping import nested
 from ppctl.config.metadata import MOST_RANKS
 from ppctl.errors import ConfigError, MemoryPlanError, Problem, pasted
 from ppctl.host.files import unused, write_atomically
@@ -49,7 +49,7 @@ from ppctl.search.space import AXES, SEARCHED, SearchSpace
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
 _SECONDS, _REFINED = 20.0, 3  # for how long rows are refined, and how many, if nothing is asked
-_TOLD = 2.0  # seconds between lines about a search on a pipe
+_TOLD, _DRAWN = 2.0, 0.1  # seconds between lines about a search: on a pipe, and in their place on a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         return _frontier(args, values, measured)
     asked = values if args.against is None else values.overridden(_asked(args.against))
-    search = Search(SearchSpace(values, _kept(args, values)), measured)
+    search = Search(_space(args, values), measured)
     interrupted = _to_the_end(search)
     if not search.found and not interrupted:
         raise _nothing(args, search)
@@ -134,25 +134,25 @@ def _refined(args: argparse.Namespace, search: Search, listed: list[AnswerRow]) 
 
 def _frontier(args: argparse.Namespace, values: ConfigValues, measured: Profile | None) -> int:
     """Search on each number of nodes, and print the fastest configuration of each."""
-    found: list[tuple[Search, AnswerRow | None]] = []
+    found: list[tuple[Search, list[AnswerRow]]] = []
     interrupted = False
     for nodes in _numbers(args.nodes):
-        space = SearchSpace(values.overridden({"nodes": nodes}), [*_kept(args, values), "nodes"])
-        search = Search(space, measured)
+        search = Search(_space(args, values, nodes), measured)
         interrupted = _to_the_end(search, alone=True)
-        found.append((search, next(iter(rows(search)), None)))
+        found.append((search, rows(search)[:1]))
         if interrupted:
             break
-    if not interrupted and not any(row for _, row in found):
+    if not interrupted and not any(listed for _, listed in found):
         raise _nothing(args, max((search for search, _ in found), key=lambda search: search.space.world))
-    spaces = [(search.space, row.planned.configuration) for search, row in found if row is not None]
-    lines = [search_text.line(_on(args, space.values["nodes"]), space, of) for space, of in spaces]
+    lines = [
+        [search_text.line(_on(args, of.space.values["nodes"]), of.space, row.planned.configuration) for row in listed]
+        for of, listed in found
+    ]
     if args.json:
-        each = iter(lines)
-        listed = [as_json(search, [row] if row else [], [next(each)] if row else []) for search, row in found]
-        print(json.dumps(listed, indent=1))
+        each = [as_json(*answer, own) for answer, own in zip(found, lines, strict=True)]
+        print(json.dumps(each, indent=1))
     else:
-        print(search_text.frontier(found, width()), *lines, sep="\n")
+        print(search_text.frontier(found, width()), *chain(*lines), sep="\n")
     return INTERRUPTED if interrupted else 0
 
 
@@ -170,10 +170,6 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MOST_RANKS
-
-
 def _asked(text: str) -> dict[str, Any]:
     """The values of --against."""
     try:
@@ -182,15 +178,14 @@ def _asked(text: str) -> dict[str, Any]:
         raise ConfigError(Problem("PP-E105", f"--against {text!r}: {error}", "--against 'tp=8 pp=4'", PLACE)) from None
     asked = parse_overrides(" ".join(line.overrides))
     searched = {full_name(key) for key in (*SEARCHED, SEQUENCE, MODULES)}
-    unknown = [key for key in asked if key not in searched]
     sizes = {full_name(key) for key in (*AXES, "vpp", "mbs")}
-    odd = [key for key, value in asked.items() if key in sizes and value is not None and not _is_size(value)]
-    if line.problems or line.rest or unknown or odd or not asked:
-        wrong = f"{unknown[0]} is not searched" if unknown else "it has words that are no KEY=VALUE"
-        wrong = f"{odd[0]} is a whole number from 1 on" if odd else wrong
-        raise ConfigError(
-            [*line.problems, Problem("PP-E105", f"--against {text!r}: {wrong}", "--against 'tp=8 pp=4'", PLACE)]
-        )
+    wrong = [f"{key} is not searched" for key in asked if key not in searched]
+    for key in sizes & {*asked}:
+        if asked[key] is not None and not (type(asked[key]) is int and 1 <= asked[key] <= MOST_RANKS):
+            wrong.append(f"{key} is a whole number from 1 on")
+    if line.problems or line.rest or wrong or not asked:
+        message = f"--against {text!r}: {next(iter(wrong), 'it has words that are no KEY=VALUE')}"
+        raise ConfigError([*line.problems, Problem("PP-E105", message, "--against 'tp=8 pp=4'", PLACE)])
     follows = {SEQUENCE: asked[tp] != 1} if (tp := full_name("tp")) in asked else {}
     return {**follows, **asked}
 
@@ -210,29 +205,20 @@ def _to_the_end(search: Search, *, alone: bool = False) -> bool:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Search], None]]:
-    """Yield a function that draws how many configurations are decided, and the best so far; on a pipe in lines."""
-    if not sys.stderr.isatty():
-        told = monotonic()
+    """Yield a function that shows how many configurations are decided, and the best so far."""
+    drawn, shown = sys.stderr.isatty(), monotonic()
 
-        def tell(search: Search) -> None:
-            nonlocal told
-            if monotonic() - told >= _TOLD:
-                note(search_text.so_far(search))
-                told = monotonic()
+    def show(search: Search) -> None:
+        nonlocal shown
+        if monotonic() - shown >= (_DRAWN if drawn else _TOLD):
+            (overwrite if drawn else note)(search_text.so_far(search))
+            shown = monotonic()
 
-        yield tell
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("dividing the ranks", total=None)
-
-        def show(search: Search) -> None:
-            of, said = search.counts, search_text.so_far(search)
-            bar.update(task, total=of.total or None, completed=of.total - of.undecided, description=said)
-
+    try:
         yield show
+    finally:
+        if drawn:
+            overwrite("")
 
 
 # What is searched
@@ -245,8 +231,7 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     if problems and hides_model(config, problems):
         raise ConfigError(problems)
     problems += _impossible(values, args)
-    several = {} if args.nodes is None else {"nodes": max(_numbers(args.nodes))}
-    space = SearchSpace(values.overridden(several), _kept(args, values))
+    space = _space(args, values, None if args.nodes is None else max(_numbers(args.nodes)))
     of_values = {problem.message for problem in check(values.config, values.provenance)}
     problems = [problem for problem in problems if problem.message not in of_values]
     wrong = check(space.neutral.config, space.neutral.provenance)
@@ -259,9 +244,11 @@ def _values(args: argparse.Namespace) -> tuple[ConfigValues, Profile | None]:
     return values, measured
 
 
-def _kept(args: argparse.Namespace, values: ConfigValues) -> list[str]:
-    """The keys that stay: those named, and those of which a profile has measured one value."""
-    return [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
+def _space(args: argparse.Namespace, values: ConfigValues, nodes: int | None = None) -> SearchSpace:
+    """The configurations on so many nodes, or those of the config. Keys stay that are named, and those of which a
+    profile has measured one value."""
+    kept = [*args.keep, *(_MEASURED if values[PROFILE] is not None else ())]
+    return SearchSpace(values if nodes is None else values.overridden({"nodes": nodes}), kept)
 
 
 def _impossible(values: ConfigValues, args: argparse.Namespace) -> Iterator[Problem]:
@@ -307,7 +294,7 @@ def _larger(args: argparse.Namespace, search: Search) -> tuple[list[int], Search
 
     def tries(numbers: Iterable[int]) -> Search | None:
         for nodes in numbers:
-            more = Search(SearchSpace(values.overridden({"nodes": nodes}), _kept(args, values)), search.tree.measured)
+            more = Search(_space(args, values, nodes), search.tree.measured)
             if any(show(each) or each.found for each in more.run()):
                 return more
             tried.append(nodes)
@@ -348,15 +335,10 @@ def recipe(search: Search) -> str:
     gpus, rate = search_text.number(space.world, "GPU"), f"{first.plan.timing.tokens_per_s:,.0f} tokens/s planned"
     lines = [f"# Found by ppctl search: {search_text.sizes(first.configuration)} on {gpus}, {rate}."]
     lines.append(f"# {search_text.counts(search)}")
-    section = ""
+    kept, sources = dict[str, Any](), dict[str, str]()
     for key, info in text_keys().items():
         source, value = values.source(key), values.config[key]
         skipped = source == "default" or source.startswith(("derived", "model.from=")) or "." not in key
-        if value == info.default or (skipped and key not in found) or key == "published":
-            continue
-        if key.partition(".")[0] != section:
-            section = key.partition(".")[0]
-            lines.append(f"{section}:")
-        text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
-        lines.append(f"  {info.field}: {text}  # {'found by ppctl search' if key in found else source}")
-    return "\n".join(lines) + "\n"
+        if value != info.default and (key in found or not skipped) and key != "published":
+            kept[key], sources[key] = value, "found by ppctl search" if key in found else source
+    return "\n".join([*lines, *lines_of(nested(kept), sources)]) + "\n"

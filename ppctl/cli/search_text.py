@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppctl.cli.console import aligned, fits, folded, prose
-from ppctl.config.argv import ALIASES, retyped
+from ppctl.config.argv import SHORT, retyped
 from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.violations import Overrides, overrides_text
 from ppctl.search.answer import BAND, BAND_SOURCE, AnswerRow, Change, Other, others
 from ppctl.search.branch import CLOSE, Planned, Search
 from ppctl.search.space import Configuration, SearchSpace
-
-_SHORT = {key: alias for alias, key in sorted(ALIASES.items(), key=lambda item: -len(item[0]))}
 
 
 def text(
@@ -158,23 +156,24 @@ def line(typed: Sequence[str], space: SearchSpace, of: Configuration, more: Over
 def _short(word: str) -> str:
     """A word with the short name of its key; a value may have such text, too, and stays."""
     key, equals, value = word.partition("=")
-    return f"{_SHORT.get(key, key)}{equals}{value}"
+    return f"{SHORT.get(key, key)}{equals}{value}"
 
 
-def frontier(found: Sequence[tuple[Search, AnswerRow | None]], columns: int) -> str:
+def frontier(found: Sequence[tuple[Search, list[AnswerRow]]], columns: int) -> str:
     """A row for each number of GPUs, with the fastest configuration."""
     head = ["GPUs", "tokens/s", "per GPU", "MFU", "room", "configuration"]
     body = [head]
-    for search, row in found:
+    for search, listed in found:
         gpus = f"{search.space.world:,}"
-        if row is None:
+        if not listed:
             why = "nothing fits" if search.counts.memory or search.over else "every configuration is against a rule"
             body.append([gpus, "", "", "", "", why if search.proved else "interrupted"])
             continue
-        timing = row.planned.plan.timing
+        planned = listed[0].planned
+        timing = planned.plan.timing
         mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
-        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(row.planned)]
-        body.append([gpus, *rates, sizes(row.planned.configuration) + " (interrupted)" * (not search.proved)])
+        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(planned)]
+        body.append([gpus, *rates, sizes(planned.configuration) + " (interrupted)" * (not search.proved)])
     return aligned(folded(body, columns, " "), 5)
 
 

@@ -51,7 +51,7 @@ def collect(run: RunDir, job: JobState | None) -> dict[str, Any]:
     if job is not None:
         known = {"state": job.state, "reason": job.reason, "nodes": job.nodes, "starts": job.start, "never": job.never}
         report["job"] = {"job": job.job, **(known if job.state else dict.fromkeys(known))}
-        report["state"] = combined_state(report["state"], job) if job.state else report["state"]
+        report["state"] = combined_state(report["state"], job)
     return report | {"next": _next(run, report)}
 
 

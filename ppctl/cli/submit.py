@@ -28,6 +28,7 @@ from ppctl.launch.planning import planned, refuse
 from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, directives, render, render_array
 from ppctl.launch.trackers import unusable
+from ppctl.plan import Plan
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir, printable
 
@@ -43,43 +44,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit. Exit codes: 0 submitted, 2 config or SLURM refuses, 3 checkpoint, 4 memory."""
-    if args.line.lists:
-        return _submit_all(args)
-    launch, job, untrained = prepare(args)
+    """Submit one run, or with -m the runs of the command line that have no job and have not finished, as an array job.
+    Exit codes: 0 submitted, 2 config or SLURM refuses, 3 checkpoint, 4 memory."""
+    several = bool(args.line.lists)
+    if args.dry_run and several:
+        message = "--dry-run prints the script of one run; type one value of each key"
+        raise ConfigError(Problem("PP-E106", message, f"{typed_again('submit', args.line.overrides)} --dry-run"))
+    swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
+    jobs = [_job(each.launch) for each in swept]
     if args.dry_run:
-        sys.stdout.write(render(job))
-        for problem in untrained:
-            note(f"note: it would not be submitted: {problem.message}")
+        sys.stdout.write(render(jobs[0]))
         return 0
-    _must_have_sbatch(f"{launch.command} --dry-run")
-    (run_dir,) = submit([SweptRun("", (launch, job))])
-    number = str(run_dir.job()["job"])
+    refuse(list(_of_other_size(jobs)))
+    if shutil.which("sbatch") is None:
+        message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
+        remedy = pasted("ppctl", "train", *args.typed[1:]) if several else f"{jobs[0].command} --dry-run"
+        raise ConfigError(Problem("PP-E620", message, remedy, "PATH"))
+    if several:
+        find_begun(swept)
+    _submit([(each, job) for each, job in zip(swept, jobs, strict=True) if not each.is_settled])
+    rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
     if args.json:
-        print(json.dumps({"run": str(run_dir.path), "id": run_dir.id, "job": number}))
+        told = [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]
+        print(json.dumps({"runs": told} if several else told[0]))
+    elif several:
+        print(aligned([job, each.label, each.state, short_path(run.path)] for each, run, job in rows))
     else:
+        _, run_dir, number = rows[0]
         print(f"job {number}\nrun {run_dir.path}\n\nnext:")
         for command in ("status", "logs", "cancel"):
             print(f"  {program()} {command} {pasted(short_path(run_dir.path))}")
-    return _check_start(run_dir)
+    return 0 if several else _check_start(rows[0][1])
 
 
-def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
-    """(the launch, its SLURM job, problems with what this release cannot train). Raises PpctlError with all others.
+def prepare(args: argparse.Namespace) -> Launch:
+    """The run that the command line describes. Raises PpctlError with all problems if it cannot be submitted.
 
-    Only a dry run goes on with what cannot be trained; it looks at no files, and its run directory is called ID.
+    Only a dry run goes on with what this release cannot train, which it notes; it looks at no files.
     """
     from ppctl.data.load import examine
 
     began = time.perf_counter()
     composed, plan, problems = planned(args.line, for_training=True)
-    untrained = [problem for problem in problems if problem.code == "PP-E118"]
-    if args.dry_run:
-        problems = [problem for problem in problems if problem not in untrained]
-    nodes, ranks_per_node = 0, 0
-    if plan is not None:
-        nodes, ranks_per_node, more = nodes_of(composed.config, plan.sizes.world)
-        problems += more
+    untrained = [problem for problem in problems if args.dry_run and problem.code == "PP-E118"]
+    problems = [problem for problem in problems if problem not in untrained]
+    problems += _of_nodes(composed.config, plan) if plan is not None else ()
     plan = accepted(composed, plan, problems)
     config, problems = with_gpu_environment(with_value(composed.config, "launch", target="slurm"), plan)
     refuse(problems)
@@ -89,8 +98,16 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
         data, problems = examine(config)
         same_machine = config.launch.python is None and config.launch.container_image is None
         refuse([*problems, *(unusable(config) if same_machine else ())])
-    launch = Launch(config, plan, command_line("submit", args), data, time.perf_counter() - began)
-    job = SlurmJob(
+    for problem in untrained:
+        note(f"note: it would not be submitted: {problem.message}")
+    return Launch(config, plan, command_line("submit", args), data, time.perf_counter() - began)
+
+
+def _job(launch: Launch) -> SlurmJob:
+    """The SLURM job of a run whose directory, which is not made yet, is called ID. Raises as `_job_to_wait_for`."""
+    config = launch.config
+    nodes, ranks_per_node = machines(config.launch.nodes, config.launch.gpus_per_node, launch.plan.sizes.world)
+    return SlurmJob(
         config=config,
         run=str(printable(Path(config.log.dir).absolute() / config.log.name / "ID")),
         nodes=nodes,
@@ -98,35 +115,26 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
         command=launch.command,
         python=config.launch.python or sys.executable,
         code=LIVE if config.launch.code == LIVE else package_digest(),
-        after=job_to_wait_for(config),
+        after=_job_to_wait_for(config),
     )
-    return launch, job, untrained
 
 
-def _must_have_sbatch(remedy: str) -> None:
-    if shutil.which("sbatch") is None:
-        message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
-        raise ConfigError(Problem("PP-E620", message, remedy, "PATH"))
-
-
-def nodes_of(config: RunConfig, world: int) -> tuple[int, int, list[Problem]]:
-    """(nodes, ranks per node, problems) of a job with `world` ranks."""
-    launch = config.launch
-    problems = []
+def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
+    """The problems of a job whose nodes must hold all ranks of a plan."""
+    launch, world = config.launch, plan.sizes.world
     if launch.device == "any":
         message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
         remedy = "launch.device=cuda\nlaunch.device=cpu"
-        problems.append(Problem("PP-E629", message, remedy, "launch.device = any"))
+        yield Problem("PP-E629", message, remedy, "launch.device = any")
     nodes, per_node = machines(launch.nodes, launch.gpus_per_node, world)
     if nodes * per_node != world:
         message = f"the plan has {world} ranks, and nodes {nodes} x {per_node} ranks = {nodes * per_node}"
         fitting = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
         remedy = f"nodes={world // fitting} gpus_per_node={fitting}"
-        problems.append(Problem("PP-E603", message, remedy, "launch.nodes, launch.gpus_per_node"))
-    return nodes, per_node, problems
+        yield Problem("PP-E603", message, remedy, "launch.nodes, launch.gpus_per_node")
 
 
-def job_to_wait_for(config: RunConfig) -> str | None:
+def _job_to_wait_for(config: RunConfig) -> str | None:
     """The job of the run `launch.after`, unless that has finished. Raises ConfigError if no job will finish it."""
     if config.launch.after is None:
         return None
@@ -142,50 +150,32 @@ def job_to_wait_for(config: RunConfig) -> str | None:
     return job.job
 
 
-def submit(swept: Sequence[SweptRun[tuple[Launch, SlurmJob]]]) -> list[RunDir]:
-    """Submit the script of each run, of several as one array job, and return their directories, which are made where
-    there are none. If SLURM refuses, no new one is left behind."""
+def _submit(waiting: Sequence[tuple[SweptRun, SlurmJob]]) -> None:
+    """Submit the script of each run, of several as one array job; makes directories where there are none. If SLURM
+    refuses, no new one is left behind."""
     runs: list[RunDir] = []
+    if not waiting:
+        return
     try:
-        for each in swept:
-            runs.append(each.run or new_run(each.prepared[0], Started("person")))
-            runs[-1].write_script(render(replace(each.prepared[1], run=str(runs[-1].path))))
+        for each, job in waiting:
+            runs.append(each.run or new_run(each.launch, Started("person")))
+            runs[-1].write_script(render(replace(job, run=str(runs[-1].path))))
             runs[-1].write_status("queued")
         script = runs[0].submit_script
         if len(runs) > 1:
             script = script.with_name("array.sbatch")
-            runs[0].write_script(render_array(swept[0].prepared[1], [run.path for run in runs]), script.name)
+            runs[0].write_script(render_array(waiting[0][1], [run.path for run in runs]), script.name)
         number, cluster = slurm.sbatch(script)
     except BaseException:
-        for each, run in zip(swept, runs, strict=False):
+        for (each, _), run in zip(waiting, runs, strict=False):
             if each.run is None:
                 shutil.rmtree(run.path, ignore_errors=True)
             else:
                 run.write_status(each.state)
         raise
-    for task, run in enumerate(runs):
+    for task, ((each, _), run) in enumerate(zip(waiting, runs, strict=True)):
         note_job(run, f"{number}_{task}" if len(runs) > 1 else number, cluster)
-    return runs
-
-
-def _submit_all(args: argparse.Namespace) -> int:
-    """Submit the runs of a command line as one array job, but for those that have finished or have a job already."""
-    if args.dry_run:
-        message = "--dry-run prints the script of one run; type one value of each key"
-        raise ConfigError(Problem("PP-E106", message, f"{typed_again('submit', args.line.overrides)} --dry-run"))
-    swept = prepare_all(args, lambda own: prepare(own)[:2])
-    refuse(list(_of_other_size([each.prepared[1] for each in swept])))
-    _must_have_sbatch(pasted("ppctl", "train", *args.typed[1:]))
-    find_begun(swept, lambda prepared: prepared[0])
-    waiting = [each for each in swept if not each.is_settled]
-    for each, run in zip(waiting, submit(waiting) if waiting else [], strict=True):
         each.run, each.state = run, "submitted"
-    rows = [(each, each.run, str(each.run.job().get("job"))) for each in swept if each.run]
-    if args.json:
-        print(json.dumps({"runs": [{"run": str(run.path), "id": run.id, "job": job} for _, run, job in rows]}))
-    else:
-        print(aligned([job, each.label, each.state, short_path(run.path)] for each, run, job in rows))
-    return 0
 
 
 def _of_other_size(jobs: Sequence[SlurmJob]) -> Iterator[Problem]:

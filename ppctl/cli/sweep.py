@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, TextIO
 
 from ppctl.cli.comparison import comparison, comparison_text, labels
 from ppctl.cli.console import UNFOLDED, note, overwrite, width
@@ -35,7 +35,6 @@ from ppctl.runs.finding import last_checkpoint, list_runs
 from ppctl.runs.run_starts import hold
 from ppctl.runs.rundir import RunDir
 
-T = TypeVar("T")
 _RESUME = "checkpoint.resume"
 _TASK = "SLURM_ARRAY_TASK_ID"
 _ORDER = ("finished", "queued", *STARTED)
@@ -49,12 +48,12 @@ def add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
 
 
 @dataclass(slots=True)
-class SweptRun(Generic[T]):
+class SweptRun:
     """One run of a sweep."""
 
     label: str
     """The values that set it apart: `lr=0.001 seed=2`."""
-    prepared: T
+    launch: Launch
     run: RunDir | None = None
     """Its directory, if it has begun."""
     state: str = "new"
@@ -66,7 +65,7 @@ class SweptRun(Generic[T]):
         return self.state in _ORDER
 
 
-def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], T]) -> list[SweptRun[T]]:
+def prepare_all(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], Launch]) -> list[SweptRun]:
     """All runs of the command line, each as `prepare` makes it of its own. Notes and problems that several share are
     told once. Raises the error of all problems of all runs."""
     lines = combinations(args.line)
@@ -110,12 +109,12 @@ def _of_runs(problem: Problem, labels: Sequence[str], count: int) -> Problem:
     return replace(problem, place="\n".join(filter(None, [problem.place, where])))
 
 
-def find_begun(swept: Sequence[SweptRun[T]], launch_of: Callable[[T], Launch]) -> None:
+def find_begun(swept: Sequence[SweptRun]) -> None:
     """Find each run's directory by its config, among this user's runs of its name; one that has finished before one
     that goes on, and the newest of others."""
     began: dict[Path, list[tuple[RunDir, dict[str, Any]]]] = {}
     for each in swept:
-        config = launch_of(each.prepared).config
+        config = each.launch.config
         home = Path(config.log.dir).absolute() / config.log.name
         if home not in began:
             began[home] = list(_begun(home))
@@ -151,7 +150,7 @@ def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[arg
         message = f"-m starts several runs, and {started.by} has started the ranks of one"
         raise ConfigError(Problem("PP-E106", message, pasted("ppctl", *args.typed), PLACE))
     swept = prepare_all(args, prepare)
-    find_begun(swept, lambda launch: launch)
+    find_begun(swept)
     ended: list[tuple[RunDir, str, int]] = []
     out, code = sys.stderr if args.json else sys.stdout, 0
     try:
@@ -179,9 +178,9 @@ def train_all(args: argparse.Namespace, started: Started, prepare: Callable[[arg
     return code
 
 
-def _trained(each: SweptRun[Launch], started: Started, out: TextIO) -> tuple[RunDir, str, int]:
+def _trained(each: SweptRun, started: Started, out: TextIO) -> tuple[RunDir, str, int]:
     """Train one run to its end, unless it has finished or goes on elsewhere: its directory, state and exit code."""
-    run, launch = each.run, each.prepared
+    run, launch = each.run, each.launch
     checkpoint = last_checkpoint(run) if run is not None and not each.is_settled else None
     complete = checkpoint is not None and step_of(checkpoint) >= launch.config.train.steps
     if run is not None and (each.is_settled or complete):

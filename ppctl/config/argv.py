@@ -17,6 +17,8 @@ from ppctl.errors import Problem, pasted
 LAYOUT = "parallel.pipeline_model_parallel_layout"
 
 ALIASES = {name: key for name, key in names_of_keys("names").items() if "-" not in name and "." not in name}
+SHORT = {key: name for name, key in reversed(ALIASES.items())}
+"""Key -> the first of its short names."""
 """Short name of a key -> key."""
 
 SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in name}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppctl.config.argv import ALIASES, LAYOUT, PLACE, Arguments
+from ppctl.config.argv import LAYOUT, PLACE, SHORT, Arguments
 from ppctl.config.batch_sizes import LENGTHS, MICRO_BATCH, STEPS, run_length
 from ppctl.config.checks import within_limits
 from ppctl.config.keys import as_typed, keys, keys_with, mapping_with, sections, text_keys, value_text
@@ -124,8 +124,7 @@ class Draft:
         changed = [key for key in keys_with("layout") if self.values[key] != before[key]]
         if LAYOUT in self.typed or self.values[LAYOUT] in (None, "auto") or not changed:
             return
-        short = {key: alias for alias, key in ALIASES.items()}
-        names = " and ".join(short.get(key, key) for key in changed)
+        names = " and ".join(SHORT.get(key, key) for key in changed)
         reason = f"set aside because {names} {'was' if len(changed) == 1 else 'were'} changed on the command line"
         self._set_aside(LAYOUT, "layout", reason, "layout ")
 

@@ -47,18 +47,14 @@ def find_runs(references: Sequence[str], root: Path, typed: Sequence[str] = ("ru
     """The runs that `references` mean, each once, in their order; a name, and a pattern of ids, names or both as
     `sweep/2026*`, means all its runs, the oldest first. Raises as `find_run`."""
     found: dict[Path, RunDir] = {}
+    names = {run: (run.id, run.name, f"{run.name}/{run.id}") for run in reversed(list_runs(root))}
     for reference in references:
-        several = _named(reference, list_runs(root))[::-1] or [find_run(reference, root, typed)]
-        found |= {run.path: run for run in several}
+        named = [run for run in names if any(fnmatchcase(name, reference) for name in names[run])]
+        found |= {run.path: run for run in named or [find_run(reference, root, typed)]}
     return list(found.values())
 
 
 LATEST = "latest"
-
-
-def _named(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
-    names = {run.path: (run.id, run.name, f"{run.name}/{run.id}") for run in runs}
-    return [run for run in runs if any(fnmatchcase(name, reference) for name in names[run.path])]
 
 
 def _matching(reference: str | None, root: Path) -> tuple[list[RunDir], list[RunDir]]:

@@ -17,7 +17,7 @@ from ppctl.cli import train
 from ppctl.cli.main import main
 from ppctl.cli.sweep import SweptRun, find_begun, prepare_all
 from ppctl.launch.environment import Started
-from ppctl.launch.run_directory import Launch, go_on, new_run
+from ppctl.launch.run_directory import go_on, new_run
 from ppctl.runs.finding import list_runs
 from ppctl.runs.run_starts import hold
 from ppctl.runs.rundir import RunDir
@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def swept(*typed: str) -> list[SweptRun[Launch]]:
+def swept(*typed: str) -> list[SweptRun]:
     args = front.parse("train", train, list(typed))
     return prepare_all(args, partial(train.prepare, started=Started("person")))
 
@@ -43,7 +43,7 @@ def swept(*typed: str) -> list[SweptRun[Launch]]:
 def begun(typed: tuple[str, ...] = SWEEP) -> list[tuple[str, str | None]]:
     """State and id of each run of a sweep, as the same command finds them."""
     found = swept(*typed)
-    find_begun(found, lambda launch: launch)
+    find_begun(found)
     return [(each.state, each.run and each.run.id) for each in found]
 
 
@@ -52,10 +52,10 @@ def test_all_runs_are_prepared_each_with_its_own_command_and_label() -> None:
     assert [run.label for run in runs] == [
         "lr=0.001 seed=1", "lr=0.001 seed=2", "lr=0.003 seed=1", "lr=0.003 seed=2"
     ]  # fmt: skip
-    assert [(run.prepared.config.optim.lr, run.prepared.config.train.seed) for run in runs] == [
+    assert [(run.launch.config.optim.lr, run.launch.config.train.seed) for run in runs] == [
         (1e-3, 1), (1e-3, 2), (3e-3, 1), (3e-3, 2)
     ]  # fmt: skip
-    assert runs[3].prepared.command.endswith("train +recipe=quickstart launch.device=cpu optim.lr=0.003 train.seed=2")
+    assert runs[3].launch.command.endswith("train +recipe=quickstart launch.device=cpu optim.lr=0.003 train.seed=2")
 
 
 def test_all_problems_of_all_runs_are_told_once_and_nothing_starts(
@@ -99,7 +99,7 @@ def test_ranks_of_another_launcher_are_those_of_one_run(
 
 def test_a_run_is_found_again_by_its_config_whatever_has_become_of_it(here: Path) -> None:
     assert begun() == [("new", None)] * 4
-    made = [new_run(each.prepared, Started("person")) for each in swept(*SWEEP)[:3]]
+    made = [new_run(each.launch, Started("person")) for each in swept(*SWEEP)[:3]]
     finished, stopped, going = made
     finished.write_status("finished", step=400)
     stopped.write_status("stopped", step=3)
@@ -108,11 +108,11 @@ def test_a_run_is_found_again_by_its_config_whatever_has_become_of_it(here: Path
         found = begun()
     assert found == [("finished", finished.id), ("stopped", stopped.id), ("running", going.id), ("new", None)]
     # A run that was resumed, from its checkpoint and for longer, is still the one that began like this.
-    launch = swept(*SWEEP)[1].prepared
+    launch = swept(*SWEEP)[1].launch
     launch.config.train.steps = 9
     go_on(stopped, launch, stopped.checkpoints / "step-3")
     assert begun()[1][1] == stopped.id
-    again = new_run(swept(*SWEEP)[1].prepared, Started("person"))
+    again = new_run(swept(*SWEEP)[1].launch, Started("person"))
     again.write_status("finished", step=400)
     assert begun()[1] == ("finished", again.id), "what has finished counts before what has not"
     assert begun((*SWEEP, "steps=7")) == [("new", None)] * 4, "another config"
@@ -121,7 +121,7 @@ def test_a_run_is_found_again_by_its_config_whatever_has_become_of_it(here: Path
 
 
 def test_runs_of_other_users_are_not_taken_for_those_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    new_run(swept(*SWEEP)[0].prepared, Started("person")).write_status("finished", step=400)
+    new_run(swept(*SWEEP)[0].launch, Started("person")).write_status("finished", step=400)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert begun()[0] == ("new", None)
 
