@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.filename is None:  # of a stream, such as a closed standard output
             raise
-        raise _unreadable(Path(error.filename), error) from error
+        raise checkpoint_folder.unreadable(Path(error.filename), error) from error
 
 
 # Looking
@@ -126,11 +126,6 @@ def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
     return find_run(text, root, typed).checkpoints
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    message = f"{path} cannot be read: {error.strerror}"
-    return CheckpointError(Problem("PP-E505", message, f"ls -ld {pasted(path)}", str(error.filename or path)))
-
-
 def _verify(args: argparse.Namespace) -> int:
     wanted = None if args.overrides is None else planned_config(args.overrides)
     path = find_checkpoint(args.path, args.dir, "ckpt verify")
@@ -140,7 +135,7 @@ def _verify(args: argparse.Namespace) -> int:
         with byte_progress("verifying", total) as progress:
             examined = examine(path, manifest, values=not args.quick, progress=progress)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise checkpoint_folder.unreadable(path, error) from error
     problems, position = list(examined.problems), None
     if wanted is not None:
         unfit, position = _unfit(path, manifest, wanted)

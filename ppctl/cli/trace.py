@@ -25,15 +25,7 @@ from ppctl.records.json_reader import read
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import TIMED
-from ppctl.schedule.measured_step import (
-    SHARE,
-    MeasuredStep,
-    StageChange,
-    TimeLedger,
-    ledgers,
-    measured_costs,
-    stage_changes,
-)
+from ppctl.schedule.measured_step import SHARE, MeasuredStep, TimeLedger, ledgers, measured_costs, stage_changes
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 from ppctl.topology import RankGrid
@@ -213,23 +205,15 @@ def text(seen: SeenStep, columns: int) -> str:
         f"simulated from what was measured: {_ms(figures['simulated_s'])} of {_ms(pipeline_s)}",
     ]
     ledger = in_blocks(_ledger_table(seen.ledgers, seen.pipeline), columns)
-    stages = aligned(_stage_table([StageChange(**stage) for stage in figures["stages"]]))
-    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), stages])
+    stages = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
+    for stage, forward, backward, *changes in map(dict.values, figures["stages"]):
+        times = [f"{1e3 * forward:.2f}", f"{1e3 * backward:.2f}", *(f"{1e3 * change:+.2f} ms" for change in changes)]
+        stages.append([str(stage), *times])
+    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), aligned(stages)])
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
-
-
-def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
-    rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
-    for stage, forward, backward, faster, slower in changes:
-        rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
-    return rows
-
-
-def _change(seconds: float) -> str:
-    return f"{1e3 * seconds:+.2f} ms"
 
 
 def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:

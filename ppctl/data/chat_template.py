@@ -53,18 +53,15 @@ class ChatTemplate:
             message = f"Jinja cannot read the chat template: {error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans | None]:
-        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell. Raises
-        RenderingFailed with the template's own words, or if it takes too much time or memory."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False
+    ) -> tuple[str, Spans | None]:
+        """The text of a conversation (a `prompt`: up to where the next answer begins), and what of it the assistant
+        wrote; None if nobody can tell. Raises RenderingFailed with the template's own words, or if it takes too much
+        time or memory."""
         self._process = self._process or self._start()
-        text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
+        text, spans = self._answer(self._process, {"messages": messages, "tools": tools, "prompt": prompt})
         return text, spans
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to where the assistant's next answer begins. Raises as `render`."""
-        self._process = self._process or self._start()
-        text: str = self._answer(self._process, {"messages": messages, "tools": None, "prompt": True})[0]
-        return text
 
     def _start(self) -> subprocess.Popen[str]:
         """The process that renders, once it has read the template."""

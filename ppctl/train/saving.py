@@ -261,7 +261,12 @@ def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Cho
     if path is not None and (newest is None or path != newest.path):
         return _Choice()  # the start means that one
     if path is None and local.survey.other:
-        raise CheckpointError(_only_others(local))
+        message = (
+            f"there is no checkpoint on the disk, and the copies of step {local.survey.other} in memory are of another "
+            "cut or optimizer: a start from step 0 would delete them"
+        )
+        remedy = "start the run once more as it was, which goes on from them\ncheckpoint.local=null"
+        raise CheckpointError(Problem("PP-E775", message, remedy, place=str(local.directory)))
     on_disk = f"{path.name} on the disk" if path is not None else "no checkpoint on the disk"
     if chosen is None:
         return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
@@ -269,12 +274,3 @@ def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Cho
         return _Choice()
     where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
     return _Choice(True, path, f"going on from {where}; there is {on_disk}")
-
-
-def _only_others(local: LocalCopies) -> Problem:
-    message = (
-        f"there is no checkpoint on the disk, and the copies of step {local.survey.other} in memory are of another cut "
-        "or optimizer: a start from step 0 would delete them"
-    )
-    remedy = "start the run once more as it was, which goes on from them\ncheckpoint.local=null"
-    return Problem("PP-E775", message, remedy, place=str(local.directory))
