@@ -18,7 +18,7 @@ from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, mis
 from ppctl.cli import ckpt_convert, ckpt_text
 from ppctl.cli.ckpt_convert import planned_config
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, prose, width
-from ppctl.cli.runs import add_runs_directory
+from ppctl.cli.runs import above_0, add_runs_directory
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.finding import find_checkpoint, find_run
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     prune = actions.add_parser("prune", help="delete old checkpoints of a run that is not running")
     prune.add_argument("path", metavar="PATH", help="a run, or a directory of checkpoints")
-    prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
+    prune.add_argument("--keep", type=above_0(int, 10**9), required=True, metavar="N", help="keep the last N")
     words = "also keep those of every M-th step"
-    prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
+    prune.add_argument("--keep-every", type=above_0(int, 10**9), default=0, metavar="M", help=words)
     words = "also keep the K with the lowest eval_loss (default: 1)"
     prune.add_argument("--keep-best", type=int, default=1, metavar="K", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -73,12 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--json", action="store_true", help="print one JSON object")
     words = "the last option: would a run with these KEY=VALUE load it? Compares names, shapes, dtypes and optimizer"
     verify.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

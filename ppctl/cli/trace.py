@@ -76,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
     step, plan = _step(run, args.step)
-    pipeline = _pipeline(plan, args.pipeline)
+    if not 0 <= args.pipeline < plan.sizes.world:
+        message = f"--pipeline {args.pipeline}: ranks are 0 to {plan.sizes.world - 1}"
+        raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
+    pipeline = RankGrid(plan.sizes).group_of("pp", args.pipeline)
     trace = step.trace(plan.schedule, pipeline)
     return SeenStep(run.id, step.step, plan, pipeline, trace, ledgers(step, plan.schedule, pipeline))
 
@@ -128,13 +131,6 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
     for pipeline in {grid.group_of("pp", rank) for rank in range(plan.sizes.world)}:
         if any(span.action.op not in TIMED for span in measured.trace(plan.schedule, pipeline).spans):
             raise ValueError("it has times of messages, which take none")
-
-
-def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
-    if not 0 <= rank < plan.sizes.world:
-        message = f"--pipeline {rank}: ranks are 0 to {plan.sizes.world - 1}"
-        raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
-    return RankGrid(plan.sizes).group_of("pp", rank)
 
 
 # The text: where each rank's time went, and what decides the length of a step

@@ -6,7 +6,6 @@ There is no cache: every token is one pass over the whole window, by exactly the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -101,14 +100,16 @@ def write_samples(session: Session) -> list[dict[str, str]]:
     split weights: every pipeline writes the same samples."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     end = tokenizer.eos if session.config.data.format == CHAT else None
-    gathered = session.replica.gathered
-    with nullcontext() if gathered is None else gathered.all_held():  # a collective of all ranks
-        prompts = prompts_of(session.config, tokenizer) or _prompts_of_data(session, tokenizer)
-        return [
-            {"prompt": text, "text": tokenizer.decode(Generator(session).continue_prompt(tokens, count, end))}
-            for count in (_sample_length(session),)
-            for text, tokens in prompts
-        ]
+    window = sum(spec.flops_forward for spec in session.plan.stages)
+    small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
+    count = SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH
+    samples = [
+        {"prompt": text, "text": tokenizer.decode(Generator(session).continue_prompt(tokens, count, end))}
+        for text, tokens in prompts_of(session.config, tokenizer) or _prompts_of_data(session, tokenizer)
+    ]
+    if session.replica.gathered is not None:
+        session.replica.gathered.release_all()
+    return samples
 
 
 def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
@@ -128,12 +129,6 @@ def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
     count, *tokens = found.tolist()
     tokens = tokens[:count]
     return [Prompt(tokenizer.decode(tokens), tokens)] if max(tokens) < tokenizer.vocab_size else []
-
-
-def _sample_length(session: Session) -> int:
-    window = sum(spec.flops_forward for spec in session.plan.stages)
-    small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
-    return SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH
 
 
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:

@@ -54,7 +54,8 @@ class Saves(Callback):
         self.session, self._note, self._directory, self._writer = session, note, directory, writer
         leads = dist.get_rank() == 0
         self._say = say if leads else lambda line: None
-        self._warn = partial(_warn, say if leads else partial(print, file=sys.stderr))
+        aloud = say if leads else partial(print, file=sys.stderr)
+        self._warn: Callable[[Problem], None] = lambda problem: aloud(f"warning: {problem}")
         self._figures: dict[str, Any] = {}
         config = session.config.checkpoint
         self._keeps = {name: getattr(config, name) for name in ("keep", "keep_every", "keep_best")}
@@ -228,10 +229,6 @@ class Saves(Callback):
         self._figures |= {"saved_step": saved.step, "save_s": round(saved.seconds, 6)}
         self._note(saved.seconds)
         self._say(f"saved step {saved.step} ({how}{saved.seconds:.1f} s)")
-
-
-def _warn(say: Callable[[str], None], problem: Problem) -> None:
-    say(f"warning: {problem}")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ or (`GatheredWeights`) whole only while a stage computes; they are gathered for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property, partial
 
 import torch
@@ -144,7 +143,10 @@ class ShardedWeights(Weights):
         """Start gathering the stage's weights, and return; nothing if they are here or on their way."""
         if stage in self._held or stage in self._coming:
             return
-        self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
+        self._coming[stage] = [
+            (names, self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype))
+            for names in self.buckets(self.stages[stage])
+        ]
 
     @torch.no_grad()
     def hold(self, stage: int) -> None:
@@ -161,14 +163,6 @@ class ShardedWeights(Weights):
 
     def release(self, stage: int) -> None:
         """Do nothing: the stage's weights stay whole."""
-
-    @contextmanager
-    def all_held(self) -> Iterator[None]:
-        """A context in which the weights of all stages are gathered; they are released on exit."""
-        for stage in self.stages:
-            self.hold(stage)
-        yield
-        self.release_all()
 
     def release_all(self) -> None:
         """Release the weights of all stages, after forwards that no backward follows."""
@@ -189,9 +183,6 @@ class ShardedWeights(Weights):
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
-
-    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
-        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def start_gather(
         self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype

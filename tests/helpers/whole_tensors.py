@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -25,3 +28,12 @@ def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
         if axis != "ep":
             own = gather_runs(own, dim, shape[dim], session.groups[axis])
     return own
+
+
+@contextmanager
+def all_held(weights: ShardedWeights) -> Iterator[None]:
+    """A context in which the weights of all stages are gathered. A collective."""
+    for stage in weights.stages:
+        weights.hold(stage)
+    yield
+    weights.release_all()

@@ -42,12 +42,18 @@ def tensors(value=1.0):
     }
 
 
+def shards(held):
+    """Whole tensors by name; a list has several of one name, as a rank may have copies."""
+    each = [(name, one) for name, own in held.items() for one in (own if isinstance(own, list) else [own])]
+    return [shard for name, one in each for shard in whole_shards({name: one})]
+
+
 def save(directory, step, held, state, **settings):
-    return one_save.save(directory, step, whole_shards(held), state, **settings)
+    return one_save.save(directory, step, shards(held), state, **settings)
 
 
 def load(path, held):
-    return reading.load(path, whole_shards(held))
+    return reading.load(path, shards(held))
 
 
 def blank(value=1.0):
