@@ -175,7 +175,12 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
 def with_paths(config: RunConfig) -> RunConfig:
     """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
     if config.checkpoint.load is not None and config.checkpoint.resume is None:
-        config = _with_loaded(config, config.checkpoint.load)
+        checkpoint = checkpoint_if_any(config.checkpoint.load, Path(config.log.dir))
+        outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
+        note(f"note: checkpoint.load={config.checkpoint.load}: {outcome}")
+        if checkpoint is not None:
+            _note_rates(config, checkpoint)
+            config = with_value(config, "checkpoint", resume=str(checkpoint), load=None)
     elif config.checkpoint.resume not in (None, AUTO):
         checkpoint = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         _note_rates(config, checkpoint)
@@ -193,16 +198,6 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
             note(f"note: learning rate: {rates_text(before, config, done)}")
-
-
-def _with_loaded(config: RunConfig, load: str) -> RunConfig:
-    checkpoint = checkpoint_if_any(load, Path(config.log.dir))
-    outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
-    note(f"note: checkpoint.load={load}: {outcome}")
-    if checkpoint is None:
-        return config
-    _note_rates(config, checkpoint)
-    return with_value(config, "checkpoint", resume=str(checkpoint), load=None)
 
 
 def command_line(command: str, args: argparse.Namespace) -> str:

@@ -25,7 +25,7 @@ from ppctl.records.json_reader import finite
 from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
-from ppctl.train.snapshot import Loaded, check_optimizer, continued, load_first, session_shards, start_from, state_of
+from ppctl.train.snapshot import check_optimizer, continued, load_first, session_shards, start_from, start_of, state_of
 
 Candidates = Callable[[], list[FoundCheckpoint]]
 """Looks for checkpoints, the first to be tried first; called on rank 0."""
@@ -98,20 +98,16 @@ class Saves(Callback):
         """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`. A
         collective over the world. Raises CheckpointError if all are damaged, or one does not fit the run."""
         from_disk = partial(load_first, self.session, candidates, self._say)
-        loaded = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
-        if loaded is not None:
-            state = loaded.state
-            return Start(state["step"], state["consumed_samples"], state["sample_order"], loaded.path)
+        start = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
+        if start is not None:
+            return start
         if (model := self.session.config.model.from_) is not None:
             start_from(self.session, Path(model))
         return Start()
 
     def _load_local(
-        self,
-        local: LocalCopies,
-        candidates: Candidates,
-        from_disk: Callable[[], Loaded | None],
-    ) -> Loaded | None:
+        self, local: LocalCopies, candidates: Candidates, from_disk: Callable[[], Start | None]
+    ) -> Start | None:
         """Take the copies that an earlier start of this run has left in memory, if all ranks have those of one step
         and start, later than that of the checkpoint that the run would go on from; else what `from_disk` loads.
 
@@ -136,7 +132,7 @@ class Saves(Callback):
                 state = json.loads(record.state)
                 check_optimizer(state, self.session, local.directory)
                 memory.fill(session_shards(self.session))
-                loaded = Loaded(choice.newest, continued(self.session, state, local.directory))
+                loaded = start_of(continued(self.session, state, local.directory), choice.newest)
         if choice.line:
             self._say(choice.line)
         used = loaded is not None

@@ -51,7 +51,10 @@ class Weights:
 
     def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
         self.model = dict(model)
-        self.master = {name: _master(parameter) for name, parameter in model.items()}
+        self.master = {
+            name: p if p.dtype == wide_dtype(p.dtype) else nn.Parameter(p.detach().to(wide_dtype(p.dtype)))
+            for name, p in model.items()
+        }
         self._add_up()
 
     def _add_up(self) -> None:
@@ -88,12 +91,6 @@ class Weights:
     def run(self, name: str) -> range:
         """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
         return range(self.model[name].numel())
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == wide_dtype(parameter.dtype):
-        return parameter
-    return nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
 
 
 def _accumulate(total: WideSum, parameter: Tensor) -> None:
