@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.parallel.tensor import gather_runs
 from ppctl.train.session import Session
 from ppctl.train.trained_weights import ShardedWeights
@@ -37,3 +38,9 @@ def all_held(weights: ShardedWeights) -> Iterator[None]:
         weights.hold(stage)
     yield
     weights.release_all()
+
+
+def held_shards(tensors: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Shard]:
+    """Whole tensors by name; a list has several of one name, as a rank may have copies."""
+    each = [(name, one) for name, own in tensors.items() for one in ([own] if isinstance(own, Tensor) else own)]
+    return [shard for name, one in each for shard in whole_shards({name: one})]

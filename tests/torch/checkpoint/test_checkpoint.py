@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from verified import verify
+from whole_tensors import held_shards
 
 from ppctl.checkpoint import disk, manifest, reading
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
-from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.tensor_parts import TensorPart, choose_writers
 from ppctl.errors import CheckpointError
 from ppctl.runs import checkpoint_folder
@@ -42,18 +43,12 @@ def tensors(value=1.0):
     }
 
 
-def shards(held):
-    """Whole tensors by name; a list has several of one name, as a rank may have copies."""
-    each = [(name, one) for name, own in held.items() for one in (own if isinstance(own, list) else [own])]
-    return [shard for name, one in each for shard in whole_shards({name: one})]
-
-
 def save(directory, step, held, state, **settings):
-    return one_save.save(directory, step, shards(held), state, **settings)
+    return one_save.save(directory, step, held_shards(held), state, **settings)
 
 
 def load(path, held):
-    return reading.load(path, shards(held))
+    return reading.load(path, held_shards(held))
 
 
 def blank(value=1.0):
