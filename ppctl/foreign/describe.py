@@ -87,8 +87,7 @@ def _zero(config: Any, name: str) -> str:
 def describe(
     directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, say: Say = lambda _: None
 ) -> ForeignModel:
-    """Read, prove and measure, with adapters if these are trained. `say` is told what begins. Raises ConfigError: as
-    `read_own_config`, PP-E528, PP-E529 for dropout, and as `add_adapters`."""
+    """Read, prove and measure, and `say` so. Raises ConfigError as `read_own_config`, `proved` and `add_adapters`."""
     say("reading it with transformers")
     config = read_own_config(directory, overrides)
     say("proving with a miniature that it can be cut")
@@ -106,8 +105,7 @@ def describe(
     layers = [*zip(structures, traits, strict=True)]
     different = list(dict.fromkeys(layers))
     sizes = _sizes(config, anatomy, rows[anatomy.uses[0]].shape)
-    size, positions = sizes["hidden_size"], sizes["max_position_embeddings"]
-    examples = [layers.index(each) for each in different]
+    examples, size, positions = [*map(layers.index, different)], sizes["hidden_size"], sizes["max_position_embeddings"]
     try:
         measured = measure(*_without_routers(config, anatomy), examples, size, positions, adapters, say)
     except (*CODE_FAILS, NotImplementedError) as error:

@@ -46,7 +46,8 @@ class StagePrices:
         self.setting = setting_of(values.config, sizes, micro_batch_size)
         self._price = pricer(values.config, sizes, micro_batch_size, measured)
         train = self.config.train
-        self._by_place = bool(train.recompute_num_layers) or train.recompute_stages is not None
+        several = (train.recompute_num_layers or 1) > 1 or train.recompute_method == "block"
+        self._by_place = several or train.recompute_stages is not None
         """Whether it depends on the layers around one what it computes again."""
         once = values.overridden({GRANULARITY: None}).config if self._by_place else values.config
         self._least = pricer(once, sizes, micro_batch_size, measured)

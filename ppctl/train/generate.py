@@ -123,7 +123,7 @@ def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
         else:
             line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
             start = (start + prompt_from(corpus.tokens, line_end).tolist())[-_PROMPT_LENGTH:]
-        found[: 1 + len(start)] = torch.tensor([len(start), *start])
+        found[: 1 + len(start)] = torch.tensor([len(start), *start], device="cpu")
     if session.plan.sizes.pp > 1:
         dist.broadcast(found, dist.get_global_rank(session.groups["pp"], 0), group=session.groups["pp"])
     count, *tokens = found.tolist()

@@ -19,8 +19,9 @@ PAYLOADS = {
     "line": "\u2028", "paragraph": "\u2029", "surrogate": "\udce9", "bidi": "\u202e", "isolate": "\u2066",
     "mark": "\u200f",
 }  # fmt: skip
-LINES = {"parallel.pipeline_model_parallel_layout", "launch.setup", "published"}
-"""Text of several lines: a layout, whose parser skips them; a script's own lines; a recipe's table for readers."""
+LINES = {"parallel.pipeline_model_parallel_layout", "launch.setup", "log.prompts", "published"}
+"""Text of several lines: a layout, whose parser skips them; a script's own lines; prompts, which no script and no name
+gets and which screens escape; a recipe's table for readers."""
 
 
 def holding(key: Key, text: str) -> Iterator[Any]:

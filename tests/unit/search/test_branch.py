@@ -6,9 +6,14 @@ from heapq import heappop
 
 import pytest
 
+from ppctl.config.compose import compose
 from ppctl.plan import Plan
+from ppctl.plan.build import plan_alone
+from ppctl.plan.violations import ConfigValues
+from ppctl.search.bounds import Division
 from ppctl.search.branch import CLOSE, Search
 from ppctl.search.rounds import FILLED
+from ppctl.search.space import Configuration, SearchSpace
 from tests.helpers.small_spaces import all_plans, every, space
 
 SPACES = [*range(12), *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(12, 200))]
@@ -47,6 +52,20 @@ def test_there_is_an_answer_before_other_divisions_of_the_ranks_are_looked_at(se
     for _ in search.run():
         seen = seen or (search.counts.total if search.found else 0)
     assert 0 < seen < search.counts.total
+
+
+def test_weights_that_megatron_gathers_layer_by_layer_are_not_held_all_at_once() -> None:
+    shape = ["num_layers=16", "hidden_size=1024", "num_attention_heads=8", "ffn_hidden_size=4096", "vocab_size=8192"]
+    words = ["launch.device=cuda", "cost.device=h100", "parallel.bf16=true", "seq=128", "gbs=8", "gpus_per_node=8"]
+    words += ["cost.stack=megatron", "parallel.data_parallel_sharding=full", "launch.device_memory=80GiB"]
+    composed = compose([*(f"model.{word}" for word in shape), *words])
+    drawn = SearchSpace(ConfigValues(composed.config, composed.provenance))
+    of = Configuration(1, 1, 1, 1, 1, 1, "full", 1, "1f1b", "full")
+    plan, sizes = plan_alone(drawn.values_of(of)), drawn.sizes(of)
+    assert plan is not None and sizes is not None
+    division, whole = Division(drawn.values_of(of).config, sizes), Search(drawn).tree.whole
+    state = division.state(whole, [0], "full")
+    assert division.certain(state, "full") <= peak(plan) < state.optimizer + state.weights
 
 
 def _divided_to_the_end(search: Search, plans: dict[object, Plan]) -> None:
