@@ -27,6 +27,7 @@ from ppctl.checkpoint.manifest import (
 )
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart, Values, Writers, check_copies, choose_writers, parts_of
 from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.host.files import write_atomically
 from ppctl.records import wire
 from ppctl.records.json_reader import without_collections
 from ppctl.runs import checkpoint_folder
@@ -75,10 +76,9 @@ def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequ
         manifest = manifest_of(step, writers, [wire.unpacked(WrittenParts, each) for each in reports])
         if temporary.is_dir():
             seal(temporary, manifest, state)
-            return checkpoint_folder.publish(directory, step)
-        if (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
+        elif (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
             raise FileNotFoundError(2, os.strerror(2), str(temporary))
-    return checkpoint_folder.point_at(directory, step)
+    return checkpoint_folder.publish(directory, step)
 
 
 def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) -> Manifest:
@@ -109,29 +109,19 @@ def manifest_of(step: int, writers: Writers, reports: Sequence[WrittenParts]) ->
 
 def seal(path: Path, manifest: Manifest, state: bytes) -> None:
     """Write and sync state and manifest, once every file is seen from here with all its bytes."""
-    unseen = [name for name, record in manifest.files.items() if _size(path / name) != record.bytes]
+    files = manifest.files.items()
+    unseen = [name for name, one in files if not (path / name).is_file() or (path / name).stat().st_size != one.bytes]
     if unseen:
         message = f"files that other ranks wrote cannot be seen from rank 0: {', '.join(sorted(unseen))}"
         remedy = "log.dir=DIR on a file system that all hosts share"
         raise CheckpointError(Problem("PP-E508", message, remedy, place=str(path)))
-    _write_synced(path / STATE, state)
-    _write_synced(path / MANIFEST, _with_state(manifest, state).to_text().encode())
+    write_atomically(path / STATE, state)
+    write_atomically(path / MANIFEST, _with_state(manifest, state).to_text())
     checkpoint_folder.sync(path)
 
 
 def _with_state(manifest: Manifest, state: bytes) -> Manifest:
     return Manifest(manifest.step, {**manifest.files, STATE: record_whole(state)}, manifest.tensors)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else -1
-
-
-def _write_synced(path: Path, text: bytes) -> None:
-    with open(path, "wb") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 # On every rank

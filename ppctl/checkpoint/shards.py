@@ -43,17 +43,9 @@ class Shard(NamedTuple):
         return TensorPart(self.name, tuple(self.shape), dtype, Box(tuple(self.offset), tuple(self.tensor.shape)))
 
 
-Tensors = Mapping[str, Tensor | Sequence[Tensor]]
-"""Canonical global name -> the whole tensor, or all the copies of it that this rank holds."""
-
-
-def whole_shards(tensors: Tensors) -> list[Shard]:
-    """Shards of tensors that this rank holds whole."""
-    return [
-        Shard(name, tuple(each.shape), (0,) * each.dim(), each)
-        for name, value in tensors.items()
-        for each in ((value,) if isinstance(value, Tensor) else value)
-    ]
+def whole_shards(tensors: Mapping[str, Tensor]) -> list[Shard]:
+    """Shards of tensors that this rank holds whole, by canonical global name."""
+    return [Shard(name, tuple(each.shape), (0,) * each.dim(), each) for name, each in tensors.items()]
 
 
 def values_of(tensor: Tensor) -> memoryview:

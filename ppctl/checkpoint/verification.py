@@ -29,7 +29,6 @@ READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
 class Verified(NamedTuple):
     """The result of `examine`."""
 
-    manifest: Manifest
     problems: list[Problem]
     read: int
     """Bytes of values that were read."""
@@ -53,7 +52,7 @@ def examine(
     for name in sorted(manifest.files):
         if len(problems) >= _MOST_DAMAGED:
             problems.append(damaged(path, f"not all of its {len(manifest.files)} files were looked at"))
-            return Verified(manifest, problems, 0)
+            return Verified(problems, 0)
         try:
             check_files(path, manifest, [name])
         except CheckpointError as error:
@@ -68,7 +67,7 @@ def examine(
             progress(size)
             if fault:
                 problems.append(damaged(path, fault))
-    return Verified(manifest, problems, read)
+    return Verified(problems, read)
 
 
 def bytes_of_values(manifest: Manifest) -> int:

@@ -18,7 +18,7 @@ from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, mis
 from ppctl.cli import ckpt_convert, ckpt_text
 from ppctl.cli.ckpt_convert import planned_config
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, prose, width
-from ppctl.cli.runs import add_runs_directory
+from ppctl.cli.runs import above_0, add_runs_directory
 from ppctl.errors import CheckpointError, ConfigError, Problem, pasted
 from ppctl.runs import checkpoint_folder
 from ppctl.runs.finding import find_checkpoint, find_run
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     prune = actions.add_parser("prune", help="delete old checkpoints of a run that is not running")
     prune.add_argument("path", metavar="PATH", help="a run, or a directory of checkpoints")
-    prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
+    prune.add_argument("--keep", type=above_0(int, 10**9), required=True, metavar="N", help="keep the last N")
     words = "also keep those of every M-th step"
-    prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
+    prune.add_argument("--keep-every", type=above_0(int, 10**9), default=0, metavar="M", help=words)
     words = "also keep the K with the lowest eval_loss (default: 1)"
     prune.add_argument("--keep-best", type=int, default=1, metavar="K", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -75,12 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Do one action. Exit codes: 0 done; 1 for `diff` if something differs; 2 usage, a wrong family or output
     directory, a run that is going on; 3 a checkpoint that is missing, damaged or does not fit.
@@ -90,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.filename is None:  # of a stream, such as a closed standard output
             raise
-        raise _unreadable(Path(error.filename), error) from error
+        raise checkpoint_folder.unreadable(Path(error.filename), error) from error
 
 
 # Looking
@@ -126,11 +120,6 @@ def _folder(text: str | None, root: Path, typed: Sequence[str]) -> Path | None:
     return find_run(text, root, typed).checkpoints
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    message = f"{path} cannot be read: {error.strerror}"
-    return CheckpointError(Problem("PP-E505", message, f"ls -ld {pasted(path)}", str(error.filename or path)))
-
-
 def _verify(args: argparse.Namespace) -> int:
     wanted = None if args.overrides is None else planned_config(args.overrides)
     path = find_checkpoint(args.path, args.dir, "ckpt verify")
@@ -140,7 +129,7 @@ def _verify(args: argparse.Namespace) -> int:
         with byte_progress("verifying", total) as progress:
             examined = examine(path, manifest, values=not args.quick, progress=progress)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise checkpoint_folder.unreadable(path, error) from error
     problems, position = list(examined.problems), None
     if wanted is not None:
         unfit, position = _unfit(path, manifest, wanted)

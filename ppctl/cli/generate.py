@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from ppctl.cli.ckpt_convert import DTYPES
 from ppctl.cli.console import note, prose, width
-from ppctl.cli.runs import add_runs_directory
+from ppctl.cli.runs import above_0, add_runs_directory
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import CONFIG
 from ppctl.host.processes import python
@@ -21,7 +20,7 @@ from ppctl.runs.finding import find_checkpoint
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    whole, share, scale = _number(int, 10**9), _number(float, 1), _number(float, 1e6)
+    whole, share, scale = above_0(int, 10**9), above_0(float, 1), above_0(float, 1e6)
     words = "a run (its last checkpoint), a checkpoint of any cut, or a Hugging Face directory"
     parser.add_argument("source", metavar="RUN|DIR", help=words)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; with --chat the user's message")
@@ -45,15 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = prose([words], width())
     add_runs_directory(parser)
-
-
-def _number(kind: type[int] | type[float], most: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        if not 0 < kind(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {most:,}")
-        return kind(text)
-
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,11 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -32,7 +31,12 @@ _DRAWINGS_A_SECOND = 2
 def live_block(run: RunDir, directory: Path, world_size: int, steps: int) -> Iterator[Callable[[str], None]]:
     """Draw the block while entered; yields the function that prints rank 0's lines above it. Nothing of it stays."""
     block, screen = LiveBlock(run, directory, world_size, steps), console()
-    with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_DRAWINGS_A_SECOND):
+    with Live(
+        get_renderable=lambda: block.draw(screen.width),
+        console=screen,
+        transient=True,
+        refresh_per_second=_DRAWINGS_A_SECOND,
+    ):
         yield lambda text: screen.out(
             prose(visible(text).removesuffix("\n").split("\n"), screen.width), highlight=False
         )
@@ -51,15 +55,12 @@ class LiveBlock:
         self._recent: list[dict[str, Any]] = []
         self._losses: list[float] = []
 
-    def draw(self) -> Group | Text:
+    def draw(self, columns: int) -> Group | Text:
         """The block as it is now: until the first step what the ranks wait for, then the last step."""
-        self._read()
-        return self._training() if self._recent else self._starting()
-
-    def _read(self) -> None:
         for record in self._metrics.read():
             self._recent = [*self._recent, record][-RECENT:]
             self._losses.append(record.get("loss") or math.nan)
+        return self._training(columns) if self._recent else self._starting()
 
     def _starting(self) -> Text:
         states = heartbeat.read_all(self._directory, self._ranks)
@@ -69,7 +70,7 @@ class LiveBlock:
         shown = ", ".join(f"{word} ({count} of {len(self._ranks)} ranks)" for word, count in doing.most_common(2))
         return Text(f"{clock_text(time.monotonic() - self._began)}  {shown or 'starting ranks'}", style="dim")
 
-    def _training(self) -> Group:
+    def _training(self, columns: int) -> Group:
         last = self._recent[-1]
         # With log.interval the last record may be many steps old; the ranks' own counts are not.
         states = heartbeat.read_all(self._directory, self._ranks)
@@ -86,11 +87,8 @@ class LiveBlock:
         speed = [f"{figure(last, 'tokens_per_s', ',.0f')} tokens/s", *mfu]
         speed.append(f"bubble {figure(last, 'bubble_fraction', '.0%')}")
         facts = [*speed, f"slowest stage {last.get('slowest_stage')}", self._saved(step)]
-        return Group(
-            bar,
-            _Curve(f"loss {figure(last, 'loss', '.4f')}  ", self._losses),
-            Text("  ".join(facts)),
-        )
+        loss = f"loss {figure(last, 'loss', '.4f')}  "
+        return Group(bar, Text(loss + curve(self._losses, columns - len(loss))), Text("  ".join(facts)))
 
     def _saved(self, step: int) -> str:
         checkpoint = checkpoint_of(self._run)
@@ -98,17 +96,6 @@ class LiveBlock:
             return "no checkpoint yet"
         lost = step - step_of(checkpoint)
         return f"saved {checkpoint.name}, {lost} step{'s' * (lost != 1)} ago"
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """A line with the curve of values as wide as the screen has room."""
-
-    text: str
-    values: list[float]
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield Text(self.text + curve(self.values, options.max_width - len(self.text)))
 
 
 _STARTING = {

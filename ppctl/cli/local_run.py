@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -164,9 +164,8 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
     """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
     if config.launch.device != "cuda":
         return config, []
-    environ = os.environ
-    variables, conflicts = gpu_environment(config, plan.sizes.pp, environ, config.launch.env, routed=plan.routed)
-    pp = plan.sizes.pp
+    environ, pp = os.environ, plan.sizes.pp
+    variables, conflicts = gpu_environment(config, pp, environ, config.launch.env, routed=plan.routed)
     for kept in (kept_allocator(environ, config.launch.env), kept_queue(config, pp, environ, config.launch.env)):
         if kept is not None:
             note(kept)
@@ -176,7 +175,12 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
 def with_paths(config: RunConfig) -> RunConfig:
     """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
     if config.checkpoint.load is not None and config.checkpoint.resume is None:
-        config = _with_loaded(config, config.checkpoint.load)
+        checkpoint = checkpoint_if_any(config.checkpoint.load, Path(config.log.dir))
+        outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
+        note(f"note: checkpoint.load={config.checkpoint.load}: {outcome}")
+        if checkpoint is not None:
+            _note_rates(config, checkpoint)
+            config = with_value(config, "checkpoint", resume=str(checkpoint), load=None)
     elif config.checkpoint.resume not in (None, AUTO):
         checkpoint = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         _note_rates(config, checkpoint)
@@ -194,16 +198,6 @@ def _note_rates(config: RunConfig, checkpoint: Path) -> None:
         before, done = RunDir(checkpoint.parent.parent).read_config(), step_of(checkpoint)
         if not same_rates(before, config):
             note(f"note: learning rate: {rates_text(before, config, done)}")
-
-
-def _with_loaded(config: RunConfig, load: str) -> RunConfig:
-    checkpoint = checkpoint_if_any(load, Path(config.log.dir))
-    outcome = f"going on from {checkpoint}" if checkpoint else "nothing there yet, the run begins"
-    note(f"note: checkpoint.load={load}: {outcome}")
-    if checkpoint is None:
-        return config
-    _note_rates(config, checkpoint)
-    return with_value(config, "checkpoint", resume=str(checkpoint), load=None)
 
 
 def command_line(command: str, args: argparse.Namespace) -> str:
@@ -240,7 +234,8 @@ def run_job(run: RunDir, launch: Launch, out: TextIO) -> JobOutcome:
     limits, first_step = Limits.of(config.launch), step_of(tried[0].path if tried else None)
     with own_directory(shared_memory()) as directory:
         job = LocalJob(run, launch.plan.sizes.world, directory, config.launch.env, limits=limits, first_step=first_step)
-        with _terminal(job, config, out) as lines:
+        live = out is sys.stdout and is_live()  # then above a block that shows the run's progress
+        with _live_block(job, config) if live else nullcontext(writer_to(out)) as lines:
             outcome = supervise(job, lines)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
         note("")  # the terminal has shown ^C
@@ -256,16 +251,10 @@ def first_screen(plan: Plan) -> str:
     return "\n".join([prose([plan_text.legend(plan)], columns), "", plan_text.drawing(plan), "", facts])
 
 
-@contextmanager
-def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[Callable[[str], None]]:
-    """Yields what prints rank 0's lines to `out`; on a terminal above a block that shows the run's progress."""
-    if out is not sys.stdout or not is_live():
-        yield writer_to(out)
-        return
+def _live_block(job: LocalJob, config: RunConfig) -> AbstractContextManager[Callable[[str], None]]:
     from ppctl.cli.live import live_block  # rich
 
-    with live_block(job.run, job.directory, job.world_size, config.train.steps) as lines:
-        yield lines
+    return live_block(job.run, job.directory, job.world_size, config.train.steps)
 
 
 def saved_before(run: RunDir, outcome: JobOutcome) -> str:

@@ -38,6 +38,17 @@ def add_runs_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, default=RUNS, metavar="DIR", help=words)
 
 
+def above_0(kind: type[int] | type[float], most: float) -> Callable[[str], float]:
+    """The type of an argument that is a number above 0 and at most `most`."""
+
+    def number(text: str) -> float:
+        if not 0 < kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {most:,}")
+        return kind(text)
+
+    return number
+
+
 def named_run(args: argparse.Namespace) -> RunDir:
     """The run that RUN and --dir name. Raises ConfigError if there is none, or more than one."""
     return find_run(args.run, args.dir, args.typed)

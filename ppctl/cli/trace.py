@@ -25,15 +25,7 @@ from ppctl.records.json_reader import read
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.action import TIMED
-from ppctl.schedule.measured_step import (
-    SHARE,
-    MeasuredStep,
-    StageChange,
-    TimeLedger,
-    ledgers,
-    measured_costs,
-    stage_changes,
-)
+from ppctl.schedule.measured_step import SHARE, MeasuredStep, TimeLedger, ledgers, measured_costs, stage_changes
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
 from ppctl.schedule.trace import Trace, bubble_fraction, step_time
 from ppctl.topology import RankGrid
@@ -84,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
     step, plan = _step(run, args.step)
-    pipeline = _pipeline(plan, args.pipeline)
+    if not 0 <= args.pipeline < plan.sizes.world:
+        message = f"--pipeline {args.pipeline}: ranks are 0 to {plan.sizes.world - 1}"
+        raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
+    pipeline = RankGrid(plan.sizes).group_of("pp", args.pipeline)
     trace = step.trace(plan.schedule, pipeline)
     return SeenStep(run.id, step.step, plan, pipeline, trace, ledgers(step, plan.schedule, pipeline))
 
@@ -136,13 +131,6 @@ def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
     for pipeline in {grid.group_of("pp", rank) for rank in range(plan.sizes.world)}:
         if any(span.action.op not in TIMED for span in measured.trace(plan.schedule, pipeline).spans):
             raise ValueError("it has times of messages, which take none")
-
-
-def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
-    if not 0 <= rank < plan.sizes.world:
-        message = f"--pipeline {rank}: ranks are 0 to {plan.sizes.world - 1}"
-        raise ConfigError(Problem("PP-E129", message, "--pipeline 0", "command line"))
-    return RankGrid(plan.sizes).group_of("pp", rank)
 
 
 # The text: where each rank's time went, and what decides the length of a step
@@ -213,23 +201,15 @@ def text(seen: SeenStep, columns: int) -> str:
         f"simulated from what was measured: {_ms(figures['simulated_s'])} of {_ms(pipeline_s)}",
     ]
     ledger = in_blocks(_ledger_table(seen.ledgers, seen.pipeline), columns)
-    stages = aligned(_stage_table([StageChange(**stage) for stage in figures["stages"]]))
-    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), stages])
+    stages = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
+    for stage, forward, backward, *changes in map(dict.values, figures["stages"]):
+        times = [f"{1e3 * forward:.2f}", f"{1e3 * backward:.2f}", *(f"{1e3 * change:+.2f} ms" for change in changes)]
+        stages.append([str(stage), *times])
+    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), aligned(stages)])
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
-
-
-def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
-    rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
-    for stage, forward, backward, faster, slower in changes:
-        rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
-    return rows
-
-
-def _change(seconds: float) -> str:
-    return f"{1e3 * seconds:+.2f} ms"
 
 
 def _ledger_table(ledgers: Sequence[TimeLedger], pipeline: tuple[int, ...]) -> list[list[str]]:

@@ -74,13 +74,9 @@ class Batches:
         self.corpus.check_vocabulary(self.vocab_size)
         self.num_samples = self.corpus.num_samples(self.seq_length)
 
-    def position(self, step: int) -> int:
-        """The data position before `step`, in samples of the run: what a checkpoint of `step` completed steps keeps."""
-        return self.sizes.position(step)
-
     def sample_ids(self, step: int) -> Ids:
         """Ids of the global batch of `step`, shape [its samples], the same on every rank."""
-        return self.ids_at(self.position(step), self.sizes.at(step))
+        return self.ids_at(self.sizes.position(step), self.sizes.at(step))
 
     def ids_at(self, first: int, count: int) -> Ids:
         """Ids at positions first .. first + count - 1 of the run."""

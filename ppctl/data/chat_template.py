@@ -53,18 +53,15 @@ class ChatTemplate:
             message = f"Jinja cannot read the chat template: {error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place)) from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans | None]:
-        """The text of a conversation, and what of it the assistant wrote; None if nobody can tell. Raises
-        RenderingFailed with the template's own words, or if it takes too much time or memory."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False
+    ) -> tuple[str, Spans | None]:
+        """The text of a conversation (a `prompt`: up to where the next answer begins), and what of it the assistant
+        wrote; None if nobody can tell. Raises RenderingFailed with the template's own words, or if it takes too much
+        time or memory."""
         self._process = self._process or self._start()
-        text, spans = self._answer(self._process, {"messages": messages, "tools": tools})
+        text, spans = self._answer(self._process, {"messages": messages, "tools": tools, "prompt": prompt})
         return text, spans
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to where the assistant's next answer begins. Raises as `render`."""
-        self._process = self._process or self._start()
-        text: str = self._answer(self._process, {"messages": messages, "tools": None, "prompt": True})[0]
-        return text
 
     def _start(self) -> subprocess.Popen[str]:
         """The process that renders, once it has read the template."""
@@ -114,22 +111,14 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
         except OSError as error:
             message = f"data.chat_template={file} cannot be read: {error.strerror or error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=null", str(path))) from None
-    for source, path in _sources(directory, settings):
+    source, path = settings.get("chat_template"), directory / _SETTINGS
+    if isinstance(source, list):  # several, by name
+        source = next((row.get("template") for row in source if row.get("name") == "default"), None)
+    with suppress(OSError):  # in transformers' order, a file of its own comes first
+        source, path = read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"
+    if isinstance(source, str):
         return ChatTemplate(source, named_marks(settings), str(path))
     message = f"data.tokenizer={tokenizer} has no chat template, and data.format=chat renders messages with one"
     looked = f"looked for chat_template.jinja and {_SETTINGS} in {directory}"
     place = "data.tokenizer" if tokenizer == "byte" else looked
     raise DataError(Problem("PP-E419", message, "data.chat_template=FILE.jinja", place))
-
-
-def _sources(directory: Path, settings: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """The templates of a tokenizer's directory in transformers' order: the first one counts."""
-    sources = []
-    with suppress(OSError):
-        sources.append((read_text(directory / "chat_template.jinja"), directory / "chat_template.jinja"))
-    named = settings.get("chat_template")
-    if isinstance(named, list):  # several, by name
-        named = next((row.get("template") for row in named if row.get("name") == "default"), None)
-    if isinstance(named, str):
-        sources.append((named, directory / _SETTINGS))
-    return sources

@@ -14,11 +14,12 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from ppctl.config.schema import DataConfig
 from ppctl.config.training_config import LEAVE_OUT, REFUSE
 from ppctl.data.conversations import Learned
 from ppctl.data.corpus import Corpus, Details, held_out_samples
 from ppctl.data.sampler import Ids
-from ppctl.data.tokenizer import Tokens, token_dtype
+from ppctl.data.tokenizer import Tokenizer, Tokens, token_dtype
 from ppctl.errors import DataError, Problem
 
 
@@ -110,22 +111,14 @@ class ConversationRows:
         return parts
 
 
-def make_rows(
-    encoded: Sequence[Learned],
-    description: str,
-    *,
-    vocab_size: int,
-    seq_length: int,
-    too_long: str,
-    pack: bool,
-    filling: int,
-) -> ConversationRows:
+def make_rows(encoded: Sequence[Learned], description: str, data: DataConfig, tokenizer: Tokenizer) -> ConversationRows:
     """Rows of `encoded`, of several each if they are packed. Raises DataError: PP-E421 naming conversations that are
     longer than a row, PP-E422 if nothing is learned."""
+    seq_length, filling = data.seq_length, tokenizer.eos or 0
     longest = seq_length + 1
-    if too_long == REFUSE:
+    if data.too_long == REFUSE:
         _refuse_long(encoded, longest, seq_length)
-    fitting = [one for one in encoded if len(one.tokens) <= longest or too_long != LEAVE_OUT]
+    fitting = [one for one in encoded if len(one.tokens) <= longest or data.too_long != LEAVE_OUT]
     kept = [one for one in fitting if one.learned[:longest].any()]
     lost = len(encoded) - len(kept)
     if not kept:
@@ -134,11 +127,11 @@ def make_rows(
         )
         raise DataError(Problem("PP-E422", message, f"data.seq_length={2 * seq_length}", description))
     lengths = [min(len(one.tokens), longest) for one in kept]
-    dtype = token_dtype(vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     tokens = np.concatenate([one.tokens[:longest] for one in kept]).astype(dtype, copy=False)
     learned = np.concatenate([one.learned[:longest] for one in kept])
     firsts = np.array([0, *accumulate(lengths)], dtype=np.int64)
-    rows = packed(lengths, longest) if pack else [[number] for number in range(len(kept))]
+    rows = packed(lengths, longest) if data.pack else [[number] for number in range(len(kept))]
     digest = hashlib.sha256(tokens.tobytes())
     for numbers in (learned, firsts, np.array([*map(len, rows)]), np.array([n for row in rows for n in row])):
         digest.update(numbers.astype("<i8").tobytes())

@@ -54,7 +54,12 @@ class Corpus:
         never read."""
         number = (len(self.tokens) - 1) // seq_length
         if number < 1:
-            raise DataError(_too_short(self, seq_length))
+            tokens, needed = len(self.tokens), f"{seq_length + 1} (its inputs and the label of the last)"
+            message = (
+                f"the data is too short: {tokens} tokens, and a sample of data.seq_length={seq_length} needs {needed}"
+            )
+            remedy = f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY
+            raise DataError(Problem("PP-E404", message, remedy, self.description))
         return number
 
     def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
@@ -184,10 +189,3 @@ def _refuse_beyond(corpus: Corpus, tokens: Tokens, begin: int, vocab_size: int) 
     raise DataError(
         Problem("PP-E406", message, remedy, place=f"{corpus.place_of(begin + at)} (token {begin + at:,} of its data)")
     )
-
-
-def _too_short(corpus: Corpus, seq_length: int) -> Problem:
-    tokens, needed = len(corpus.tokens), f"{seq_length + 1} (its inputs and the label of the last)"
-    message = f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs {needed}"
-    remedy = f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY
-    return Problem("PP-E404", message, remedy, corpus.description)

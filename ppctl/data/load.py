@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,19 +113,11 @@ def load_conversations(
         message = f"data.format={data.format} reads .jsonl files and tables, and data.path={path} names none"
         raise DataError(Problem("PP-E418", message, "data.path='chats/*.jsonl'", place=str(bin_path(prefix or ""))))
     files, description = matching(path)
-    make = partial(
-        make_rows,
-        description=description,
-        vocab_size=tokenizer.vocab_size,
-        seq_length=data.seq_length,
-        too_long=data.too_long,
-        pack=data.pack,
-        filling=tokenizer.eos or 0,
-    )
     kept = kept_conversations(files, tokenizer, template, cache)
     with suppress(DataError):
-        return make(kept)
-    return make(list(encode_conversations(files, tokenizer, template)))  # which have places
+        return make_rows(kept, description, data, tokenizer)
+    placed = list(encode_conversations(files, tokenizer, template))  # for messages
+    return make_rows(placed, description, data, tokenizer)
 
 
 def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | ConversationRows]) -> Blend:

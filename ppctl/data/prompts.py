@@ -23,7 +23,7 @@ def make_prompt(text: str, tokenizer: Tokenizer, words: int | None, template: Ch
     """The prompt of a text, with a `template` of a user's message, for a model of so many `words` if that is known.
     Raises DataError: PP-E420 for a message that the template refuses, PP-E560 for a prompt that cannot be continued."""
     try:
-        text = text if template is None else template.prompt([{"role": "user", "content": text}])
+        text = text if template is None else template.render([{"role": "user", "content": text}], prompt=True)[0]
         tokens = tokenizer.encode_pieces([text], around=template is None)[0].ids.tolist()
     except RenderingFailed as error:
         message = f"the chat template refuses the message: {error}"

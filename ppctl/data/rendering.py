@@ -103,7 +103,7 @@ def rendered(
     whole. A `prompt` asks for the text up to the next answer. Raises TemplateError for texts that are too long or would
     be other ones in another process.
     """
-    messages, tools, asks = given["messages"], given["tools"], "prompt" in given
+    messages, tools, asks = given["messages"], given["tools"], given["prompt"]
     says = says or asks  # nobody reads which part of a prompt is an answer
     held = json.dumps([*messages, tools], ensure_ascii=False)
     if _BEGIN in held or _END in held:

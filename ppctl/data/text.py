@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -124,8 +125,7 @@ def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Do
 
 def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     if not stat.S_ISREG(file.stat().st_mode):
-        yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l {pasted(file)}")
-        return
+        raise OSError(errno.EINVAL, "it is no file of data")
     if file.suffix in TABLES:
         yield from (Line(row, f"{file}: row {number}") for number, row in enumerate(rows(file, progress)))
         return

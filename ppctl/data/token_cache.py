@@ -30,7 +30,7 @@ from ppctl import __version__
 from ppctl.data.indexed import IndexedWriter, open_indexed
 from ppctl.data.tokenizer import Tokens
 from ppctl.errors import DataError, Problem
-from ppctl.host.files import TAKEN, lock, open_regular, read_text, write_atomically
+from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, write_atomically
 
 _RULE = 1
 """Raised when ppctl makes other tokens of the same text, or keeps them in another way."""
@@ -110,8 +110,7 @@ def _make(home: Path, files: Sequence[Path], dtype: np.dtype[Any], make: Make) -
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        release(held)
 
 
 def _times(files: Sequence[Path]) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, PpctlError, Problem, pasted, visible
+from ppctl.errors import CheckpointError, Problem, pasted, visible
 from ppctl.pretrained.average import average
-from ppctl.pretrained.conversion import Done, printed_progress
+from ppctl.pretrained.conversion import Done, exit_code_of, printed_progress
 from ppctl.pretrained.hugging_face import export_checkpoint, import_directory
 
 
@@ -28,15 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype")
     parser.add_argument("--no-mtp", action="store_true")
     args = parser.parse_args(argv)
-    try:
-        print(visible(_summary(_convert(args))))
-    except PpctlError as error:
-        for problem in error.problems:
-            print(f"error {problem}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code_of(lambda: print(visible(_summary(_convert(args)))))
 
 
 def _convert(args: argparse.Namespace) -> Done:

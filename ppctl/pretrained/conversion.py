@@ -22,7 +22,7 @@ from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.saver import save_streamed
 from ppctl.checkpoint.tensor_parts import ranges
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem, pasted, visible
+from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem, pasted, visible
 from ppctl.families.directory import model_tensors
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.runs.checkpoint_folder import step_path
@@ -45,6 +45,20 @@ def printed_progress() -> Progress:
             print(visible(f"{done}/{total} {name}"), file=sys.stderr, flush=True)
 
     return progress
+
+
+def exit_code_of(work: Callable[[], None]) -> int:
+    """Do the work of a command's process; returns its exit code, after printing its problems."""
+    try:
+        work()
+    except PpctlError as error:
+        for problem in error.problems:
+            print(f"error {problem}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print()  # the text, if there is some, has no end of line
+        return 130
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +128,9 @@ class SavedWeights:
         self.shapes = model_tensors(self.model)
         self._reader = CheckpointReader(path, self.manifest)
 
-    def saved(self, name: str) -> Tensor:
-        """Return a tensor in the dtype that it was saved in."""
-        return self._reader.tensor(f"model.{name}")
-
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in the dtype that is wanted."""
-        return self.saved(name).to(self.dtypes[name])
+        return self._reader.tensor(f"model.{name}").to(self.dtypes[name])
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

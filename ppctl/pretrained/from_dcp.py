@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,19 +278,15 @@ def _titan_keys(name: str) -> tuple[str, ...]:
     return (name, deeper, f"model.{name}", f"model.{deeper}") if deeper != name else (name, f"model.{name}")
 
 
-def in_our_order(name: str, value: Tensor, model: ModelConfig) -> Tensor:
-    """RowBlock of queries and keys as rotary positions pair them here, from torchtitan's neighbours."""
-    return _paired(name, value, model, (-1, 2))
-
-
-def in_titans_order(name: str, value: Tensor, model: ModelConfig) -> Tensor:
-    """The inverse: neighbours are pairs."""
-    return _paired(name, value, model, (2, -1))
-
-
 def _paired(name: str, value: Tensor, model: ModelConfig, pairs: tuple[int, int]) -> Tensor:
     if model.rotary_interleaved or (".attention.wq." not in name and ".attention.wk." not in name):
         return value
     head = model.head_dim
     heads: Tensor = value.unflatten(0, (-1, head)).unflatten(1, pairs)
     return heads.transpose(1, 2).reshape(value.shape)
+
+
+in_our_order = partial(_paired, pairs=(-1, 2))
+"""Rows of queries and keys as rotary positions pair them here, from torchtitan's neighbours."""
+in_titans_order = partial(_paired, pairs=(2, -1))
+"""The inverse: neighbours are pairs."""

@@ -16,26 +16,17 @@ from ppctl.data.chat_template import open_template
 from ppctl.data.load import load_tokenizer
 from ppctl.data.prompts import Prompt, make_prompt
 from ppctl.data.tokenizer import Tokenizer, read_settings
-from ppctl.errors import DataError, PpctlError, Problem, visible
+from ppctl.errors import DataError, Problem, visible
 from ppctl.families.directory import CONFIG
 from ppctl.model.draw import drawn
-from ppctl.pretrained.conversion import printed_progress
+from ppctl.pretrained.conversion import exit_code_of, printed_progress
 from ppctl.pretrained.hugging_face import GENERATION
 from ppctl.pretrained.whole_model import WholeModel, open_model
 
 
 def main() -> int:
     """Continue the prompt; returns the exit code."""
-    try:
-        _generate(Namespace(**json.load(sys.stdin)))
-    except PpctlError as error:
-        for problem in error.problems:
-            print(f"error {problem}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print()
-        return 130
-    return 0
+    return exit_code_of(lambda: _generate(Namespace(**json.load(sys.stdin))))
 
 
 def _generate(args: Namespace) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ppctl.checkpoint.run_state import lineage
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart
 from ppctl.config.schema import ModelConfig
-from ppctl.data.tokenizer import tokenizer_path
+from ppctl.data.tokenizer import HuggingFaceTokenizer, tokenizer_path
 from ppctl.errors import CheckpointError, PpctlError, Problem, listed, pasted
 from ppctl.families.config_json import foreign_keys, write_config
 from ppctl.families.directory import (
@@ -135,8 +135,7 @@ def _export_adapters(
     names, tensors = [name for name in weights.shapes if is_adapter(name)], {}
     for done, name in enumerate(names, 1):
         progress(name, done, len(names))
-        saved = weights.saved(name)
-        tensors[f"base_model.model.{name}"] = saved.to(weights.dtype or saved.dtype)
+        tensors[f"base_model.model.{name}"] = weights.tensor(name)
     base = weights.state["model"].get("from_")
     config = {
         "peft_type": "LORA",
@@ -182,8 +181,8 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
     Without a `family` the model's code is transformers', and all keys of its config are written already.
     Numbers of tokens (`eos_token_id`) are left out if training took another tokenizer than the source's.
     """
-    source = _source(state)
-    if source is None:
+    *_, source = (None, *lineage(state))  # where training began, even if that was by way of other checkpoints
+    if source is None or (source / STATE).is_file():
         return {}, ""
     try:
         config = read_config_file(source)
@@ -201,12 +200,6 @@ def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) ->
         shutil.copyfile(source / GENERATION, out / GENERATION)
         files.append(GENERATION)
     return keys, f"{len(keys)} settings of {source} ({', '.join(files)})"
-
-
-def _source(state: Mapping[str, Any]) -> Path | None:
-    """The directory with which training began, even if that was by way of other checkpoints."""
-    *_, last = (None, *lineage(state))
-    return None if last is None or (last / STATE).is_file() else last
 
 
 def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
@@ -227,12 +220,7 @@ def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
         if (file.parent / other).is_file():
             shutil.copyfile(file.parent / other, out / other)
     if not (out / "tokenizer_config.json").exists():
-        (out / "tokenizer_config.json").write_text(json.dumps(_config(file), indent=2) + "\n")
+        end = HuggingFaceTokenizer.open(file).end_token
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **({} if end is None else {"eos_token": end})}
+        (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return f"the tokenizer of {file.parent}"
-
-
-def _config(file: Path) -> dict[str, str]:
-    from ppctl.data.tokenizer import HuggingFaceTokenizer
-
-    end = HuggingFaceTokenizer.open(file).end_token
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **({} if end is None else {"eos_token": end})}

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +71,14 @@ def export_dcp(
         value = weights.tensor(name)
         return value if megatron else in_titans_order(name, value, model)
 
-    parts = _megatron_parts(model, dtypes, tensor) if megatron else _titan_parts(model, dtypes, tensor)
-    objects = _extra_states(parts) if megatron else []
+    if megatron:
+        parts = _megatron_parts(model, dtypes, tensor)
+        objects = _extra_states(parts)
+    else:
+        shapes, objects = model_tensors(model).items(), []
+        parts = [
+            _Part(name, each, (0,) * len(each), each, dtypes[name], partial(tensor, name)) for name, each in shapes
+        ]
     with new_directory(out) as temporary:
         writer = FileSystemWriter(temporary, single_file_per_rank=True)
         with warnings.catch_warnings():
@@ -80,21 +87,10 @@ def export_dcp(
         if megatron:
             torch.save({"iteration": weights.manifest.step, "content_metadata": {}}, temporary / "common.pt")
             (temporary / "metadata.json").write_text(json.dumps(_BACKENDS))
-    elements = sum(_elements(shape) for shape in weights.shapes.values())
-    size = sum(_elements(part.sizes) * part.dtype.itemsize for part in parts)
+    elements = sum(map(prod, weights.shapes.values()))
+    size = sum(prod(part.sizes) * part.dtype.itemsize for part in parts)
     left = left_out(name for name in weights.manifest.tensors if name.startswith("optim."))
     return Done(out, "", elements, len({part.key for part in parts}), size, left=left)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _titan_parts(model: ModelConfig, dtypes: Mapping[str, torch.dtype], tensor: Callable[[str], Tensor]) -> list[_Part]:
-    return [
-        _Part(name, shape, (0,) * len(shape), shape, dtypes[name], partial(tensor, name))
-        for name, shape in model_tensors(model).items()
-    ]
 
 
 def _megatron_parts(

@@ -183,9 +183,13 @@ def _os_errors_as_problems(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        remedy = f"ls -ld {pasted(str(path))}"
-        raise CheckpointError(Problem("PP-E505", message, remedy, str(error.filename or path))) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error of a checkpoint, or a directory of checkpoints, that the file system does not let us read."""
+    message = f"{path} cannot be read: {error.strerror}"
+    return CheckpointError(Problem("PP-E505", message, f"ls -ld {pasted(path)}", str(error.filename or path)))
 
 
 # Writing. The machine may stop between any two lines: `find` must understand every state in between.
@@ -225,35 +229,21 @@ def _settle(moved: Path) -> None:
 
 
 def publish(directory: Path, step: int) -> Path:
-    """Give the written checkpoint its name, then point `latest` at it; both outlast a power failure. Everything that
-    needs space on the disk happens before the first rename."""
-    path = step_path(directory, step)
-    _draft_latest(directory, path)
+    """Give the written checkpoint its name, unless an earlier call that stopped has, then point `latest` at it; both
+    outlast a power failure. Everything that needs space on the disk happens before the first rename."""
+    path, temporary, pointer = step_path(directory, step), temporary_path(directory, step), directory / LATEST
+    draft = pointer.with_suffix(_TEMPORARY)
+    draft.write_text(f"{path.name}\n")
+    sync(draft)
     moved = path.with_suffix(_OLD)
-    if os.path.lexists(path):
-        path.rename(moved)
-    temporary_path(directory, step).rename(path)
+    if temporary.is_dir():
+        if os.path.lexists(path):
+            path.rename(moved)
+        temporary.rename(path)
+        sync(directory)
+    draft.replace(pointer)
     sync(directory)
-    return _finish(directory, path)
-
-
-def point_at(directory: Path, step: int) -> Path:
-    """The rest of a `publish` that stopped after its first renames: the checkpoint has its name already."""
-    path = step_path(directory, step)
-    _draft_latest(directory, path)
-    return _finish(directory, path)
-
-
-def _draft_latest(directory: Path, path: Path) -> None:
-    pointer = directory / f"{LATEST}{_TEMPORARY}"
-    pointer.write_text(f"{path.name}\n")
-    sync(pointer)
-
-
-def _finish(directory: Path, path: Path) -> Path:
-    (directory / f"{LATEST}{_TEMPORARY}").replace(directory / LATEST)
-    sync(directory)
-    discard(path.with_suffix(_OLD))
+    discard(moved)
     return path
 
 

@@ -46,7 +46,13 @@ class NormLimit:
     def skip(self, step: int, norm: GradNorm, value: float, limit: float) -> Problem:
         """The warning about a bad step that is left out. Raises TrainingError where the run has to stop."""
         self.in_a_row += 1
-        named = _named(step, norm, value, limit)
+        named = (
+            f"step {step}: the gradient norm {value:.4g} is above {limit:.4g}, train.spike_factor times the usual one"
+        )
+        if not math.isfinite(value):
+            culprits = norm.culprits()  # for which the host waits
+            places = [f"of {each.name} (pp_rank {each.pp_rank}, stage {each.stage})" for each in culprits]
+            named = f"step {step}: the gradient norm {[*places, 'of all parameters together'][0]} is not finite"
         if not self.skips or self.in_a_row > MOST_IN_A_ROW:
             after = f"; {MOST_IN_A_ROW} steps before it were left out" if self.skips else ""
             remedy = "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint"
@@ -61,17 +67,3 @@ class NormLimit:
         """Take the norms and the count from a checkpoint's `state`; of earlier versions it is empty."""
         self.norms.extend(state.get("usual", ()))
         self.in_a_row = state.get("in_a_row", 0)
-
-
-def _named(step: int, norm: GradNorm, value: float, limit: float) -> str:
-    """The words for a norm of `value` above its limit, or one that is not finite; of that, with the first parameter
-    whose own is not, for which the host waits."""
-    if math.isfinite(value):
-        return (
-            f"step {step}: the gradient norm {value:.4g} is above {limit:.4g}, train.spike_factor times the usual one"
-        )
-    where, culprits = "of all parameters together", norm.culprits()
-    if culprits:
-        first = culprits[0]
-        where = f"of {first.name} (pp_rank {first.pp_rank}, stage {first.stage})"
-    return f"step {step}: the gradient norm {where} is not finite"

@@ -9,6 +9,7 @@ import torch
 from ppctl.comm.groups import gather_rows
 from ppctl.data.batches import StepBatch, check_same_samples
 from ppctl.data.sampler import SAMPLE_ORDER
+from ppctl.engine.interpreter import run_schedule
 from ppctl.train.programs import StagePrograms
 from ppctl.train.session import Session
 
@@ -58,7 +59,7 @@ class Evaluator:
         for module in s.model.stages.values():
             module.train(False)
         for programs in self._programs:
-            s.pipeline.forward_only(s.plan.forward_schedule, programs)
+            run_schedule(s.plan.forward_schedule, programs, s.pipeline.communicator, heartbeat=s.pipeline.heartbeat)
         if gathered is not None:
             gathered.release_all()
         for module in s.model.stages.values():

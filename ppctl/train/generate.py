@@ -6,42 +6,37 @@ There is no cache: every token is one pass over the whole window, by exactly the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
 from ppctl.config.training_config import CHAT
-from ppctl.data.batches import find_documents
+from ppctl.data.batches import StepBatch, find_documents
 from ppctl.data.conversation_rows import ConversationRows
 from ppctl.data.load import load_tokenizer
 from ppctl.data.prompts import Prompt, prompts_of
 from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from ppctl.engine.interpreter import run_schedule
-from ppctl.engine.stage import StageProgram
-from ppctl.geometry.layers import Layer
 from ppctl.model.draw import drawn
-from ppctl.model.packing import ROWS, Packing, bounds_of
-from ppctl.model.stage_model import StageModel
 from ppctl.parallel.tensor import gather_runs
-from ppctl.plan import StageSpec
 from ppctl.sequence_halves import Halves
 from ppctl.tensors.tensor_halves import own_positions
+from ppctl.train.programs import StagePrograms
 from ppctl.train.session import Session
 
 
-class Generator:
-    """Continues a prompt of token ids. A collective of one pipeline: all its ranks call it with the same prompt."""
+class Generator(StagePrograms):
+    """Continues a prompt of token ids, by the programs of training, which it closes with a draw in place of a loss. A
+    collective of one pipeline: all its ranks call it with the same prompt."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        super().__init__(session)
         self.schedule = session.plan.forward_only(num_microbatches=1)
-        self.programs = [self._program(spec, session.model.stages[spec.stage]) for spec in session.own.stages]
+        self.programs = [self._program(spec, 0) for spec in session.own.stages]
         length, samples = session.config.data.seq_length, session.config.train.micro_batch_size
         # The edges were planned for this shape; every row holds the same window.
-        self.window = torch.zeros(samples, length, dtype=torch.int64, device=session.device)
-        self.packing = ROWS
+        self.window = torch.zeros(1, samples, length, dtype=torch.int64, device="cpu")
         self.position = 0
         self.next_token = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.dice = torch.Generator().manual_seed(session.config.train.seed)
@@ -59,50 +54,35 @@ class Generator:
         return tokens[len(prompt) :]
 
     def _next(self, tokens: Sequence[int]) -> int:
-        seen = tokens[-self.window.shape[1] :]
+        seen = tokens[-self.window.shape[-1] :]
         self.position = len(seen) - 1
         # Later positions do not matter: attention is causal.
-        self.window[:, : len(seen)] = torch.tensor(seen, device="cpu")
-        self.packing = self._packing()
+        self.window[..., : len(seen)] = torch.tensor(seen, device="cpu")
+        documents = find_documents(self.window, self.session.data.end)
+        self.begin(StepBatch(self.window, self.window, self.window, 1, 0, *documents))  # nobody reads its labels
         run_schedule(self.schedule, self.programs, self.session.pipeline.communicator)
         if self.session.plan.sizes.pp > 1:
             dist.broadcast(self.next_token, self.last_rank, group=self.session.groups["pp"])
         return int(self.next_token)
 
-    def _packing(self) -> Packing:
-        positions, documents = find_documents(self.window[None].cpu(), self.session.data.end)
-        at_once = self.session.model.kernels.attend_documents is not None
-        bounds = bounds_of(documents, self.window.device) if documents is not None and at_once else None
-        return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0, bounds)
-
-    def _program(self, spec: StageSpec, module: StageModel) -> StageProgram:
-        embeds, ends = Layer("embedding") in spec.layers, Layer("loss") in spec.layers
-
-        def forward(mb: int, inputs: Message) -> Message:
-            outputs = module(*((self.window,) if embeds else inputs), tokens=self.window, packing=self.packing)
-            if ends:
-                logits = self._all_words(self._at_position(outputs[0][0]))
-                # A small model that always takes the likeliest token soon repeats one word.
-                self.next_token[0] = drawn(logits, self.dice, temperature=0.8, top_k=40)
-            return outputs
-
-        return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+    def _closed(self, mb: int, outputs: Message, *, adds: bool) -> Message:
+        logits, group = self._at_position(outputs[0][0]), self.session.groups.get("tp")
+        if group is not None:
+            logits = gather_runs(logits, 0, self.session.config.model.vocab_size, group)
+        # A small model that always takes the likeliest token soon repeats one word.
+        self.next_token[0] = drawn(logits, self.dice, temperature=0.8, top_k=40)
+        return outputs
 
     def _at_position(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [words] of the last token, from logits [s, words], on every rank that shares the sequence."""
         place = self.session.model.parts.cp
         if place.size == 1:
             return logits[self.position]
-        positions = own_positions(Halves(place.rank, place.size, self.window.shape[1]), logits.device)
+        positions = own_positions(Halves(place.rank, place.size, self.window.shape[-1]), logits.device)
         own = logits[(positions == self.position).int().argmax()]  # some row, if another rank has it
         own = own * (positions == self.position).any()
         dist.all_reduce(own, group=self.session.groups["cp"])
         return own
-
-    def _all_words(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of the whole vocabulary, from a rank's part of them, on all tensor-parallel ranks."""
-        group = self.session.groups.get("tp")
-        return logits if group is None else gather_runs(logits, 0, self.session.config.model.vocab_size, group)
 
 
 SAMPLE_LENGTH = 200
@@ -120,14 +100,16 @@ def write_samples(session: Session) -> list[dict[str, str]]:
     split weights: every pipeline writes the same samples."""
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     end = tokenizer.eos if session.config.data.format == CHAT else None
-    gathered = session.replica.gathered
-    with nullcontext() if gathered is None else gathered.all_held():  # a collective of all ranks
-        prompts = prompts_of(session.config, tokenizer) or _prompts_of_data(session, tokenizer)
-        return [
-            {"prompt": text, "text": tokenizer.decode(Generator(session).continue_prompt(tokens, count, end))}
-            for count in (_sample_length(session),)
-            for text, tokens in prompts
-        ]
+    window = sum(spec.flops_forward for spec in session.plan.stages)
+    small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
+    count = SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH
+    samples = [
+        {"prompt": text, "text": tokenizer.decode(Generator(session).continue_prompt(tokens, count, end))}
+        for text, tokens in prompts_of(session.config, tokenizer) or _prompts_of_data(session, tokenizer)
+    ]
+    if session.replica.gathered is not None:
+        session.replica.gathered.release_all()
+    return samples
 
 
 def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
@@ -147,12 +129,6 @@ def _prompts_of_data(session: Session, tokenizer: Tokenizer) -> list[Prompt]:
     count, *tokens = found.tolist()
     tokens = tokens[:count]
     return [Prompt(tokenizer.decode(tokens), tokens)] if max(tokens) < tokenizer.vocab_size else []
-
-
-def _sample_length(session: Session) -> int:
-    window = sum(spec.flops_forward for spec in session.plan.stages)
-    small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
-    return SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH
 
 
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:

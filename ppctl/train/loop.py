@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppctl.config.batch_sizes import BatchSizes
-from ppctl.train.callback import Callback, Start, StepResult, TrainingEnd, TrainingRun
+from ppctl.train.callback import Callback, Start, TrainingEnd, TrainingRun
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.session import Session
 from ppctl.train.step import Trainer
@@ -37,7 +37,8 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
                 result.record |= evaluator()
             end.step, end.loss = result.step, result.record["loss"]
             end.eval_loss = result.record.get("eval_loss", end.eval_loss)
-            if _is_logged(result, step == start.step, config.log.interval):
+            begins_or_ends = step == start.step or result.last or bool(result.stop)
+            if begins_or_ends or result.step % config.log.interval == 0 or "eval_loss" in result.record:
                 callback.log_metrics(result.record)
             callback.post_step(result)
             if result.stop and not result.last:
@@ -50,8 +51,3 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
     finally:
         callback.close(error)
     return end
-
-
-def _is_logged(result: StepResult, first: bool, interval: int) -> bool:
-    """Whether a step's figures are logged: at the interval, and if more than a step happens."""
-    return first or result.last or bool(result.stop) or result.step % interval == 0 or "eval_loss" in result.record

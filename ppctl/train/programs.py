@@ -103,11 +103,7 @@ class StagePrograms:
             tokens = self.own_batch.tokens[number] if embeds or predicts else None
             given = inputs if tokens is None or not embeds else (tokens,)
             outputs = module(*given, tokens=tokens, packing=self._packing(number))
-            if not ends:
-                return outputs
-            added = outputs[-1] if module.adds_to_loss and torch.is_grad_enabled() else None
-            logits = outputs if added is None else outputs[:-1]
-            return (self._objective(number, self._loss(number, *logits), added),)
+            return self._closed(number, outputs, adds=module.adds_to_loss) if ends else outputs
 
         def prepare(mb: int) -> None:
             assert gathered is not None
@@ -155,12 +151,14 @@ class StagePrograms:
             loss = loss + self.mtp_weight * mean
         return loss
 
-    def _objective(self, mb: int, loss: Tensor, added: Tensor | None) -> Tensor:
-        """The loss with the microbatch's share of what the model itself adds to it, which is noted."""
-        if added is None:
-            return loss
+    def _closed(self, mb: int, outputs: Message, *, adds: bool) -> Message:
+        """The objective in place of the last stage's outputs: the loss, with the microbatch's share of what the model
+        itself `adds` to it, which is noted."""
+        if not (adds and torch.is_grad_enabled()):
+            return (self._loss(mb, *outputs),)
+        *logits, added = outputs
         self.added[mb] = added.detach()
-        return loss + auxiliary_weight(self.session) * added
+        return (self._loss(mb, *logits) + auxiliary_weight(self.session) * added,)
 
     def _packing(self, mb: int) -> Packing:
         """The packing of the step's microbatch `mb` for the layers; without documents on a rank without data."""

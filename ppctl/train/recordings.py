@@ -55,7 +55,13 @@ class StepTraces(Callback):
             self.keep(MeasuredStep(result.step, tuple(ranks)))
 
 
-class KeptGradients(Callback):
+class _WritesFiles(Callback):
+    def pre_train(self, run: TrainingRun) -> None:
+        """Remember how to say that files are written."""
+        self._enter = run.enter
+
+
+class KeptGradients(_WritesFiles):
     """Writes every rank's gradients of the steps of `log.gradients`, and fingerprints of messages, below `directory`,
     in the files of `checkpoint/step_parity.py`."""
 
@@ -65,10 +71,6 @@ class KeptGradients(Callback):
         self._on = False
         self._seen: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
         """(forward, stage, microbatch of this rank) -> squares and bits, on the device until the step is over."""
-
-    def pre_train(self, run: TrainingRun) -> None:
-        """Remember how to say that files are written."""
-        self._enter = run.enter
 
     def stage_program(self, program: StageProgram, first: int) -> StageProgram:
         """The program with an eye on what it hands on; itself if no step is kept."""
@@ -141,7 +143,7 @@ def fingerprint(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(squares).sum(), bit_sum(values)
 
 
-class TorchProfile(Callback):
+class TorchProfile(_WritesFiles):
     """Runs torch's profiler in the steps of `log.torch_profile`, into the run's `directory`; on a GPU with the history
     of its memory. Without the key nothing is imported."""
 
@@ -151,10 +153,6 @@ class TorchProfile(Callback):
         self._profiled = ExitStack()
         if self.steps and self.rank == 0 and self.device.type != "cuda":
             say("note: log.torch_profile: memory snapshots are of GPUs; on the CPU there are traces alone")
-
-    def pre_train(self, run: TrainingRun) -> None:
-        """Remember how to say that files are written."""
-        self._enter = run.enter
 
     def pre_step(self, step: int) -> None:
         """Begin to record, if the step is profiled."""

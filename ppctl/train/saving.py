@@ -25,7 +25,7 @@ from ppctl.records.json_reader import finite
 from ppctl.runs.checkpoint_folder import FoundCheckpoint, find, step_of
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
-from ppctl.train.snapshot import Loaded, check_optimizer, continued, load_first, session_shards, start_from, state_of
+from ppctl.train.snapshot import check_optimizer, continued, load_first, session_shards, start_from, start_of, state_of
 
 Candidates = Callable[[], list[FoundCheckpoint]]
 """Looks for checkpoints, the first to be tried first; called on rank 0."""
@@ -54,7 +54,8 @@ class Saves(Callback):
         self.session, self._note, self._directory, self._writer = session, note, directory, writer
         leads = dist.get_rank() == 0
         self._say = say if leads else lambda line: None
-        self._warn = partial(_warn, say if leads else partial(print, file=sys.stderr))
+        aloud = say if leads else partial(print, file=sys.stderr)
+        self._warn: Callable[[Problem], None] = lambda problem: aloud(f"warning: {problem}")
         self._figures: dict[str, Any] = {}
         config = session.config.checkpoint
         self._keeps = {name: getattr(config, name) for name in ("keep", "keep_every", "keep_best")}
@@ -97,20 +98,16 @@ class Saves(Callback):
         """Load the first of the candidates that is not damaged, or newer copies in memory; else `model.from`. A
         collective over the world. Raises CheckpointError if all are damaged, or one does not fit the run."""
         from_disk = partial(load_first, self.session, candidates, self._say)
-        loaded = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
-        if loaded is not None:
-            state = loaded.state
-            return Start(state["step"], state["consumed_samples"], state["sample_order"], loaded.path)
+        start = from_disk() if self.local is None else self._load_local(self.local, candidates, from_disk)
+        if start is not None:
+            return start
         if (model := self.session.config.model.from_) is not None:
             start_from(self.session, Path(model))
         return Start()
 
     def _load_local(
-        self,
-        local: LocalCopies,
-        candidates: Candidates,
-        from_disk: Callable[[], Loaded | None],
-    ) -> Loaded | None:
+        self, local: LocalCopies, candidates: Candidates, from_disk: Callable[[], Start | None]
+    ) -> Start | None:
         """Take the copies that an earlier start of this run has left in memory, if all ranks have those of one step
         and start, later than that of the checkpoint that the run would go on from; else what `from_disk` loads.
 
@@ -135,7 +132,7 @@ class Saves(Callback):
                 state = json.loads(record.state)
                 check_optimizer(state, self.session, local.directory)
                 memory.fill(session_shards(self.session))
-                loaded = Loaded(choice.newest, continued(self.session, state, local.directory))
+                loaded = start_of(continued(self.session, state, local.directory), choice.newest)
         if choice.line:
             self._say(choice.line)
         used = loaded is not None
@@ -230,10 +227,6 @@ class Saves(Callback):
         self._say(f"saved step {saved.step} ({how}{saved.seconds:.1f} s)")
 
 
-def _warn(say: Callable[[str], None], problem: Problem) -> None:
-    say(f"warning: {problem}")
-
-
 @contextmanager
 def _as_training_error() -> Iterator[None]:
     """The existing checkpoints are good: it is training that failed."""
@@ -261,7 +254,12 @@ def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Cho
     if path is not None and (newest is None or path != newest.path):
         return _Choice()  # the start means that one
     if path is None and local.survey.other:
-        raise CheckpointError(_only_others(local))
+        message = (
+            f"there is no checkpoint on the disk, and the copies of step {local.survey.other} in memory are of another "
+            "cut or optimizer: a start from step 0 would delete them"
+        )
+        remedy = "start the run once more as it was, which goes on from them\ncheckpoint.local=null"
+        raise CheckpointError(Problem("PP-E775", message, remedy, place=str(local.directory)))
     on_disk = f"{path.name} on the disk" if path is not None else "no checkpoint on the disk"
     if chosen is None:
         return _Choice(line=note if note.startswith("warning") else f"{note}: going on from {on_disk}")
@@ -269,12 +267,3 @@ def _choose(local: LocalCopies, directory: Path, candidates: Candidates) -> _Cho
         return _Choice()
     where = f"the copies of step {chosen.step} in memory{local.sources_text()}"
     return _Choice(True, path, f"going on from {where}; there is {on_disk}")
-
-
-def _only_others(local: LocalCopies) -> Problem:
-    message = (
-        f"there is no checkpoint on the disk, and the copies of step {local.survey.other} in memory are of another cut "
-        "or optimizer: a start from step 0 would delete them"
-    )
-    remedy = "start the run once more as it was, which goes on from them\ncheckpoint.local=null"
-    return Problem("PP-E775", message, remedy, place=str(local.directory))

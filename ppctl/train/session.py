@@ -17,7 +17,7 @@ from ppctl.config.parallel_rules import is_plain
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import RankData
 from ppctl.data.load import Data, load_data
-from ppctl.engine.interpreter import Engine, run_schedule
+from ppctl.engine.interpreter import Engine
 from ppctl.engine.pace import DevicePace
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.engine.stage import StageProgram
@@ -107,10 +107,6 @@ class RankPipeline:
         engine, self._engine = self._engine, None
         engine.settle()
         return engine.pace.ended
-
-    def forward_only(self, schedule: Schedule, programs: Sequence[StageProgram]) -> None:
-        """Run a schedule without backwards, whose actions are not stamped."""
-        run_schedule(schedule, programs, self.communicator, heartbeat=self.heartbeat)
 
     def close(self) -> None:
         """End the connections of the pipeline's messages; every rank calls it, before the process groups go."""

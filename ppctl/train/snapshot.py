@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -28,6 +28,7 @@ from ppctl.geometry.canonical_names import expert_name, uses_of_embedding
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.safetensors_values import DirectoryReader
 from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint
+from ppctl.train.callback import Start
 from ppctl.train.session import Session
 
 
@@ -180,17 +181,14 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
             shard.tensor.copy_(whole[shard.part.box.within((0,) * whole.dim())])
 
 
-class Loaded(NamedTuple):
-    """The checkpoint that a run goes on from, and the state saved in it."""
-
-    path: Path | None
-    """The checkpoint's directory; if the run continues from copies in memory, the newest checkpoint on disk."""
-    state: dict[str, Any]
+def start_of(state: Mapping[str, Any], path: Path | None) -> Start:
+    """Where a run goes on with this state of its checkpoint at `path`."""
+    return Start(state["step"], state["consumed_samples"], state["sample_order"], path)
 
 
 def load_first(
     session: Session, candidates: Callable[[], list[FoundCheckpoint]], say: Callable[[str], None] = print
-) -> Loaded | None:
+) -> Start | None:
     """Load the first of the candidates, as rank 0 finds them, that is not damaged; None if there are none.
 
     A collective over the world. `say` takes, on rank 0, a line for every one that is passed over: which one, and why.
@@ -205,7 +203,7 @@ def load_first(
         if one.warning:
             said(f"warning: {one.warning}")
         try:
-            return Loaded(one.path, load_checkpoint(session, one.path))
+            return start_of(load_checkpoint(session, one.path), one.path)
         except CheckpointError as error:
             if following is None or any(problem.code not in _DAMAGE for problem in error.problems):
                 raise

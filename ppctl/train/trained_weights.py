@@ -13,7 +13,6 @@ or (`GatheredWeights`) whole only while a stage computes; they are gathered for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property, partial
 
 import torch
@@ -52,7 +51,10 @@ class Weights:
 
     def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
         self.model = dict(model)
-        self.master = {name: _master(parameter) for name, parameter in model.items()}
+        self.master = {
+            name: p if p.dtype == wide_dtype(p.dtype) else nn.Parameter(p.detach().to(wide_dtype(p.dtype)))
+            for name, p in model.items()
+        }
         self._add_up()
 
     def _add_up(self) -> None:
@@ -89,12 +91,6 @@ class Weights:
     def run(self, name: str) -> range:
         """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
         return range(self.model[name].numel())
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == wide_dtype(parameter.dtype):
-        return parameter
-    return nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
 
 
 def _accumulate(total: WideSum, parameter: Tensor) -> None:
@@ -144,7 +140,10 @@ class ShardedWeights(Weights):
         """Start gathering the stage's weights, and return; nothing if they are here or on their way."""
         if stage in self._held or stage in self._coming:
             return
-        self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
+        self._coming[stage] = [
+            (names, self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype))
+            for names in self.buckets(self.stages[stage])
+        ]
 
     @torch.no_grad()
     def hold(self, stage: int) -> None:
@@ -161,14 +160,6 @@ class ShardedWeights(Weights):
 
     def release(self, stage: int) -> None:
         """Do nothing: the stage's weights stay whole."""
-
-    @contextmanager
-    def all_held(self) -> Iterator[None]:
-        """A context in which the weights of all stages are gathered; they are released on exit."""
-        for stage in self.stages:
-            self.hold(stage)
-        yield
-        self.release_all()
 
     def release_all(self) -> None:
         """Release the weights of all stages, after forwards that no backward follows."""
@@ -189,9 +180,6 @@ class ShardedWeights(Weights):
         if name in self.owned:
             return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
-
-    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
-        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def start_gather(
         self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ppctl.checkpoint.manifest import Manifest
+from ppctl.checkpoint.manifest import Manifest, read_manifest
 from ppctl.checkpoint.verification import examine
 from ppctl.errors import CheckpointError
 
@@ -14,4 +14,4 @@ def verify(path: Path) -> Manifest:
     checkpoint = examine(path)
     if checkpoint.problems:
         raise CheckpointError(checkpoint.problems)
-    return checkpoint.manifest
+    return read_manifest(path)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.parallel.tensor import gather_runs
 from ppctl.train.session import Session
 from ppctl.train.trained_weights import ShardedWeights
@@ -25,3 +29,18 @@ def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
         if axis != "ep":
             own = gather_runs(own, dim, shape[dim], session.groups[axis])
     return own
+
+
+@contextmanager
+def all_held(weights: ShardedWeights) -> Iterator[None]:
+    """A context in which the weights of all stages are gathered. A collective."""
+    for stage in weights.stages:
+        weights.hold(stage)
+    yield
+    weights.release_all()
+
+
+def held_shards(tensors: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Shard]:
+    """Whole tensors by name; a list has several of one name, as a rank may have copies."""
+    each = [(name, one) for name, own in tensors.items() for one in ([own] if isinstance(own, Tensor) else own)]
+    return [shard for name, one in each for shard in whole_shards({name: one})]

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 from verified import verify
+from whole_tensors import held_shards
 
 from ppctl.checkpoint import reading
 from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.shards import Shard
 from ppctl.errors import CheckpointError
 from ppctl.runs.checkpoint_folder import find
 
@@ -39,11 +40,11 @@ def stage_tensors(pp_rank, pp, *, fill=None, width=4):
 
 
 def save(directory, step, tensors, state, **settings):
-    return one_save.save(directory, step, whole_shards(tensors), state, **settings)
+    return one_save.save(directory, step, held_shards(tensors), state, **settings)
 
 
 def load(path, tensors):
-    return reading.load(path, whole_shards(tensors))
+    return reading.load(path, held_shards(tensors))
 
 
 def value(name, width=4):

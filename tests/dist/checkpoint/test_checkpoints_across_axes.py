@@ -6,7 +6,6 @@ differs by nothing that can be seen.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,9 @@ def one_cut(config: RunConfig, directory: Path, cut: str) -> dict[str, Any]:
     session = build(config)
     load_checkpoint(session, directory / "first" / f"step-{STEPS}")
     save_checkpoint(session, directory / cut, STEPS, STEPS * SAMPLES)
-    with nullcontext() if session.replica.gathered is None else session.replica.gathered.all_held():
-        spoken = Generator(session).continue_prompt([1, 2, 3], 4)
+    spoken = Generator(session).continue_prompt([1, 2, 3], 4)
+    if session.replica.gathered is not None:
+        session.replica.gathered.release_all()
     trainer = Trainer(session, session.data.batches(STEPS, STEPS * SAMPLES))
     evaluated = Evaluator(session)()
     record = trainer.step(STEPS).record

@@ -12,6 +12,7 @@ from dense_runs import CPU, STEPS, config_of, session_of, trainer_of
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from whole_tensors import all_held
 
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import to_mapping
@@ -59,7 +60,7 @@ def with_ppctl(mapping: dict) -> tuple[list[float], list[float], dict[str, torch
     session = session_of(mapping)
     trainer = trainer_of(session)
     records = [trainer.step(step).record for step in range(STEPS)]
-    with session.replica.gathered.all_held():
+    with all_held(session.replica.gathered):
         weights = {name: parameter.detach().clone() for name, parameter in session.replica.weights.model.items()}
     return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights
 

@@ -15,7 +15,7 @@ from expert_runs import config_of as config_with_experts
 from one_save import save_checkpoint
 from own_worlds import in_own_worlds
 from ranks import run_ranks
-from whole_tensors import whole_of
+from whole_tensors import all_held, whole_of
 
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import part_of, scatter_sums, start_gather
@@ -66,7 +66,7 @@ def train(mapping: dict) -> Trained:
     assert not isinstance(gathered, GatheredWeights) or all(p.isnan().all() for p in gathered.model.values()), (
         "nothing between steps"
     )
-    with nullcontext() if gathered is None else gathered.all_held():
+    with nullcontext() if gathered is None else all_held(gathered):
         weights = {name: p.detach().clone() for name, p in session.replica.weights.model.items()}
     state = [t for entry in session.replica.optimizer.state.values() for t in entry.values() if t.dim()]
     elements = sum(t.numel() for t in (*state, *session.replica.weights.master.values()))

@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from verified import verify
+from whole_tensors import held_shards
 
 from ppctl.checkpoint import disk, manifest, reading
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.checkpoint.run_state import read_state
-from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.tensor_parts import TensorPart, choose_writers
 from ppctl.errors import CheckpointError
 from ppctl.runs import checkpoint_folder
@@ -43,11 +44,11 @@ def tensors(value=1.0):
 
 
 def save(directory, step, held, state, **settings):
-    return one_save.save(directory, step, whole_shards(held), state, **settings)
+    return one_save.save(directory, step, held_shards(held), state, **settings)
 
 
 def load(path, held):
-    return reading.load(path, whole_shards(held))
+    return reading.load(path, held_shards(held))
 
 
 def blank(value=1.0):

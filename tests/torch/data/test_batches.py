@@ -50,9 +50,9 @@ def test_an_epoch_reads_every_token_once():
 
 def test_a_resumed_run_goes_on_where_it_was_also_with_another_batch_size():
     start = batches()
-    assert [start.position(step) for step in (0, 1, 5)] == [0, 12, 60]
+    assert [start.sizes.position(step) for step in (0, 1, 5)] == [0, 12, 60]
     same = batches(first_step=5, consumed_samples=60)
-    assert same.sample_ids(6).tolist() == start.sample_ids(6).tolist() and same.position(6) == 72
+    assert same.sample_ids(6).tolist() == start.sample_ids(6).tolist() and same.sizes.position(6) == 72
     smaller = batches(first_step=5, consumed_samples=60, global_batch_size=6)
     halves = np.concatenate([smaller.sample_ids(5), smaller.sample_ids(6)])
     assert halves.tolist() == start.sample_ids(5).tolist()

@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 def test_what_was_written_is_good_and_every_byte_of_values_is_read(path: Path) -> None:
     seen: list[int] = []
     found = examine(path, progress=seen.append)
-    assert found.problems == [] and sum(seen) == found.read == bytes_of_values(found.manifest)
+    assert found.problems == [] and sum(seen) == found.read == bytes_of_values(read_manifest(path))
     assert found.read == sum(value.nbytes for value in arrays(2).values())
     quick = examine(path, values=False)
     assert (quick.problems, quick.read) == ([], 0)

@@ -23,7 +23,7 @@ def record(step, loss=2.0, **more):
 
 def drawn(block, columns=80):
     screen = Console(width=columns, record=True, file=io.StringIO(), legacy_windows=False)
-    screen.print(block.draw())
+    screen.print(block.draw(columns))
     return screen.export_text().splitlines()
 
 
