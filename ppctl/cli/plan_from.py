@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from ppctl import __version__
 from ppctl.cli.console import aligned, folded, note, width

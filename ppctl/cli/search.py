@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from ppctl.cli import search_text
-from ppctl.cli.console import note, overwrite, width
+from ppctl.cli.console import console, note, width
 from ppctl.cli.main import INTERRUPTED
 from ppctl.cli.recipes import lines_of
 from ppctl.cli.search_page import page
@@ -49,7 +49,7 @@ from ppctl.search.space import AXES, SEARCHED, SearchSpace
 _MEASURED = ("tp", "cp", "ep", "mbs", GRANULARITY)
 """Keys of which a profile has measured one value."""
 _SECONDS, _REFINED = 20.0, 3  # for how long rows are refined, and how many, if nothing is asked
-_TOLD, _DRAWN = 2.0, 0.1  # seconds between lines about a search: on a pipe, and in their place on a terminal
+_TOLD = 2.0  # seconds between lines about a search on a pipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,20 +205,29 @@ def _to_the_end(search: Search, *, alone: bool = False) -> bool:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Search], None]]:
-    """Yield a function that shows how many configurations are decided, and the best so far."""
-    drawn, shown = sys.stderr.isatty(), monotonic()
+    """Yield a function that draws how many configurations are decided, and the best so far; on a pipe in lines."""
+    if not sys.stderr.isatty():
+        told = monotonic()
 
-    def show(search: Search) -> None:
-        nonlocal shown
-        if monotonic() - shown >= (_DRAWN if drawn else _TOLD):
-            (overwrite if drawn else note)(search_text.so_far(search))
-            shown = monotonic()
+        def tell(search: Search) -> None:
+            nonlocal told
+            if monotonic() - told >= _TOLD:
+                note(search_text.so_far(search))
+                told = monotonic()
 
-    try:
+        yield tell
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("dividing the ranks", total=None)
+
+        def show(search: Search) -> None:
+            of, said = search.counts, search_text.so_far(search)
+            bar.update(task, total=of.total or None, completed=of.total - of.undecided, description=said)
+
         yield show
-    finally:
-        if drawn:
-            overwrite("")
 
 
 # What is searched
