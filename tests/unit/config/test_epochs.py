@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from command import TINY
 
+from ppctl.cli.main import main
 from ppctl.config.compose import compose, override
 from ppctl.config.schema import RunConfig
 from ppctl.data.indexed import IndexedWriter
@@ -85,3 +86,9 @@ def test_who_composes_without_a_reader_of_data_is_told_that_no_steps_are_known(t
     assert any(
         "train.epochs=1: the steps follow from data" in line for line in compose([*SMALL, text, "train.epochs=1"]).notes
     )
+
+
+@pytest.mark.parametrize("value", ["x", "[1]", "nan", "1e400", "0", "-1", "true"])
+def test_what_is_no_number_of_epochs_is_a_problem_of_its_key(capsys, value: str) -> None:
+    assert main(["plan", "+recipe=quickstart", f"train.epochs={value}"]) == 2
+    assert "train.epochs" in capsys.readouterr().err
