@@ -181,11 +181,9 @@ class Draft:
     def _count_epochs(self, count_samples: CountSamples | None, *, for_training: bool) -> None:
         """Set train.samples by the run's epochs, unless another measure of its length is stronger; as strong a one is
         refused. What a resumed run has counted stays, unless other epochs are typed. Plans do without data."""
-        if self.values[EPOCHS] is None:
+        own, epochs = self._strength(EPOCHS), None if self.values[EPOCHS] is None else self.config().train.epochs
+        if epochs is None or not keys()[EPOCHS].allows(epochs):  # `check` says what is wrong
             return
-        epochs, own = self.config().train.epochs, self._strength(EPOCHS)
-        if epochs is None or not keys()[EPOCHS].allows(epochs):
-            return  # `check` says why
         if EPOCHS not in self.typed and self.source(LENGTHS[0]).startswith(f"derived: {EPOCHS}"):
             return
         others = [key for key in (STEPS, *LENGTHS) if self.values[key] is not None and self._strength(key) >= own]

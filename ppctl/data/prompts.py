@@ -15,7 +15,7 @@ class Prompt(NamedTuple):
     """A text to continue."""
 
     text: str
-    """Of a conversation as the template writes it, up to where the assistant's answer begins."""
+    """A conversation as the template writes it, up to where the assistant's answer begins."""
     tokens: list[int]
 
 

@@ -124,7 +124,7 @@ class Rounds:
 
     @cached_property
     def filled(self) -> list[Filled]:
-        """Of ranks with alike stages the one that holds most, by what is begun and by that and what is put off."""
+        """Among ranks with alike stages, the one that holds most: by what is begun, and with what is deferred."""
         ranks: dict[Hashable, Filled] = {}
         for rank, (own, row) in enumerate(zip(self.cut.ranks[self.row.placement], self.plain.actions, strict=True)):
             for at, moment in enumerate(_fullest(row, own, self.number)):
