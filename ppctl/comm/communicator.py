@@ -162,35 +162,6 @@ MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
 """Messages that are added one by one, until `settle` waits for all of them."""
 
 
-class BatchedEnd:
-    """A channel's end if messages travel in batches."""
-
-    __slots__ = ("_batch", "_end", "channel", "check")
-
-    def __init__(self, end: DirectEnd, batch: MessageBatch) -> None:
-        self._end, self.channel = end, end.channel
-        self._batch = batch
-        self.check = end.check
-
-    def reserve(self, capacity: int) -> None:
-        """Do nothing: no send is outstanding after a batch."""
-
-    def post(self, shelf: Shelf) -> Arrival:
-        """Add the receive of the next message."""
-        return self._batch.post(self._end, shelf)
-
-    def send(self, message: Message) -> None:
-        """Add a send."""
-        self._batch.send(self._end, message)
-
-    def flush(self) -> None:
-        """Do nothing: no send is outstanding after a batch."""
-
-
-ChannelEnd = DirectEnd | BatchedEnd
-"""A channel's end as the engine uses it."""
-
-
 _AS_DECLARED = Modes()
 """Every message by itself, of the shape that the stages declare."""
 
@@ -283,8 +254,8 @@ class Communicator:
             return AnnouncedBatch(self.device)
         return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch()
 
-    def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
-        """This rank's end of a channel as the engine uses it: its own, or a part of `batch`.
+    def end_in(self, channel: Channel) -> DirectEnd:
+        """This rank's end of a channel, for the messages of a schedule.
 
         Raises ScheduleError if shapes vary and channels are not connected yet: one host would wait for the other to
         connect, which waits for a header that the first one has not enqueued.
@@ -295,7 +266,7 @@ class Communicator:
                 "that read each other's headers would wait for each other"
             )
             raise ScheduleError(Problem("PP-E390", message, "Communicator(pp_group, modes, connect=True)"))
-        return self.end(channel) if batch is None else BatchedEnd(self.end(channel), batch)
+        return self.end(channel)
 
     def end(self, channel: Channel) -> DirectEnd:
         """This rank's end of a channel. Raises ScheduleError for a channel that was not made."""

@@ -95,8 +95,7 @@ class ForeignStage(CutStage, StageModel):
         # On other stages the embedding is a stand-in that nobody reads.
         begin = {"input_ids": given} if self.embeds else {"inputs_embeds": torch.zeros_like(given)}
         if self.adds_to_loss and self.ends:
-            logits, added = call(self.model, **begin)
-            return (logits,) if added is None else (logits, added)
+            return call(self.model, **begin)
         packed = packed if "position_ids" in beside else False
         with known_rows(packed=packed, hides=hides):
             return (self.model(**begin, **beside, use_cache=False, return_dict=True).logits,)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.dropout import Draws, Dropout, Dropped
-from ppctl.model.dropped_attention import DroppedBlocks, attention_with_dropout
+from ppctl.model.dropout import Draws, Dropout
+from ppctl.model.dropped_attention import Dropped, attention_with_dropout
 from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
 from ppctl.model.split import TensorSplit
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None, DroppedBlocks | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None, Dropped | None], Tensor]
 """`attend` with its kernels, or what stands in its place if ranks share sequences (`parallel/context.py`)."""
 
 
@@ -37,8 +37,9 @@ class SelfAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
     ) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        first_head = 0 if self.split is None else self.split.rank * q.shape[1]
-        dropped = self.dropout.of_attention(draws, first_head)
+        dropped, p = None, self.dropout.p
+        if draws is not None and p:
+            dropped = Dropped(self.dropout.keys(draws), p, 0 if self.split is None else self.split.rank * q.shape[1])
         return core_attention(q, k, v, self.kernels, documents, self.scale, dropped, self.shared)
 
 
@@ -57,13 +58,8 @@ def core_attention(
     q, k, v, `documents` and `scale` as in `attend`, or, of a rank's part of the rows, as in `shared`.
     With `dropped` probabilities no kernel of torch's can be taken.
     """
-    if shared is not None:
-        mixed = shared(q, k, v, documents, scale, None if dropped is None else DroppedBlocks(dropped))
-    elif dropped is not None:
-        return attention_with_dropout(q, k, v, dropped, documents, scale)
-    else:
-        mixed = attend(q, k, v, documents, scale, kernels=kernels)
-    return mixed.transpose(1, 2).flatten(2)
+    way = partial(attend, kernels=kernels) if shared is None else shared
+    return way(q, k, v, documents, scale, dropped).transpose(1, 2).flatten(2)
 
 
 def attend(
@@ -72,7 +68,7 @@ def attend(
     v: Tensor,
     documents: Documents | None,
     scale: float | None,
-    dropped: DroppedBlocks | None = None,
+    dropped: Dropped | None = None,
     *,
     kernels: Kernels,
 ) -> Tensor:
@@ -82,7 +78,7 @@ def attend(
     heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
     """
     if dropped is not None:
-        mixed = attention_with_dropout(q, k, v, dropped.dropped, documents, scale)
+        mixed = attention_with_dropout(q, k, v, dropped, documents, scale)
         by_head: Tensor = mixed.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
         return by_head
     if documents is not None and kernels.attend_documents is not None:

@@ -3,7 +3,7 @@
 Only queries, keys and values are saved for the backward, which computes a block's probabilities and draws again. In
 memory at once are the scores of `score_rows` queries of each head.
 
-If ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
+If ranks share sequences, `Dropped` draws for the blocks of `parallel/context.py`, by the global positions of
 their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.
 """
 
@@ -17,10 +17,34 @@ from torch import Tensor
 
 from ppctl.geometry.layers import score_rows
 from ppctl.model.block_attention import Block
-from ppctl.model.dropout import Dropped, kept_probabilities
+from ppctl.model.dropout import kept, row_keys
 from ppctl.model.linear import without_autocast
 from ppctl.model.packing import Documents
 from ppctl.tensors.wide_dtype import wide_dtype
+
+
+class Dropped(NamedTuple):
+    """Which probabilities of attention are dropped: of (sample's key, head, query, key), each with probability `p`."""
+
+    keys: Tensor
+    """[b] int64, of each sample for this attention."""
+    p: float
+    first_head: int = 0
+    """The global number of the first head that is drawn for."""
+
+    def of_heads(self, rank: int, heads: int) -> Dropped:
+        """The draws for the rank-th `heads` of these heads."""
+        return self._replace(first_head=self.first_head + rank * heads)
+
+    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
+        """The kernel of a block of these samples, whose queries and keys have these positions (int64)."""
+        return DroppedBlock(self._replace(keys=self.keys[rows]), queries, keys)
+
+
+def kept_probabilities(dropped: Dropped, heads: int, queries: Tensor, seen: Tensor) -> Tensor:
+    """Which probabilities stay, bool [b, heads, q, k], at the global positions `queries` [q] and `seen` [k] (int64)."""
+    numbers = torch.arange(dropped.first_head, dropped.first_head + heads, device=queries.device)[:, None] << 32
+    return kept(row_keys(dropped.keys[:, None, None], numbers | queries), seen.to(torch.int32), dropped.p)
 
 
 def attention_with_dropout(
@@ -49,20 +73,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, fir
     call = _DroppedCall(dropped.p, dropped.first_head, scale, first)
     out: Tensor = _DroppedAttention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]  # torch's own
     return out
-
-
-class DroppedBlocks(NamedTuple):
-    """The draws of an attention over ranks that share sequences."""
-
-    dropped: Dropped
-
-    def of_heads(self, rank: int, heads: int) -> DroppedBlocks:
-        """The draws for the rank-th `heads` of these heads."""
-        return DroppedBlocks(self.dropped._replace(first_head=self.dropped.first_head + rank * heads))
-
-    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
-        """The kernel of a block of these samples, whose queries and keys have these positions (int64)."""
-        return DroppedBlock(self.dropped._replace(keys=self.dropped.keys[rows]), queries, keys)
 
 
 class DroppedBlock(NamedTuple):

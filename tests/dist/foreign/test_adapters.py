@@ -20,7 +20,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ppctl.comm.channels import DirectEnd
-from ppctl.comm.communicator import BatchedEnd
+from ppctl.comm.communicator import FusedBatch, LooseBatch
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -114,15 +114,16 @@ def train_and_count(mapping: dict, directory: str) -> tuple[tuple, Counter[str]]
     sent: Counter[str] = Counter()
 
     def counting(send: Any) -> Any:
-        def counted(end: Any, message: Any) -> None:
+        def counted(*arguments: Any) -> None:
+            (end,) = (each for each in arguments if isinstance(each, DirectEnd))
             sent[end.channel.direction] += 1
-            send(end, message)
+            send(*arguments)
 
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        for end in (DirectEnd, BatchedEnd):
-            patch.setattr(end, "send", counting(end.send))
+        for way in (DirectEnd, LooseBatch, FusedBatch):
+            patch.setattr(way, "send", counting(way.send))
         return train(mapping, directory), sent
 
 
