@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.buffers import BufferPool, Message, MessageSpec, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, empty_header, header, shapes_of, wait_for
+from ppctl.comm.buffers import BufferPool, Message, Shelf
+from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
 from ppctl.comm.connections import Connections, connections_of, loop_channels, make_ends, moves_on_device
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem, ScheduleError
@@ -118,44 +117,25 @@ class FusedBatch:
 
 
 class AnnouncedBatch:
-    """Messages of variable shape on the pipeline's own group, one message after the other, each after a header with its
-    sizes.
+    """Messages of variable shape on the pipeline's own group, each of which is over before the next one starts.
 
     A receive can start only when its header has been read, and on one group nothing but their order tells messages
-    apart: so each is over before the next one starts. All lists have them in one common order (`batch_messages`), and
-    the first that is not over can always go on.
+    apart. All lists have them in one common order (`batch_messages`), and the first that is not over can always go on.
+    On CUDA the host waits for every header that it reads, and for nothing else.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._listed: list[Callable[[], None]] = []
-
     def send(self, end: DirectEnd, message: Message) -> None:
-        """Add contiguous tensors to send."""
-        self._listed.append(partial(self._send, end, message))
+        """Send contiguous tensors."""
+        wait_for(end.start_send(message), end.channel)
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
-        """Add a message to receive; it has no tensors before the batch is over."""
-        arrival = Arrival(())
-        self._listed.append(partial(self._receive, end, arrival, shelf.spec))
+        """Receive a message."""
+        arrival = end.post(shelf)
+        arrival.wait()
         return arrival
 
     def settle(self) -> None:
-        """Send and receive in the order in which messages were added. On CUDA the host waits for every header that it
-        reads, and for nothing else."""
-        for move in self._listed:
-            move()
-        self._listed.clear()
-
-    def _send(self, end: DirectEnd, message: Message) -> None:
-        wait_for(end.start_send((header(message, self._device),)), end.channel)
-        wait_for(end.start_send(message), end.channel)
-
-    def _receive(self, end: DirectEnd, arrival: Arrival, spec: MessageSpec) -> None:
-        sizes = empty_header(len(spec), self._device)
-        wait_for(end.receive_into((sizes,)), end.channel)
-        arrival.message = spec.make(self._device, shapes_of(sizes))
-        wait_for(end.receive_into(arrival.message), end.channel)
+        """Do nothing: every message is over."""
 
 
 MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
@@ -251,7 +231,7 @@ class Communicator:
     def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
         if self.fused and self.modes.variable:
-            return AnnouncedBatch(self.device)
+            return AnnouncedBatch()
         return FusedBatch(self.pp_group, sync=self.sync) if self.fused else LooseBatch()
 
     def end_in(self, channel: Channel) -> DirectEnd:

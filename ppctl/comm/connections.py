@@ -192,6 +192,8 @@ def make_ends(
             torch.cuda.synchronize(device)
             for end in of_group.values():
                 first_message(end, rank, device)
+        if variable:
+            return {channel: VariableEnd(end, end, device, device) for channel, end in of_group.items()}
         return of_group
     if device.type == "cuda" and moves_on_device(pp_group):
         kind = device_backend(pp_group)

@@ -68,7 +68,7 @@ class Engine:
         self.pace = make_pace(device, len(self.actions), heartbeat) if pace is None else pace
         self._enter, self._sent = self.pace.enter, self.pace.sent
         self._begin, self._end = self.pace.begin, self.pace.end
-        self._handlers = _HANDLERS if self._batch is None else _BATCHED
+        self._handlers = _HANDLERS
         self._behind = pairs_of(schedule, self.actions)
         if self._behind:
             self._beside = frozenset(self._behind.values())
@@ -178,10 +178,17 @@ class Engine:
         else:
             self._batch.send(end, message)
         self._sent(self._index)
+        self._settle_batch()
 
     def _receive(self, action: Action) -> None:
         end, shelf, inbox = self._incoming[action.op, action.stage]
         inbox[action.mb] = end.post(shelf) if self._batch is None else self._batch.post(end, shelf)
+        self._settle_batch()
+
+    def _settle_batch(self) -> None:
+        """At the end of a batch of messages, wait for it."""
+        if self._batch is not None and self._index in self._batch_ends:
+            self._batch.settle()
 
     def _reduce_gradients(self, action: Action) -> None:
         self.recorder.begin(self._index)
@@ -197,7 +204,8 @@ class Engine:
             channel = schedule.placement.channel(Action(op, number, 0))
             end, stage = communicator.end_in(channel), self._stages[number]
             if op in SENDS:
-                end.reserve(schedule.capacities[channel])
+                if self._batch is None:
+                    end.reserve(schedule.capacities[channel])
                 self._outgoing[op, number] = end, stage.outbox if op is Op.SEND_F else stage.gradient_outbox
             else:
                 forward = op is Op.RECV_F
@@ -260,21 +268,6 @@ _IN_PAIRS: Mapping[Op, _Handler] = {
     Op.F: Engine._forward_in_pair,
     **dict.fromkeys(INPUT_GRADIENTS, Engine._backward_in_pair),
 }
-
-
-def _settling(handler: _Handler) -> _Handler:
-    """A message's handler that, at the end of its batch, waits for the batch."""
-
-    def handle(engine: Engine, action: Action) -> None:
-        handler(engine, action)
-        if engine._index in engine._batch_ends:
-            assert engine._batch is not None  # this handler is used with a batch only
-            engine._batch.settle()
-
-    return handle
-
-
-_BATCHED = {op: _settling(handler) if op in MESSAGES else handler for op, handler in _HANDLERS.items()}
 
 
 _WAITS = {

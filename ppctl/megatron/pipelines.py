@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.groups import gather_values
+from ppctl.comm.modes import Modes
 from ppctl.megatron.models import config_of, holder_of, misuse
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import Channel, Placement, Schedule
@@ -75,18 +76,6 @@ def first_layer(config: Any, vp_stage: int, pp_rank: int) -> int | None:
     return None if offset is None else offset(config, vp_stage, pp_rank) + 1
 
 
-_MODES = (
-    "pipeline_dtype",
-    "variable_seq_lengths",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "overlap_p2p_comm",
-    "overlap_p2p_comm_warmup_flush",
-    "use_ring_exchange_p2p",
-    "pipeline_model_parallel_comm_backend",
-    "mtp_standalone",
-)
-
 _made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDictionary()
 """Communicators made for calls without one, by the rank's first chunk: channels and buffers outlive a step."""
 
@@ -139,7 +128,7 @@ def v_channels(pp: int) -> frozenset[Channel]:
 def _kept(model: nn.Module, group: ProcessGroup, config: Any, kind: str) -> P2PCommunicator:
     """The model's communicator over `group`, made anew if the group, the placement or a mode in the config has
     changed."""
-    key = [group, kind, *(getattr(config, name, None) for name in _MODES)]
+    key = group, kind, Modes.of(config)
     kept = _made.get(model)
     if kept is None or kept[0] != key:
         channels = None if kind == "loop" else v_channels(group.size())

@@ -103,25 +103,17 @@ Gradients = list[tuple[VisibleBlock, Tensor, Tensor]]
 """Of a part, by block: the gradients of the keys and of the values that it used. Whoever adds them empties the list."""
 
 
-class Hop(NamedTuple):
-    """A tensor on its way to the next rank, and one that arrives from the rank before."""
+def _start_hop(sent: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of the group; returns what waits for the tensor of the rank before."""
+    starting(group)
+    works, arriving = send_round(sent, group)
 
-    works: list[dist.Work]
-    sent: Tensor
-    arriving: Tensor
-
-    @classmethod
-    def start(cls, sent: Tensor, group: dist.ProcessGroup) -> Hop:
-        """Send to the next rank of the group, and receive as much from the rank before."""
-        starting(group)
-        works, arriving = send_round(sent, group)
-        return cls(works, sent, arriving)
-
-    def wait(self) -> Tensor:
-        """Waits for the hop; returns the keys and values that have arrived."""
-        for work in self.works:
+    def arrived(_: Tensor = sent) -> Tensor:  # held until then, whatever the backend holds
+        for work in works:
             work.wait()
-        return self.arriving
+        return arriving
+
+    return arrived
 
 
 class _Blockwise:
@@ -193,10 +185,10 @@ class RingAttention(_Blockwise):
         part = self._own(keys_values, lengths, drops, apart=False)
         del keys_values  # drop this reference: the memory must be freed as soon as the hop has ended
         for number in range(1, size):
-            hop = Hop.start(part.keys_values, self.group)
+            hop = _start_hop(part.keys_values, self.group)
             yield part
             source = (rank - number) % size
-            part = BlockGroup(ring_blocks(rows, halves, source), hop.wait(), halves=replace(halves, rank=source))
+            part = BlockGroup(ring_blocks(rows, halves, source), hop(), halves=replace(halves, rank=source))
             del hop
         yield part
 
@@ -206,13 +198,13 @@ class RingAttention(_Blockwise):
         hop = None
         _add(own, next(parts))
         for part in parts:
-            sums = torch.zeros_like(own) if hop is None else hop.wait()
+            sums = torch.zeros_like(own) if hop is None else hop()
             hop = None
             _add(sums, part)
-            hop = Hop.start(sums, self.group)
+            hop = _start_hop(sums, self.group)
         if hop is not None:
             hand_over()
-            own += hop.wait()
+            own += hop()
         return own
 
 

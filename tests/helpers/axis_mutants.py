@@ -52,12 +52,12 @@ def _without_reduction(which: str) -> Iterator[None]:
 
 def _own_parts(
     tensors: Any, widths: Any, group: Any, device: Any = None, dtype: torch.dtype = torch.float32
-) -> shard.ScatteredSums:
+) -> shard.Sums:
     """What `scatter_sums` returns, of this rank's gradients alone."""
     flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         shard._cut(tensor, rows)
-    return shard.ScatteredSums(None, flat, flat.new_empty(flat.shape[1]), group.rank(), list(widths))
+    return lambda: [each.clone() for each in flat[group.rank()].split(list(widths))]
 
 
 class _OwnTokens:
