@@ -170,7 +170,7 @@ def make_step(
         programs = [wrap(program, rank) for program in pipeline.programs_of(schedule, rank, stages, losses)]
         if dry:
             for program in [each for each in programs for _ in range(2)]:
-                dry_pass(program, rank, WHOLE, CPU, is_last=program.stage == place.num_stages - 1)
+                dry_pass(program, schedule, rank, WHOLE, CPU)
             losses.clear()
             for parameter in [each for weights in stages.values() for each in weights.values()]:
                 parameter.grad = None
