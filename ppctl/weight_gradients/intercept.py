@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients import products
-from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, collecting, parameter_of
+from ppctl.weight_gradients.deferred import PLAIN, DeferredGradients, ProductRule, collecting, parameter_of
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _linear(gradients: DeferredGradients, x: Any, weight: Any, bias: Any = None)
     )
 
 
-def _of_two(rule: products.ProductRule, dims: int) -> Callable[..., Tensor | None]:
+def _of_two(rule: ProductRule, dims: int) -> Callable[..., Tensor | None]:
     """The product of x and a weight of so many dims."""
 
     def product(gradients: DeferredGradients, x: Any, weight: Any, **other: Any) -> Tensor | None:
