@@ -116,7 +116,7 @@ class FusedBatch:
         self._channels.append(channel)
 
 
-class AnnouncedBatch:
+class AnnouncedBatch(LooseBatch):
     """Messages of variable shape on the pipeline's own group, each of which is over before the next one starts.
 
     A receive can start only when its header has been read, and on one group nothing but their order tells messages
@@ -126,19 +126,17 @@ class AnnouncedBatch:
 
     def send(self, end: DirectEnd, message: Message) -> None:
         """Send contiguous tensors."""
-        wait_for(end.start_send(message), end.channel)
+        super().send(end, message)
+        self.settle()
 
     def post(self, end: DirectEnd, shelf: Shelf) -> Arrival:
         """Receive a message."""
-        arrival = end.post(shelf)
-        arrival.wait()
+        arrival = super().post(end, shelf)
+        self.settle()
         return arrival
 
-    def settle(self) -> None:
-        """Do nothing: every message is over."""
 
-
-MessageBatch = LooseBatch | FusedBatch | AnnouncedBatch
+MessageBatch = LooseBatch | FusedBatch
 """Messages that are added one by one, until `settle` waits for all of them."""
 
 
