@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole, default=128, metavar="N", help="at most so many (default: 128)")
     parser.add_argument("--chat", action="store_true", help="the prompt is a turn, by the chat template")
     parser.add_argument("--template", metavar="FILE", help="--chat with this chat template")
+    parser.add_argument("--system", metavar="TEXT", help="--chat behind this message of the system")
     words = "draw each token by its probability, the logits divided by T (default: take the likeliest token)"
     parser.add_argument("--temperature", type=scale, metavar="T", help=words)
     parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens")

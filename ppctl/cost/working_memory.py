@@ -187,7 +187,10 @@ def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
 
 def _drawn(model: ModelConfig, setting: Setting) -> float:
     """Bytes of the draws of a hidden state's dropout, and of its mask, that are there at once."""
-    if not model.hidden_dropout or not setting.allocator.backward:
-        return 0.0
+    return drawn(setting, setting.hidden_bytes(model) // setting.element) if model.hidden_dropout else 0.0
+
+
+def drawn(setting: Setting, elements: int) -> float:
+    """Bytes of the draws of dropout for so many elements, and of its mask, that are there at once."""
     at_once = DRAWN_ON_CPU if setting.allocator.cublas_workspaces == 0 else DRAWN
-    return 9.0 * min(at_once, setting.hidden_bytes(model) // setting.element)
+    return 9.0 * min(at_once, elements) if setting.allocator.backward else 0.0

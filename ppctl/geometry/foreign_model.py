@@ -179,6 +179,10 @@ class Adapters(NamedTuple):
     """The ends of the names of the modules that have one: `q_proj`, `self_attn.q_proj`."""
     layers: tuple[int, ...] = ()
     """The decoder layers that have them; empty: all."""
+    dropout: float = 0.0
+    """The probability with which an adapter does not see an element of its input in training."""
+    modules_to_save: tuple[str, ...] = ()
+    """The ends of the names of the modules that are trained whole, as peft matches them: `lm_head`, `norm`."""
 
 
 class RouterLogits(NamedTuple):

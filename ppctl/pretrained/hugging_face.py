@@ -32,7 +32,7 @@ from ppctl.families.directory import (
 )
 from ppctl.families.family_table import Family
 from ppctl.families.safetensors import read_directory
-from ppctl.geometry.adapters import is_adapter
+from ppctl.geometry.adapters import is_adapter, trained_whole
 from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
 from ppctl.pretrained.conversion import Done, Progress, SavedWeights, new_directory, write_weights
 from ppctl.pretrained.safetensors_values import SHARD, DirectoryReader, write_shards
@@ -136,8 +136,9 @@ def export_checkpoint(
 def _export_adapters(
     weights: SavedWeights, out: Path, adapters: Adapters, anatomy: Anatomy, progress: Progress
 ) -> Done:
-    """Write the adapters alone, as a directory that `peft.PeftModel.from_pretrained` loads beside the base."""
-    names, tensors = [name for name in weights.shapes if is_adapter(name)], {}
+    """Write the adapters and what was trained whole, as a directory that `peft.PeftModel.from_pretrained` loads beside
+    the base."""
+    names, tensors = [n for n in weights.shapes if is_adapter(n) or trained_whole(n, adapters)], {}
     for done, name in enumerate(names, 1):
         progress(name, done, len(names))
         tensors[f"base_model.model.{name}"] = weights.tensor(name)
@@ -150,7 +151,8 @@ def _export_adapters(
         "target_modules": list(adapters.targets),
         "layers_to_transform": list(adapters.layers) or None,
         "layers_pattern": anatomy.layers.rpartition(".")[2] if adapters.layers else None,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapters.dropout,
+        "modules_to_save": list(adapters.modules_to_save) or None,
         "bias": "none",
         "inference_mode": True,
         "base_model_name_or_path": None if base is None else str(Path(base).expanduser().absolute()),

@@ -56,6 +56,8 @@ ADAPTED = {
     "everywhere": Adapters(8, 8.0, ("q_proj", "v_proj", "down_proj")),
     "last": Adapters(8, 8.0, ("q_proj", "o_proj"), (3,)),
     "second": Adapters(8, 8.0, ("k_proj", "up_proj"), (1,)),
+    "dropped, beside a head": Adapters(8, 8.0, ("q_proj", "down_proj"), (), 0.1, ("lm_head",)),
+    "dropped, behind an embedding": Adapters(8, 8.0, ("v_proj",), (2,), 0.1, ("embed_tokens", "mlp")),
 }
 WIDER = {("interleaved", "second"): 0.04}
 """Of the first rank: receives that it posts in the steady state alone are counted at its peak, which is in its warm-up,
@@ -67,6 +69,8 @@ SAMPLE_ADAPTED = [
     ("Llama", "interleaved", "float32", "second"),
     ("Llama", "split", "float32", "second"),
     ("Llama", "split, vpp=2", "float32", "second"),
+    ("Llama", "recomputed", "bfloat16", "dropped, beside a head"),
+    ("Llama", "split", "float32", "dropped, behind an embedding"),
 ]
 
 
