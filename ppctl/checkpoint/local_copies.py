@@ -199,6 +199,12 @@ class LocalCopies:
             return
         self._exchange(text, memory)
 
+    def forget(self) -> None:
+        """Delete this rank's copies, its own and its neighbour's: of a state that the run gives up."""
+        self.own.forget()
+        if self.replicas:
+            self._kept.forget()
+
     def _exchange(self, text: bytes, memory: memoryview) -> None:
         assert self._kept_of is not None and self._room is not None
         self._kept.forget()

@@ -85,9 +85,15 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or why,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "steps_back": ", ".join(_steps_back(run)) or None,
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
     }
+
+
+def _steps_back(run: RunDir) -> list[str]:
+    back = readable(lambda: checkpoint_folder.steps_back(run.checkpoints)) or []
+    return [f"from {each.bad} to {each.step} (without samples {each.first} to {each.end - 1})" for each in back]
 
 
 def readable(read: Callable[[], T]) -> T | None:

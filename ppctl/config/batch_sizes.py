@@ -7,7 +7,7 @@ Source: Megatron-core's RampupBatchsizeNumMicroBatchesCalculator, in whole numbe
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,16 +33,28 @@ class Segment(NamedTuple):
     """Samples of each step."""
 
 
-class BatchSizes:
-    """The size of every step from a position on, in segments: what a step takes depends on the samples before it."""
+Spans = Sequence[tuple[int, int]]
+"""Positions in the data that a run passes by: from the first to before the second."""
 
-    def __init__(self, full: int, rampup: Rampup | None = None, step: int = 0, consumed: int = 0) -> None:
+
+class BatchSizes:
+    """The size of every step from a position on, in segments: what a step takes depends on the samples before it. A
+    step that would read a sample of a span of `passed` begins at the end of the span."""
+
+    def __init__(
+        self, full: int, rampup: Rampup | None = None, step: int = 0, consumed: int = 0, passed: Spans = ()
+    ) -> None:
         self.segments = list(_segments(full, rampup, step, consumed))
+        for first, end in sorted(passed):
+            begin = self.segments[-1]  # of the whole batch: no run goes back while its batch grows
+            if begin.sample < end:
+                steps = max(0, (first - begin.sample) // begin.size)
+                self.segments[len(self.segments) - (not steps) :] = [Segment(begin.step + steps, end, begin.size)]
 
     @classmethod
-    def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0) -> BatchSizes:
+    def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0, passed: Spans = ()) -> BatchSizes:
         """The sizes of a config, after `step` completed steps that took `consumed` samples."""
-        return cls(train.global_batch_size, rampup_of(train), step, consumed)
+        return cls(train.global_batch_size, rampup_of(train), step, consumed, passed)
 
     def at(self, step: int) -> int:
         """Samples of the step that follows `step` completed ones."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ppctl.config.batch_sizes import MICRO_BATCH
 from ppctl.config.keys import Finding, keys_with, names_of_keys
-from ppctl.config.quantities import slurm_seconds, steps_of
+from ppctl.config.quantities import rollback_of, slurm_seconds, steps_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, pasted
 
@@ -81,6 +81,23 @@ def best_checkpoints(config: RunConfig) -> Iterator[Finding]:
         message = f"saves (every {saved} steps) do not all follow an evaluation (every {evaluated} steps)"
         fitting = f"interval={-(-max(saved, 1) // evaluated) * evaluated}" if evaluated else "keep_best=0"
         yield ("checkpoint.keep_best", "checkpoint.interval", "train.eval_interval"), message, f"checkpoint.{fitting}"
+
+
+def rollbacks(config: RunConfig) -> Iterator[Finding]:
+    """Checkpoints that are there when a bad step asks for one, and a batch that does not grow meanwhile."""
+    key, steps, checkpoint = "train.on_bad_step", rollback_of(config.train.on_bad_step), config.checkpoint
+    if not steps:
+        return
+    if config.train.batch_rampup is not None:
+        message = "the sizes of a growing batch follow from samples, of which a rollback passes some by"
+        yield (key, "train.batch_rampup"), message, f"{key}=skip"
+    if not checkpoint.interval:
+        message = "a rollback needs checkpoints, and without an interval there is one at the end"
+        yield (key, "checkpoint.interval"), message, f"checkpoint.interval={max(1, config.train.steps // 10)}"
+    elif (need := -(-(steps - 1) // checkpoint.interval) + 1) > checkpoint.keep > 0 and not checkpoint.keep_every:
+        oldest = (checkpoint.keep - 1) * checkpoint.interval + 1
+        message = f"the oldest of {checkpoint.keep} checkpoints may be {oldest:,} steps before a bad one, not {steps:,}"
+        yield (key, "checkpoint.keep", "checkpoint.interval"), message, f"checkpoint.keep={need}"
 
 
 def submission(config: RunConfig) -> Iterator[Finding]:

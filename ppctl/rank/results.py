@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ppctl.comm.channels import PeerLost
 from ppctl.comm.groups import gather_values
+from ppctl.config.metadata import LARGEST
 from ppctl.engine.engine_error import EngineError
 from ppctl.errors import PpctlError
 from ppctl.host.private_files import NODE_DIRECTORY
@@ -42,16 +43,17 @@ from ppctl.train.session import Session
 
 class MetricsLog(Callback):
     """Adds records to metrics.jsonl. The first one, and no sooner, replaces the records that an earlier start has left
-    of its step and later ones: until then the checkpoint may turn out not to fit."""
+    of its step and later ones: until then the checkpoint may turn out not to fit. So does one that follows a later
+    step, after the run has gone back."""
 
     def __init__(self, run: RunDir) -> None:
-        self._run, self._begun = run, False
+        self._run, self._last = run, LARGEST
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Add a record to metrics.jsonl."""
-        if not self._begun:
+        if record["step"] <= self._last:
             self._run.drop_metrics_from(record["step"])
-        self._begun = True
+        self._last = record["step"]
         self._run.add_metrics(record)
 
 

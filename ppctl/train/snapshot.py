@@ -18,6 +18,7 @@ from ppctl.checkpoint.reading import CheckpointReader, fill, load
 from ppctl.checkpoint.run_state import run_state
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
+from ppctl.config.batch_sizes import Spans
 from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.data.tokenizer import tokenizer_path
@@ -105,12 +106,15 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
             start += one.size
 
 
-def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
+def state_of(
+    session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER, passed: Spans = ()
+) -> dict[str, Any]:
     """The state saved beside the tensors after `step` completed steps. `consumed_samples` and `sample_order` are the
-    position in the data, and the rule that says which samples come next."""
+    position in the data, and the rule that says which samples come next; spans of `passed` ahead are left out."""
     return {
         "step": step,
         "consumed_samples": consumed_samples,
+        "passed": [list(span) for span in passed if span[1] > consumed_samples],
         "sample_order": sample_order,
         "seed": session.config.train.seed,
         "seq_length": session.config.data.seq_length,
@@ -175,7 +179,8 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
 
 def start_of(state: Mapping[str, Any], path: Path | None) -> Start:
     """Where a run goes on with this state of its checkpoint at `path`."""
-    return Start(state["step"], state["consumed_samples"], state["sample_order"], path)
+    passed = tuple((first, end) for first, end in state.get("passed", ()))
+    return Start(state["step"], state["consumed_samples"], state["sample_order"], path, passed)
 
 
 def load_first(
