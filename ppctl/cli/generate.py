@@ -8,9 +8,8 @@ import json
 import subprocess
 from pathlib import Path
 
-from ppctl.cli.ckpt_convert import DTYPES
 from ppctl.cli.console import note, prose, width
-from ppctl.cli.runs import above_0, add_runs_directory
+from ppctl.cli.runs import DTYPES, above_0, add_runs_directory
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import CONFIG
 from ppctl.host.processes import python

@@ -18,6 +18,8 @@ from ppctl.runs.rundir import RunDir, warn
 
 RUNS = Path("runs")
 """The directory of all runs, if no other is named."""
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""What weights may be read or written as."""
 T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
