@@ -262,14 +262,14 @@ class HeadExchange:
         if repeats > 1:
             k, v = (heads.repeat_interleave(repeats, 1) for heads in (k, v))
         shares = [heads.unflatten(1, (size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for heads in (q, k, v)]
-        whole = to_whole(all_to_all(torch.cat(shares, -1), self.group), 1)
+        whole = to_whole(all_to_all(self.group, None, None, torch.cat(shares, -1))[0], 1)
         del shares
         parts = whole.split([heads.shape[1] // size * heads.shape[-1] for heads in (q, k, v)], -1)
         del q, k, v
         q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(parts, widths, strict=True))
         drops = None if drops is None else drops.of_heads(self.group.rank(), q.shape[1])
         mixed = self.attend(q, k, v, documents, scale, drops).transpose(1, 2).flatten(2)
-        back = all_to_all(to_ranks(mixed, size, 1), self.group)  # [heads' rank, b, own tokens, its heads' values]
+        (back,) = all_to_all(self.group, None, None, to_ranks(mixed, size, 1))  # [heads' rank, b, own tokens, values]
         out: Tensor = back.permute(1, 2, 0, 3).flatten(2).unflatten(-1, (-1, widths[2])).transpose(1, 2)
         return out
 
