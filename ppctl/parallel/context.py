@@ -262,7 +262,7 @@ class HeadExchange:
         if repeats > 1:
             k, v = (heads.repeat_interleave(repeats, 1) for heads in (k, v))
         shares = [heads.unflatten(1, (size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for heads in (q, k, v)]
-        whole = to_whole(*all_to_all(self.group, None, None, torch.cat(shares, -1)), 1)
+        whole = to_whole(all_to_all(self.group, None, None, torch.cat(shares, -1))[0], 1)
         del shares
         parts = whole.split([heads.shape[1] // size * heads.shape[-1] for heads in (q, k, v)], -1)
         del q, k, v

@@ -212,12 +212,12 @@ class NodeCopies(NamedTuple):
 
     def down(self, rows: Tensor) -> Tensor:
         """The copies here of what all nodes sent, of this rank's rows [t, h]."""
-        (arrived,) = exchange(self.group, *self.hop[:2], rows.index_select(0, self.there))
+        (arrived,) = exchange(self.group, self.hop[0], self.hop[1], rows.index_select(0, self.there))
         return arrived.index_select(0, self.rows)
 
     def up(self, copies: Tensor) -> Tensor:
         """The sums of this rank's rows [t, h], of the copies that are here."""
-        (back,) = exchange(self.group, *self.hop[2:], sums(copies, self.places, self.starts))
+        (back,) = exchange(self.group, self.hop[2], self.hop[3], sums(copies, self.places, self.starts))
         return sums(back, self.back_places, self.back_starts)
 
 
