@@ -114,7 +114,8 @@ def _shown(one: dict[str, Any]) -> str:
 def _compare(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     if len(runs) < 2:
         message = f"two or more runs are compared, and {len(runs)} {'is' if runs else 'are'} named"
-        raise ConfigError(Problem("PP-E105", message, "ppctl runs compare '*'"))
+        ways = ["ppctl runs compare '*'", *(f"ppctl runs show {pasted(run.id)}" for run in runs)]
+        raise ConfigError(Problem("PP-E105", message, "\n".join(ways)))
     if args.html is not None and (reason := obstacle(args.html)):
         message = f"the page cannot be written to {args.html}: {reason}"
         raise ConfigError(Problem("PP-E129", message, "--html runs.html", "command line"))

@@ -334,15 +334,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
     """Return JSON: an object with the description as text (`model`), or with `problems`."""
+    say = partial(print, file=sys.stderr, flush=True)
     try:
         asked = None if adapters is None else read(Adapters, adapters)
-        return json.dumps({"model": describe(directory, overrides, asked, _say).to_text()})
+        return json.dumps({"model": describe(directory, overrides, asked, say).to_text()})
     except PpctlError as error:
         return json.dumps({"problems": [problem.to_json() for problem in error.problems]})
 

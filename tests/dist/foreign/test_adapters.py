@@ -348,8 +348,10 @@ def test_with_dropout_and_modules_trained_whole_no_cut_changes_a_bit_and_peft_lo
     ("whole", "kind", "said"),
     [
         ("[q_proj]", "Llama", "has an adapter in it: model.layers.0.self_attn.q_proj.lora_A.weight"),
-        ("[lm_head]", TIED, "are one in this model"),
-        ("[rotary_emb]", "Llama", "is the end of no name of a module with weights"),
+        pytest.param("[lm_head]", TIED, "are one in this model", marks=pytest.mark.whole),
+        pytest.param(
+            "[rotary_emb]", "Llama", "is the end of no name of a module with weights", marks=pytest.mark.whole
+        ),
     ],
 )
 def test_modules_that_cannot_be_trained_whole_are_refused(text: Path, whole: str, kind: str, said: str) -> None:
