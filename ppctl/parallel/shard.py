@@ -25,7 +25,7 @@ class ScatteredSums(NamedTuple):
 
     work: dist.Work | None
     flat: Tensor
-    """What is summed, [n, all widths]; it is held until the sums are there, whatever the backend holds."""
+    """The tensor that is summed, [n, all widths]; it is held until the sums are there, whatever the backend holds."""
     own: Tensor
     """Where this rank's parts arrive."""
     row: int | None
@@ -84,7 +84,7 @@ class GatheredWholes(NamedTuple):
 
     work: dist.Work | None
     own: Tensor
-    """What this rank sends; it is held until the wholes are there, whatever the backend holds."""
+    """The tensor that this rank sends; it is held until the wholes are there, whatever the backend holds."""
     flat: Tensor
     widths: list[int]
 
