@@ -66,7 +66,7 @@ class GroupTransport:
         return self._start(dist.irecv, tensors[0], src)
 
     def get_error(self) -> object:
-        """What NCCL's watchdog has found; gloo has none, and raises."""
+        """The fault that NCCL's watchdog has found; gloo has none, and raises."""
         return self._group._get_backend(self._device).get_error()
 
     def _start(self, op: Callable[..., object], tensor: torch.Tensor, peer: int) -> dist.Work:

@@ -180,7 +180,8 @@ class Scores:
         slowest = max(self._ranks, key=lambda own: sum(map(times.__getitem__, own)))
         stages = {*slowest, max(range(len(times)), key=times.__getitem__)}
         if self._limit is not None:
-            stages.update(max(self._ranks, key=lambda own: self._held_by(own, prices)))
+            fullest = max(self._ranks, key=lambda own: self._held_by(own, prices))
+            stages.update(fullest)
         return sorted(stages)
 
     def _held_by(self, stages: tuple[int, ...], prices: Sequence[StagePrice]) -> int:

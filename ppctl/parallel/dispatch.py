@@ -130,7 +130,7 @@ class ExpertExchange:
         return [list(islice(every, len(each))) for each in numbers]
 
     def _of_all(self, arriving: Tensor) -> Tensor:
-        """What arrives at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
+        """The rows that arrive at each of the ranks that have parts of the same experts, [etp rank, *arriving]."""
         return arriving[None] if self.etp_group is None else _gathered(arriving, self.etp_group)
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.run_state import lineage
 from ppctl.checkpoint.tensor_parts import DTYPES, TensorPart
 from ppctl.config.schema import ModelConfig
@@ -113,8 +114,9 @@ def export_checkpoint(
         model_type = config["model_type"]
     order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(weights.model).items()]
     parts = [
-        TensorPart.of_whole(name, weights.shapes[of], str(weights.dtypes[of]).removeprefix("torch."))
+        TensorPart(name, shape, str(weights.dtypes[of]).removeprefix("torch."), Box.whole(shape))
         for of, name in order
+        for shape in [weights.shapes[of]]
     ]
 
     def tensors() -> Iterator[Tensor]:
