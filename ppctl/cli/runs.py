@@ -75,7 +75,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     status, metrics = run.status(), run.metrics_file(last=1).read()
     state, why = _state(run, status)
     last = metrics[-1] if metrics else {}
-    checkpoint = checkpoint_of(run)
+    checkpoint, back = checkpoint_of(run), readable(lambda: checkpoint_folder.steps_back(run.checkpoints)) or ()
     return {
         "id": run.id,
         "name": run.name,
@@ -87,15 +87,11 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or why,
         "checkpoint": str(checkpoint) if checkpoint else None,
-        "steps_back": ", ".join(_steps_back(run)) or None,
+        "steps_back": ", ".join(f"{s.bad} to {s.step} (without samples {s.first} to {s.end - 1})" for s in back)
+        or None,
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
     }
-
-
-def _steps_back(run: RunDir) -> list[str]:
-    back = readable(lambda: checkpoint_folder.steps_back(run.checkpoints)) or []
-    return [f"from {each.bad} to {each.step} (without samples {each.first} to {each.end - 1})" for each in back]
 
 
 def readable(read: Callable[[], T]) -> T | None:

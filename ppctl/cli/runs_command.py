@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if action == "show":
         chosen = named_run(args)
         best = checkpoint_folder.best(checkpoint_folder.complete(chosen.checkpoints))[:1]
-        one = facts(chosen) | {"best": str(best[0]) if best else None}
+        one = facts(chosen) | {"best": str(best[0]) if best else None, "replay": chosen.environment().get("replay")}
         print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0
     runs = list_runs(args.dir)

@@ -34,27 +34,27 @@ class Segment(NamedTuple):
 
 
 Spans = Sequence[tuple[int, int]]
-"""Positions in the data that a run passes by: from the first to before the second."""
+"""Positions in the data, from the first to before the second."""
 
 
 class BatchSizes:
-    """The size of every step from a position on, in segments: what a step takes depends on the samples before it. A
-    step that would read a sample of a span of `passed` begins at the end of the span."""
+    """The size of every step from a position on, in segments: what a step takes depends on the samples before it."""
 
-    def __init__(
-        self, full: int, rampup: Rampup | None = None, step: int = 0, consumed: int = 0, passed: Spans = ()
-    ) -> None:
+    def __init__(self, full: int, rampup: Rampup | None = None, step: int = 0, consumed: int = 0) -> None:
         self.segments = list(_segments(full, rampup, step, consumed))
-        for first, end in sorted(passed):
+
+    @classmethod
+    def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0) -> BatchSizes:
+        """The sizes of a config, after `step` completed steps that took `consumed` samples."""
+        return cls(train.global_batch_size, rampup_of(train), step, consumed)
+
+    def pass_by(self, spans: Spans) -> None:
+        """Leave the samples of `spans` out: a step that would read one of them begins at the span's end."""
+        for first, end in sorted(spans):
             begin = self.segments[-1]  # of the whole batch: no run goes back while its batch grows
             if begin.sample < end:
                 steps = max(0, (first - begin.sample) // begin.size)
                 self.segments[len(self.segments) - (not steps) :] = [Segment(begin.step + steps, end, begin.size)]
-
-    @classmethod
-    def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0, passed: Spans = ()) -> BatchSizes:
-        """The sizes of a config, after `step` completed steps that took `consumed` samples."""
-        return cls(train.global_batch_size, rampup_of(train), step, consumed, passed)
 
     def at(self, step: int) -> int:
         """Samples of the step that follows `step` completed ones."""

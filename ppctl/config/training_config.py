@@ -198,6 +198,9 @@ class TrainConfig:
     check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
     """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
     naming parameter and ranks. For debugging; 0 never compares."""
+    replay: int = key(0, not_negative(), needs="parallel.deterministic_mode=true")
+    """Steps between steps in which every rank computes one microbatch of a stage twice, forward and backward: the run
+    stops before the update if a bit differs, naming rank and stage. 0 never does (docs/runs.md)."""
     callbacks: list[str] | None = key(None, PYTHON_NAMES)
     """Classes of your own that follow the run, as [package.module:Class], imported by every rank from where Python
     finds them (PYTHONPATH) and called in this order (docs/callbacks.md)."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppctl.config.batch_sizes import BatchSizes, Spans, rampup_of
+from ppctl.config.batch_sizes import BatchSizes, rampup_of
 from ppctl.config.pieces import Rampup
 from ppctl.config.schema import RunConfig
 from ppctl.data.blend import Blend
@@ -48,8 +48,7 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
-    Steps take global_batch_size samples; while a batch grows (`rampup`) they take fewer. Those of the spans `passed`
-    are left out.
+    Steps take global_batch_size samples; while a batch grows (`rampup`) they take fewer.
     `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
     `end` says what a document's end does to loss, positions and attention.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
@@ -69,11 +68,9 @@ class Batches:
     end: DocumentEnd = NO_END
     sample_order: int = SAMPLE_ORDER
     rampup: Rampup | None = None
-    passed: Spans = ()
 
     def __post_init__(self) -> None:
-        position = self.first_step, self.consumed_samples, self.passed
-        self.sizes = BatchSizes(self.global_batch_size, self.rampup, *position)
+        self.sizes = BatchSizes(self.global_batch_size, self.rampup, self.first_step, self.consumed_samples)
         self.corpus.check_vocabulary(self.vocab_size)
         self.num_samples = self.corpus.num_samples(self.seq_length)
 
@@ -197,13 +194,13 @@ class RankData:
         return None if self.data is None else self.data.training
 
     def batches(
-        self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER, passed: Spans = ()
+        self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
     ) -> Batches | None:
-        """The batches of this rank's share from a position on, without the samples of the spans `passed`."""
+        """The batches of this rank's share from a position on."""
         if self.data is None:
             return None
         rampup = rampup_of(self.config.train)
-        return self._of(self.data.training, sample_order, rampup, first_step, consumed_samples, passed)
+        return self._of(self.data.training, sample_order, rampup, first_step, consumed_samples)
 
     def held_out_batches(self, sample_order: int = SAMPLE_ORDER) -> HeldOutBatches | None:
         """This rank's share of what an evaluation reads; None as well if the config names no such data."""
@@ -212,13 +209,7 @@ class RankData:
         return HeldOutBatches(self._of(self.data.held_out, sample_order), self.config.train.eval_steps)
 
     def _of(
-        self,
-        samples: Blend,
-        sample_order: int,
-        rampup: Rampup | None = None,
-        first_step: int = 0,
-        consumed: int = 0,
-        passed: Spans = (),
+        self, samples: Blend, sample_order: int, rampup: Rampup | None = None, first_step: int = 0, consumed: int = 0
     ) -> Batches:
         train = self.config.train
         return Batches(
@@ -233,7 +224,6 @@ class RankData:
             first_step=first_step,
             consumed_samples=consumed,
             rampup=rampup,
-            passed=passed,
             end=self.end,
             sample_order=sample_order,
         )

@@ -78,11 +78,12 @@ def metrics_writers(shared: SharedRun, at_end: ExitStack) -> Iterator[Callback]:
     yield Screen(shared.config.train.steps)
 
 
-def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
-    """Show and record how long each phase of the start took, and with which kernels, just before the first step."""
+def write_start_up(run: RunDir, phases: Phases, kernels: Kernels, replay: str) -> None:
+    """Show and record how long each phase of the start took, with which kernels, and what is computed twice, just
+    before the first step."""
     phases.seconds = {"compose": round(float(run.environment().get("compose_s", 0.0)), 3)} | phases.seconds
-    print(f"{phases.line()}\n{kernels.line()}", flush=True)
-    run.write_environment(run.environment() | {"kernels": kernels.names()})
+    print(f"{phases.line()}\n{kernels.line()}{f'{chr(10)}replay: {replay}' if replay else ''}", flush=True)
+    run.write_environment(run.environment() | {"kernels": kernels.names(), "replay": replay or None})
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
 
 

@@ -73,8 +73,6 @@ class StepLines:
         self.recent = [*self.recent, record][-RECENT:]
         left = (self.steps - record["step"]) * (mean_step_time(self.recent) or 0.0)
         lines = [step_line(record, self.steps, left, self.columns)]
-        if "back_to" in record:
-            lines.append(f"  a bad step: back to step {record['back_to']}")
         if "eval_loss" in record:
             loss, samples = figure(record, "eval_loss", ".4f"), figure(record, "eval_samples", ",")
             lines.append(f"  held out  loss {loss}  over {samples} samples")

@@ -288,7 +288,6 @@ def publish(directory: Path, step: int) -> Path:
 
 def add_step_back(directory: Path, back: StepBack) -> None:
     """Note a step back, in one rename: from it on every start reads the state that the run has gone back to."""
-    directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / PASSED, json.dumps([*steps_back(directory), back]) + "\n")
     sync(directory)
 

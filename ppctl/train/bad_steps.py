@@ -29,13 +29,16 @@ class NormLimit:
     def __init__(self, train: TrainConfig) -> None:
         self.goes_on, self.factor = train.on_bad_step != "stop", train.spike_factor
         self.back = rollback_of(train.on_bad_step)
-        """How many steps before a bad one the state lies at least from which the run goes on; 0 if it does not."""
+        """How many steps before a bad one the state lies at least from which the run goes on; 0 if it stays."""
+        self.goes_back = False
+        """Whether the last step makes the run go back."""
         self.norms: deque[float] = deque(maxlen=REMEMBERED)
         self.in_a_row = 0
         """Bad steps since the last update."""
 
     def value(self, dtype: torch.dtype) -> float:
-        """The limit for norms of `dtype`, in which a device compares: rounded to it, and finite."""
+        """The next step's limit, for norms of `dtype`, in which a device compares: rounded to it, and finite."""
+        self.goes_back = False
         most = torch.finfo(dtype).max
         spike = self.factor * median(self.norms) if self.factor and len(self.norms) >= NEEDED else most
         return float(np.asarray(min(spike, most), dtype=str(dtype).removeprefix("torch.")))
@@ -57,6 +60,7 @@ class NormLimit:
             places = [f"of {each.name} (pp_rank {each.pp_rank}, stage {each.stage})" for each in culprits]
             named = f"step {step}: the gradient norm {[*places, 'of all parameters together'][0]} is not finite"
         if self.back:
+            self.goes_back = True
             return Problem("PP-E826", f"{named}: the run goes back at least {self.back:,} steps and passes them by")
         if not self.goes_on or self.in_a_row > MOST_IN_A_ROW:
             after = f"; {MOST_IN_A_ROW} steps before it were left out" if self.goes_on else ""

@@ -57,6 +57,9 @@ def train(session: Session, start: Start, callback: Callback) -> TrainingEnd:
 
 
 def _trainer_from(start: Start, session: Session, callback: Callback) -> tuple[Trainer, BatchSizes]:
-    sizes = BatchSizes.of(session.config.train, start.step, start.consumed_samples, start.passed)
-    batches = session.data.batches(start.step, start.consumed_samples, start.sample_order, start.passed)
+    sizes = BatchSizes.of(session.config.train, start.step, start.consumed_samples)
+    sizes.pass_by(start.passed)
+    batches = session.data.batches(start.step, start.consumed_samples, start.sample_order)
+    if batches is not None:
+        batches.sizes = sizes
     return Trainer(session, batches, sizes, callback), sizes

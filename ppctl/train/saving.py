@@ -22,16 +22,8 @@ from ppctl.checkpoint.writer import WriterAddress
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.records.json_reader import finite
-from ppctl.runs.checkpoint_folder import (
-    AUTO,
-    FoundCheckpoint,
-    StepBack,
-    add_step_back,
-    candidates,
-    find,
-    step_of,
-    steps_back,
-)
+from ppctl.runs import checkpoint_folder
+from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint, StepBack, find, step_of, steps_back
 from ppctl.train.callback import SAVE_FAILED, Callback, Start, StepResult, TrainingEnd, TrainingRun
 from ppctl.train.session import Session
 from ppctl.train.snapshot import check_optimizer, continued, load_first, session_shards, start_from, start_of, state_of
@@ -115,9 +107,8 @@ class Saves(Callback):
         return self._passing(start or Start())
 
     def _passing(self, start: Start) -> Start:
-        """`start` with all samples that are passed by: by its state, and by what is noted in this run's directory of
-        checkpoints and in that of its checkpoint."""
-        places = {self._directory, *([] if start.checkpoint is None else [start.checkpoint.parent])}
+        """`start` with what its state, this run, and the directory of its checkpoint say that is passed by."""
+        places = {self._directory} | ({start.checkpoint.parent} if start.checkpoint else set())
         noted = AgreeingRanks(None).agree(
             "read which samples it passes by",
             lambda: None,
@@ -180,27 +171,25 @@ class Saves(Callback):
             with _as_training_error():
                 result.start = self._go_back(result.step, result.record["consumed_samples"])
             self._run = self._run._replace(start=result.start)
-            result.record["back_to"] = result.start.step
 
     def _go_back(self, bad: int, position: int) -> Start:
-        """Load the newest checkpoint on the disk that is `train.on_bad_step` steps before the step `bad`, which ended
-        at a position in the data, and note what is passed by. A collective. Raises CheckpointError without one.
+        """Load the newest checkpoint that is `train.on_bad_step` steps before the step `bad`, which ended at a position
+        in the data, and note what is passed by. A collective. Raises CheckpointError (PP-E736) without one.
 
-        If the machine dies before the note, nothing has happened, and a start meets the bad step again; behind it every
-        start reads the state that was loaded here.
+        If the machine dies before the note, nothing has happened; behind it every start reads what was loaded here.
         """
         self._run.enter("loading", bad - 1)
         if self._background is not None:
             self._background.finish()
             self._look()
-        found = partial(_before, self._directory, self._run.start, bad, self.session.replica.limit.back)
+        found = partial(_before, self._directory, bad, self.session.replica.limit.back)
         start = load_first(self.session, found, self._say)
         assert start is not None  # else `_before` has raised
         back = StepBack(bad, start.step, start.consumed_samples, position)
         # What lies in memory is newer than the note, which would not keep a start from it.
         forget = (lambda: None) if self.local is None else self.local.forget
-        what = "note which samples it passes by"
-        AgreeingRanks(None).agree(what, forget, lambda _: add_step_back(self._directory, back))
+        add = partial(checkpoint_folder.add_step_back, self._directory, back)
+        AgreeingRanks(None).agree("note which samples it passes by", forget, lambda _: add())
         self._say(f"back to step {back.step}; samples {back.first:,} to {back.end - 1:,} are not read again")
         return self._passing(start)
 
@@ -286,13 +275,10 @@ def _as_training_error() -> Iterator[None]:
         raise TrainingError(error.problems) from error
 
 
-def _before(directory: Path, start: Start, bad: int, least: int) -> list[FoundCheckpoint]:
-    """On rank 0: the checkpoints at least so many steps before the step `bad`, newest first: the run's own, and the one
-    of another run that it has begun from. Raises CheckpointError (PP-E736) if there is none."""
-    found = [*candidates(AUTO, directory)]
-    if start.checkpoint is not None and start.checkpoint.parent != directory:
-        found.append(FoundCheckpoint(start.checkpoint))
-    found = [each for each in found if step_of(each.path) <= bad - least]
+def _before(directory: Path, bad: int, least: int) -> list[FoundCheckpoint]:
+    """On rank 0: this run's checkpoints at least so many steps before the step `bad`, newest first. Raises
+    CheckpointError (PP-E736) if there is none."""
+    found = [each for each in checkpoint_folder.candidates(AUTO, directory) if step_of(each.path) <= bad - least]
     why = f"no checkpoint is {least:,} steps before it"
     if found:
         before = sum(each.step == step_of(found[0].path) for each in steps_back(directory))

@@ -104,7 +104,7 @@ class Trainer:
         (grad_norm,), *read = numbers.read()
         reports = gather_reports(self.figures.report(self.stages, read, stop), s.own.rank, s.groups.world)
         agreed = time.perf_counter()
-        bad, warning = self._judge(step + 1, norm, grad_norm, limit, reports)
+        bad = self._judge(step + 1, norm, grad_norm, limit, reports)
         if left_out is None and not bad:
             self._update(norm, lr)
         elif left_out is not None and bad:
@@ -123,24 +123,20 @@ class Trainer:
         self._warn_of_retries(reports, step + 1)
         if s.own.rank == 0 and (slow := self.stragglers.note(step + 1, reports.stage_seconds)) is not None:
             self._warn(slow)
-        goes_back = warning is not None and replica.limit.back > 0
-        last = step + 1 == self.whole.config.train.steps and not goes_back
-        why = None if goes_back else stop_reason(reports)
-        return StepResult(step + 1, record, why, last, (started, pipeline_end, agreed, ended), goes_back)
+        back = replica.limit.goes_back
+        last, why = step + 1 == self.whole.config.train.steps and not back, None if back else stop_reason(reports)
+        return StepResult(step + 1, record, why, last, (started, pipeline_end, agreed, ended), back)
 
-    def _judge(
-        self, step: int, norm: GradNorm, value: float, limit: float, reports: Reports
-    ) -> tuple[bool, Problem | None]:
-        """Whether the step's update is left out, for a norm of `value`, and the warning about it unless it is usual for
-        a loss scale; raises TrainingError if the run has to stop."""
+    def _judge(self, step: int, norm: GradNorm, value: float, limit: float, reports: Reports) -> bool:
+        """Whether the step's update is left out, for a norm of `value`; raises TrainingError if the run has to stop."""
         replica, bad = self.session.replica, not value <= limit  # a norm that is no number is bad, too
         check_reports(reports, step, self.session.plan.stages[-1].stage, finite=not (bad and replica.limit.goes_on))
-        scale, warning = replica.loss_scale, None
+        scale = replica.loss_scale
         if not bad:
             replica.limit.take(value)
         elif math.isfinite(value) or scale is None or scale.exhausted:
-            self._warn(warning := replica.limit.skip(step, norm, value, limit))
-        return bad, warning
+            self._warn(replica.limit.skip(step, norm, value, limit))
+        return bad
 
     def _enqueue_end(self, step: int) -> tuple[GradNorm, float, HostNumbers, Tensor | None, float, int]:
         """Enqueue what follows the pipeline, without waiting for the device; returns the norm, and its largest good

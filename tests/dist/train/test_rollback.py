@@ -18,8 +18,8 @@ from dense_runs import config_of, session_of
 from ranks import RanksFailed, run_ranks
 
 from ppctl.config.mapping import to_mapping
+from ppctl.runs import checkpoint_folder
 from ppctl.runs.checkpoint_folder import AUTO, FoundCheckpoint, candidates, find, steps_back
-from ppctl.train import saving
 from ppctl.train.callback import Callback, Callbacks, Start, StepResult, TrainingRun
 from ppctl.train.loop import train
 from ppctl.train.saving import Saves
@@ -55,8 +55,9 @@ class Follower(Callback):
                 master.grad.fill_(math.nan)
 
     def post_step(self, result: StepResult) -> None:
-        names = ("step", "loss", "grad_norm", "lr", "skipped", "consumed_samples", "back_to")
-        self.records.append({name: result.record.get(name) for name in names})
+        names = ("step", "loss", "grad_norm", "lr", "skipped", "consumed_samples")
+        record = {name: result.record[name] for name in names}
+        self.records.append(record | {"back_to": None if result.start is None else result.start.step})
 
 
 def life(
@@ -64,14 +65,14 @@ def life(
 ) -> tuple[list[dict], dict, list[str]]:
     """One life of a run: its records, masters, and lines; it `dies` before or after the note of a step back."""
     session, lines, own = session_of(mapping), [], Path(directory) / "checkpoints"
-    follower, note = Follower(poisons), saving.add_step_back
+    follower, note = Follower(poisons), checkpoint_folder.add_step_back
 
     def dying(*arguments: Any) -> None:
         if dies == "after":
             note(*arguments)
         os._exit(3)
 
-    saving.add_step_back = dying if dies else note
+    checkpoint_folder.add_step_back = dying if dies else note
     saves = Saves(session, own, say=lines.append)
     train(session, saves.start(partial(candidates, resume, own)), Callbacks(saves, follower))
     return follower.records, {n: p.detach().clone() for n, p in session.replica.weights.master.items()}, lines
@@ -201,11 +202,11 @@ def test_a_person_sees_the_step_back(tmp_path: Path) -> None:
     words += ("train.on_bad_step=rollback:2", "checkpoint.interval=2", "train.callbacks=[own:Poison]")
     run = ppctl(*words, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "a bad step: back to step 4" in run.stdout
+    assert "back to step 4; samples 32 to 55 are not read again" in run.stdout
     assert "PP-E826: step 7" in (only_run(tmp_path) / "logs/rank-0000.log").read_text()
     records = metrics(only_run(tmp_path))
     assert [record["step"] for record in records] == list(range(1, 11))
     assert [record["consumed_samples"] for record in records] == [8, 16, 24, 32, 64, 72, 80, 88, 96, 104]
     for words in (("status",), ("runs", "show")):
         shown = " ".join(ppctl(*words, str(only_run(tmp_path)), cwd=tmp_path).stdout.split())
-        assert "from 7 to 4 (without samples 32 to 55)" in shown
+        assert "7 to 4 (without samples 32 to 55)" in shown

@@ -116,7 +116,8 @@ def test_no_step_reads_a_sample_of_a_span_that_is_passed_by_and_nothing_else_is_
         full, consumed = draw.randint(1, 7), draw.randint(0, 40)
         firsts = [draw.randint(0, 90) for _ in range(draw.randint(1, 3))]
         passed = [(first, first + draw.randint(1, 30)) for first in firsts]
-        sizes, position = BatchSizes(full, None, 5, consumed, passed), consumed
+        sizes, position = BatchSizes(full, None, 5, consumed), consumed
+        sizes.pass_by(passed)
         for step in range(5, 60):
             while over := [end for first, end in passed if first < position + full and position < end]:
                 position = min(over)
