@@ -1,14 +1,15 @@
-"""The phases of a restart: seconds on four "nodes" of two ranks on this machine, and what grows with the number of ranks.
+"""The phases of a restart: seconds on four "nodes" of two ranks on this machine, and what grows with the ranks.
 
     python benchmarks/restart_phases.py [--kills 3]              # a rank is killed; a table of seconds by phase
     python benchmarks/restart_phases.py --counts 64 256 2048     # what so many ranks ask, send and open in each phase
 
 A node is torchrun's agent with two ranks, a process tree of its own; what its agents do is torchrun's, what ranks do is
 ppctl's. From outside are seen: when the first other rank ends (`detect`), when the last old one has gone (`end`), when
-all new ones are there (`rendezvous`). What follows is the run's own record of its start (`start_up` of status.json, which
-`ppctl status` shows); `the rest` is the time to the first step's record that no phase has. Seconds are of processes that
-share this machine's cores, and say nothing about GPUs or a network. Counts are exact: ppctl's own code, a thread a rank
-(`tests/helpers/restart_counts.py`).
+all new ones are there (`rendezvous`). What follows is the run's own record of its start (`start_up` of status.json,
+which `ppctl status` shows): `import` with rank 0's planning, `groups` with the ranks' rendezvous and roll call,
+`warm-up` are the first messages. `the rest` is the time before the first step that no phase has. Seconds are of
+processes that share this machine's cores, and say nothing about GPUs or a network. Counts are exact: ppctl's code, a
+thread a rank (`tests/helpers/restart_counts.py`).
 """
 
 from __future__ import annotations
@@ -95,22 +96,20 @@ class Nodes:
 
     def restart(self) -> dict[str, float]:
         """Kill a rank of node 1; the seconds of each phase until the first step's record."""
-        before, done = self.all_ranks, self.steps()
-        victim = min(self.ranks(1))
+        before, victim = self.all_ranks, min(self.ranks(1))
         (run,) = filter(None, [self.run])
-        began = time.monotonic()
+        old, began = _status(run)["start_up"], time.monotonic()
         os.kill(victim, signal.SIGKILL)
         seen = self.until(lambda: len(before & self.all_ranks) < len(before) - 1)
         gone = self.until(lambda: not before & self.all_ranks)
+        written = (run / "metrics.jsonl").stat().st_mtime_ns
         new = self.until(lambda: len(self.all_ranks) == NODES * RANKS)
-        written = (run / "status.json").stat().st_mtime_ns
-        self.until(lambda: (run / "status.json").stat().st_mtime_ns > written and "start_up" in _status(run))
-        first = self.until(lambda: self.steps() not in (0, done) or (run / "metrics.jsonl").stat().st_mtime > time.time() - 0.02)
-        start_up = _status(run)["start_up"]
+        loaded = self.until(lambda: _status(run).get("start_up") not in (None, old))
+        first = self.until(lambda: (run / "metrics.jsonl").stat().st_mtime_ns != written)
         seconds = {"detect": seen - began, "end": gone - seen, "rendezvous": new - gone}
-        seconds |= {name: start_up[name] for name in OF_RANKS}
-        seconds["first step"] = float(metrics(run)[-1]["step_time_s"])  # type: ignore[arg-type]
-        return seconds | {"the rest": first - began - sum(seconds.values()), "whole": first - began}
+        seconds |= {name: _status(run)["start_up"][name] for name in OF_RANKS}
+        rest = loaded - began - sum(seconds.values())
+        return seconds | {"the rest": rest, "first step": first - loaded, "whole": first - began}
 
     def end(self) -> None:
         for agent in self.agents:
@@ -161,7 +160,9 @@ def count(sizes: Sequence[int]) -> None:
     print("|---|--:|--:|--:|--:|--:|--:|")
     for ranks in sizes:
         for name, row in phases(ranks).items():
-            cells = [f"{row[key]:,}" for key in ("requests", "read", "most_requests", "connections", "most_connections")]
+            cells = [
+                f"{row[key]:,}" for key in ("requests", "read", "most_requests", "connections", "most_connections")
+            ]
             print(f"| {name} | {ranks:,} | {' | '.join(cells)} |")
 
 

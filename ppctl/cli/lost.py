@@ -59,8 +59,8 @@ def numbers(option: str, text: str, example: str) -> list[int]:
 
 
 def losses(asked: str, values: ConfigValues, plan: Plan) -> tuple[list[dict[str, Any]], str, list[Problem]]:
-    """What is left to do after each of the losses that were `asked` about, as data and as text, and what is wrong: the
-    plan has too few nodes (PP-E105), or nothing fits the rest (PP-E230)."""
+    """The plans for the rest after each loss that was `asked` about, as data and as text, and what is wrong: the plan
+    has too few nodes (PP-E105), or nothing fits the rest (PP-E230)."""
     whole = Whole(values, plan)
     try:
         lost = numbers("--lost", asked, "1,2")

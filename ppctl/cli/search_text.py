@@ -172,7 +172,7 @@ def frontier(found: Sequence[tuple[Search, list[AnswerRow]]], columns: int) -> s
         planned = listed[0].planned
         timing = planned.plan.timing
         mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
-        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(planned)]
+        rates = [f"{timing.tokens_per_s:,.0f}", f"{timing.tokens_per_s_per_device:,.0f}", mfu, room(planned.plan)]
         body.append([gpus, *rates, sizes(planned.configuration) + " (interrupted)" * (not search.proved)])
     return aligned(folded(body, columns, " "), 5)
 

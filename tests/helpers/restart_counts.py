@@ -1,4 +1,4 @@
-"""What ranks ask of the store, and which connections they open, while they start: counted with ppctl's own code, every
+"""Counts what ranks ask of the store, and which connections they open, while they start: with ppctl's own code, every
 rank a thread of this process, and no message sent.
 
 Groups are counted with real ones of gloo, of a few ranks: what one asks of the store and opens depends on its number of
@@ -117,8 +117,8 @@ def rendezvous_counts(ranks: int, per_node: int, run: bytes = b"x" * 10_000) -> 
 
 
 def group_counts(ranks: int, *, lazily: bool = False) -> tuple[list[Counter[str]], int]:
-    """What each rank of one gloo group asks of the store until the group's first sum is done, and the connections of
-    all of them; `lazily`: made on first use, as the world's are."""
+    """Counts what each rank of one gloo group asks of the store until the group's first sum is done, and the
+    connections of all; `lazily`: made on first use, as the world's are."""
     below, before = dist.HashStore(), _sockets()
 
     def one(rank: int) -> tuple[Counter[str], Any]:
@@ -137,7 +137,7 @@ def _sockets() -> int:
 
 
 def agent_counts(hosts: int) -> list[Counter[str]]:
-    """What each of torch's agents asks until all have met, with the rendezvous that torchrun and `ppctl node` have."""
+    """Counts what each of torch's agents asks until all have met, as under torchrun."""
     below = dist.HashStore()
 
     def one(host: int) -> Counter[str]:
@@ -154,7 +154,7 @@ def agent_counts(hosts: int) -> list[Counter[str]]:
 
 
 class Phase(NamedTuple):
-    """What all processes ask, read and open in a phase, and the one that has most of it."""
+    """The requests, bytes and connections of all processes in a phase, and the most that one has."""
 
     requests: int
     read: int
@@ -176,18 +176,17 @@ class Phase(NamedTuple):
 def phases(ranks: int, per_node: int = 8, pp: int = 16) -> dict[str, Phase]:
     """The phases of a start on CPUs: pp x dp ranks, of which dp grows with their number."""
     counted = {name: Phase.of(each) for name, each in rendezvous_counts(ranks, per_node).items()}
-    mesh = [_mesh(size) for size in (min(pp, ranks), ranks // min(pp, ranks))]
-    pairs = Counter(_mesh(2))
-    channels = Counter({key: 4 * number for key, number in pairs.items()})  # two neighbours, each way
+    axes = [mesh(size) for size in (min(pp, ranks), ranks // min(pp, ranks))]
+    channels = Counter({key: 4 * number for key, number in mesh(2).items()})  # two neighbours, each way
     world = Counter({"set": 1, "get": 2, "wait": 2, "bytes": 308, "connections": 1})
-    each = sum(mesh, channels + world)
+    each = sum(axes, channels + world)
     first = [Counter(get=ranks - 1, wait=ranks - 1, connections=ranks - 1, bytes=154 * (ranks - 1))]
     first += [Counter(get=1, wait=1, bytes=154)] * (ranks - 1)
     return counted | {"groups": Phase.of([each] * ranks), "first messages": Phase.of(first)}
 
 
-def _mesh(size: int) -> Counter[str]:
-    """What a rank of a gloo group that connects at once asks and opens; a connection counts at the rank that opens it,
+def mesh(size: int) -> Counter[str]:
+    """The counts of a rank of a gloo group that connects at once; a connection counts at the rank that opens it,
     half of its own."""
     if size == 1:
         return Counter(set=1)
