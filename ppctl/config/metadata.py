@@ -234,6 +234,8 @@ class Facts:
     """Whether a layout is written for one value of it: another value sets a recipe's layout aside."""
     slurm: bool = False
     """Whether it takes effect in jobs submitted to SLURM only."""
+    agents: bool = False
+    """Whether it takes effect only where agents start the ranks (`ppctl node`)."""
     options: str = ""
     """The options of sbatch and srun that ppctl sets by it."""
 
