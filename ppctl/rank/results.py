@@ -81,7 +81,10 @@ def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
     """Show and record how long each phase of the start took, and with which kernels, just before the first step."""
     phases.seconds = {"compose": round(float(run.environment().get("compose_s", 0.0)), 3)} | phases.seconds
     print(f"{phases.line()}\n{kernels.line()}", flush=True)
-    run.write_environment(run.environment() | {"kernels": kernels.names()})
+    environment = run.environment() | {"kernels": kernels.names()}
+    for life in environment.get("starts", [])[-1:]:
+        life["start_up"] = phases.seconds
+    run.write_environment(environment)
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
 
 
