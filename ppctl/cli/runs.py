@@ -96,9 +96,14 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def lives(run: RunDir) -> list[str]:
-    """A line for each start that agents began after the run's first: after which step, where, and why."""
-    later = run.environment().get("starts", ())[1:]
-    return [f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}" for one in later]
+    """A line for each start that agents began after the run's first: after which step, where, why, and its phases."""
+
+    def line(one: dict[str, Any]) -> str:
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in one.get("start_up", {}).items())
+        said = f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}"
+        return f"{said} ({phases})" if phases else said
+
+    return [line(one) for one in run.environment().get("starts", ())[1:]]
 
 
 def readable(read: Callable[[], T]) -> T | None:

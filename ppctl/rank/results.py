@@ -84,7 +84,10 @@ def write_start_up(run: RunDir, phases: Phases, kernels: Kernels, replay: str) -
     before the first step."""
     phases.seconds = {"compose": round(float(run.environment().get("compose_s", 0.0)), 3)} | phases.seconds
     print(f"{phases.line()}\n{kernels.line()}{f'{chr(10)}replay: {replay}' if replay else ''}", flush=True)
-    run.write_environment(run.environment() | {"kernels": kernels.names(), "replay": replay or None})
+    environment = run.environment() | {"kernels": kernels.names(), "replay": replay or None}
+    for life in environment.get("starts", [])[-1:]:
+        life["start_up"] = phases.seconds
+    run.write_environment(environment)
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
 
 
