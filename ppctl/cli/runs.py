@@ -19,7 +19,7 @@ from ppctl.runs.rundir import RunDir, warn
 RUNS = Path("runs")
 """The directory of all runs, if no other is named."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""What weights may be read or written as."""
+"""The dtypes in which weights are read or written."""
 T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
