@@ -30,7 +30,7 @@ _SHOWN = 4
 
 
 class CopiesAtStart(NamedTuple):
-    """What every rank knows of all ranks' copies after all have looked."""
+    """All ranks' copies, as every rank knows them after all have looked."""
 
     start: str
     """A number of this start."""

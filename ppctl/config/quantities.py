@@ -50,6 +50,14 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
+def activations(limit: float | str, unit: float = 1.0) -> float:
+    """Bytes of `60GiB`, or of a number of times `unit` bytes. Raises ValueError for what is not above 0."""
+    size = memory_bytes(limit) if isinstance(limit, str) else limit * unit
+    if not 0 < size < float("inf"):
+        raise ValueError(f"{limit} is not above 0")
+    return size
+
+
 def tokens(text: str) -> float:
     """The number of `10T tokens`, `500B tokens`, `1e9 tokens`. Raises ValueError for anything else."""
     match = _TOKENS.fullmatch(text.strip())

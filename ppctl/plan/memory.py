@@ -211,7 +211,7 @@ def _ranks(
 def _rank(
     config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
 ) -> _LastingBytes:
-    """What a pp_rank with the stages `own` holds during the whole step, and at its end, whatever the schedule."""
+    """The bytes of a pp_rank with the stages `own` during the whole step, and at its end, whatever the schedule."""
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers, sizes) for stage in own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from ppctl.records.json_reader import Count, Line, read
 from ppctl.records.rank_records import RankFailure, RankState
@@ -46,11 +46,22 @@ class Holder(TypedDict, total=False):
     started: Count | None
 
 
+class Start(TypedDict):
+    """A start by agents: how far the run had come before, where its ranks were, and why it was needed."""
+
+    time: Time
+    step: Count
+    nodes: list[Line]
+    why: Line
+    start_up: NotRequired[dict[Line, float]]
+
+
 class Environment(TypedDict, total=False):
     """env.json."""
 
     variables: dict[Line, str]
     compose_s: float
+    starts: list[Start]
 
 
 class Job(TypedDict, total=False):

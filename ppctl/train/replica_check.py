@@ -128,8 +128,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 def pieces_of_bits(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor's numbers with their bits read as integers, in pieces [n]."""
-    bits: Tensor = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    return torch.split(bits, PIECE)
+    pieces: Sequence[Tensor] = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).split(PIECE)
+    return pieces
 
 
 def _problem(step: int, different: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Problem:

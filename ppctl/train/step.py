@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -181,15 +182,15 @@ class Trainer:
         s = self.session
         self._begin(step)
         for program in self.programs[0]:
-            schedule, is_last = s.plan.schedule, program.stage == len(s.plan.stages) - 1
-            trained, back = program.stage >= schedule.frozen_stages, schedule.gradient_leaves(program.stage)
+            schedule = s.plan.schedule
+            one = partial(dry_pass, program, schedule, s.own.pp_rank, device=s.device)
+            trained = program.stage >= schedule.frozen_stages
             units = [(program.stage, mb) for mb in range(s.plan.num_microbatches)] if trained else []
             for mb in representatives((u in self.stages.keeping, u in schedule.split) for u in units):
-                split = (program.stage, mb) in schedule.split
-                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last, split=split, hands_back=back)
+                one(mb)
             module = s.model.stages[program.stage]
             module.train(False)
-            dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
+            one(0, training=False)
             module.train()
             self._reduce(program.stage)
         s.replica.reducer.finish()
