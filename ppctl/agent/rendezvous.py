@@ -16,16 +16,14 @@ from ppctl.reach.store import unproved
 
 JOIN = timedelta(minutes=10)
 """How long agents wait for one that is missing."""
-LOST = 15
+LOST, _PROOF = 15, 32
 """Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
 _SLOW = 3.0
 """Seconds before each look of an agent without ranks: those with copies in their hosts' memory come first."""
-_PROOF = 32
 
 
 class _SealedBackend(C10dRendezvousBackend):
-    """c10d's backend. torch pickles the state, so it travels with an HMAC, and what does not fit it goes no further:
-    both methods raise TrainingError (PP-E776)."""
+    """c10d's backend. torch pickles the state, so it travels with an HMAC; what does not fit raises TrainingError."""
 
     key, before_look = b"", staticmethod(lambda: None)
 
