@@ -17,6 +17,7 @@ from ppctl.cli.jobs import job_of, note_job
 from ppctl.cli.local_run import accepted, command_line, other_size_of_nodes, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
+from ppctl.cli.train import settings_of_others
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.devices import machines
@@ -96,6 +97,7 @@ def prepare(args: argparse.Namespace) -> Launch:
     untrained = [problem for problem in problems if args.dry_run and problem.code == "PP-E118"]
     problems = [problem for problem in problems if problem not in untrained]
     problems += _of_nodes(composed.config, plan) if plan is not None else ()
+    problems += settings_of_others(composed.config, args.line.overrides, ["agents"])
     plan = accepted(composed, plan, problems)
     config, problems = with_gpu_environment(with_value(composed.config, "launch", target="slurm"), plan)
     refuse(problems)

@@ -40,20 +40,21 @@ def prepare(args: argparse.Namespace, started: Started, command: str = "train") 
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be started."""
     began = time.perf_counter()
     composed, plan, problems = planned(args.line, for_training=True)
-    problems += _settings_of_others(composed.config, args.line.overrides, agents=started.by == "node")
+    facts = ["slurm", *["agents"] * (started.by != "node")]
+    problems += settings_of_others(composed.config, args.line.overrides, facts)
     plan = accepted(composed, plan, problems)
     config, plan, data = adapt_to_machine(composed.config, plan, args.line.overrides, started, command)
     return Launch(with_paths(config), plan, command_line(command, args), data, time.perf_counter() - began)
 
 
-def _settings_of_others(config: RunConfig, arguments: Sequence[str], *, agents: bool) -> Iterator[Problem]:
-    """Settings that take effect in a submitted job only, or (unless `agents` start the ranks) with `ppctl node`."""
-    for fact, where, remedy in (
-        ("slurm", "in a submitted job", typed_again("submit", arguments)),
-        ("agents", "with `ppctl node`", f"ppctl node --rendezvous HOST:29500 {retyped(arguments)}"),
-    ):
+def settings_of_others(config: RunConfig, arguments: Sequence[str], facts: Sequence[str]) -> Iterator[Problem]:
+    """Settings that take effect in a submitted job (`slurm`) or with `ppctl node` (`agents`) only."""
+    for fact in facts:
         keys = [name for name, key in keys_with(fact).items() if config[name] != key.default]
         keys = ["launch.target=slurm"] if fact == "slurm" and config.launch.target == "slurm" else keys
-        if keys and not (agents and fact == "agents"):
+        where, remedy = "in a submitted job", typed_again("submit", arguments)
+        if fact == "agents":
+            where, remedy = "with `ppctl node`", f"ppctl node --rendezvous HOST:29500 {retyped(arguments)}"
+        if keys:
             message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect {where} only"
             yield Problem("PP-E629", message, remedy, "launch")

@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(log, sys.stderr.fileno())
     if started.rank != 0:
         os.dup2(log, sys.stdout.fileno())
-    own = fence.variables(slurm_start() or "", run.path)
-    become_worker(started, "--submitted", str(run.path), environment=own)
+    become_worker(started, "--submitted", str(run.path), environment=fence.variables(slurm_start() or "", run.path))
 
 
 if __name__ == "__main__":
