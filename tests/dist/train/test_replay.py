@@ -111,7 +111,10 @@ FLIPS = {
 }
 
 
-@pytest.mark.parametrize(("where", "says"), FLIPS.values(), ids=FLIPS)
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [pytest.param(*each, marks=[pytest.mark.whole] * (each[0] != "weight")) for each in FLIPS.values()],
+)
 def test_a_bit_that_turns_in_the_replayed_work_is_found_before_the_update(text: Path, where: str, says: str) -> None:
     """On rank 1, but for a stage's output, of which the last stage has a loss alone."""
     rank = int(where != "output")
@@ -126,6 +129,7 @@ def test_a_bit_that_turns_elsewhere_is_not_claimed(text: Path, mb: int, step: in
     assert run_ranks(struck, 2, mapping_of(text), 1, "weight", 1, mb, step) == [(6, "", True)] * 2
 
 
+@pytest.mark.whole
 def test_the_stages_of_a_rank_follow_each_other(text: Path) -> None:
     for step, stage in ((2, 3), (4, 1)):
         answers = run_ranks(struck, 2, mapping_of(text, vpp=2), 1, "weight", stage, 0, step)
@@ -190,6 +194,7 @@ def answers() -> list[list]:
     return run_ranks(all_both_ways, 4, mappings, timeout=270)
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_run_with_replays_has_the_bits_of_one_without(cut: str) -> None:
