@@ -94,7 +94,7 @@ def facts(run: RunDir) -> dict[str, Any]:
 def lives(run: RunDir) -> list[str]:
     """A text for each start that agents began after the run's first: after which step, where, and why."""
     later = run.environment().get("starts", ())[1:]
-    return [f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}" for one in later]
+    return [f"started again after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}" for one in later]
 
 
 def readable(read: Callable[[], T]) -> T | None:
