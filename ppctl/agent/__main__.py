@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,17 +18,20 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from ppctl.agent.node import NodeAgent
-from ppctl.agent.rendezvous import JOIN, NodeRendezvous
+from ppctl.agent.rendezvous import JOIN, LOST, NodeRendezvous
+from ppctl.agent.smaller import plan_smaller
+from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError, pasted
 from ppctl.host.devices import machines
 from ppctl.launch.enter import check_node, package_digest
 from ppctl.launch.leave import job_outcome
 from ppctl.launch.machine import shortage
-from ppctl.launch.outcome import JobOutcome
+from ppctl.launch.outcome import STOPPED, JobOutcome
 from ppctl.rank.own_process import raise_file_limit
 from ppctl.rank.rendezvous import SharedRun, publish_run, read_run, receive_run, sealed
 from ppctl.reach.store import SealedStore
 from ppctl.runs.heartbeat import host_name
+from ppctl.runs.rundir import RunDir
 
 _JOB, _ANSWER = "ppctl/job", timedelta(minutes=1)  # after which the host of the store counts as lost
 
@@ -42,15 +46,12 @@ def main() -> int:
     os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "", "PPCTL_START": ""}  # what `sealed` proves
     try:
         store, shared, told = _serve(host, int(port), typed, *served) if served else _join(host, int(port), typed)
-        launch = shared.config.launch
-        nodes, per_node = machines(launch.nodes, launch.gpus_per_node, shared.plan.sizes.world)
-        if problems := shortage(launch.device, per_node, (), os.environ, share=launch.share_gpu, command="node HOST"):
-            raise ConfigError(problems)
         # The host of the store comes first in the order of names: rank 0's lines stay on its terminal.
-        name, key = f"{int(not served)} {host_name()}", store.key_for("rendezvous")
-        rendezvous = NodeRendezvous.over(store.plain, told[0], key, nodes, launch.spares, name)
-        agent = NodeAgent(shared, told[0], (host, int(port)), store, rendezvous)
-        outcome = _to_the_end(agent, host, port)
+        address, name = (host, int(port)), f"{int(not served)} {host_name()}"
+        agent = _agent(shared, told[0], address, store, name)
+        while (outcome := _to_the_end(agent, host, port)) is None:
+            shared, told = _on_fewer(shared.run, store, told, serves=bool(served))
+            agent = _agent(shared, told[0], address, store, name)
     except PpctlError as error:
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         return error.exit_code
@@ -95,10 +96,41 @@ def _join(host: str, port: int, typed: str) -> tuple[SealedStore, SharedRun, lis
     return store, shared, told
 
 
-def _to_the_end(agent: NodeAgent, host: str, port: str) -> JobOutcome:
-    """Run the agent; how the job ended, by the run directory. Raises TrainingError: PP-E709 if agents are missing,
-    PP-E656 if the host of the rendezvous is lost."""
-    run, ended = agent.run_dir, True
+def _agent(shared: SharedRun, job: str, address: tuple[str, int], store: SealedStore, name: str) -> NodeAgent:
+    """This host's agent. Raises ConfigError if the host has too few GPUs."""
+    launch = shared.config.launch
+    nodes, per_node = machines(launch.nodes, launch.gpus_per_node, shared.plan.sizes.world)
+    if problems := shortage(launch.device, per_node, (), os.environ, share=launch.share_gpu, command="node HOST"):
+        raise ConfigError(problems)
+    rendezvous = NodeRendezvous.over(store.plain, job, store.key_for("rendezvous"), nodes, launch.spares, name)
+    rendezvous.shrink, rendezvous.patience = launch.shrink, timedelta(seconds=seconds(launch.shrink_after))
+    return NodeAgent(shared, job, address, store, rendezvous)
+
+
+def _on_fewer(run: RunDir, store: SealedStore, told: list[str], *, serves: bool) -> tuple[SharedRun, list[str]]:
+    """The run and the job with which all agents that are left go on; the first plans it once all have noticed that one
+    is missing. Raises ConfigError (PP-E230), TrainingError (PP-E656)."""
+    left, known = f"ppctl/left/{told[0]}", told
+    try:
+        store.plain.add(left, 1)
+        if serves:
+            time.sleep(2 * LOST)
+            plan_smaller(run, store.plain.add(left, 0))
+            publish_run(store, read_run(run.path))
+            store.set(_JOB, [secrets.token_hex(4), *told[1:]])
+        while (told := store.get(_JOB)) == known:
+            time.sleep(1.0)
+        entered = receive_run(store.plain)
+    except RuntimeError as error:
+        raise TrainingError(Problem("PP-E656", "the host of the rendezvous does not answer any more")) from error
+    assert not isinstance(entered, int)
+    return entered[0], told
+
+
+def _to_the_end(agent: NodeAgent, host: str, port: str) -> JobOutcome | None:
+    """Run the agent; how the job ended, by the run directory, and None if agents are missing and the others go on
+    without. Raises TrainingError: PP-E709 if agents are missing, PP-E656 if the host of the rendezvous is lost."""
+    run, ended, shrink = agent.run_dir, True, agent.rendezvous.shrink
     remedy = f"ppctl node --rendezvous HOST:{port} --resume {pasted(run.path)}"
     try:
         agent.run()
@@ -108,7 +140,10 @@ def _to_the_end(agent: NodeAgent, host: str, port: str) -> JobOutcome:
     except RendezvousClosedError as closed:
         ended = not closed.args
     except RendezvousTimeoutError as error:
-        message = f"not all hosts of the run came within {JOIN.total_seconds():g} s"
+        message = "not all hosts of the run came in time"
+        if agent.rendezvous.has_begun:
+            report = f"{message} (launch.shrink=requeue); go on with: {remedy}"
+            return None if shrink == "smaller" else JobOutcome(STOPPED, "stopped", report)
         raise TrainingError(Problem("PP-E709", message, remedy)) from error
     except (RendezvousError, RuntimeError) as error:
         message = f"the host of the rendezvous, {host}:{port}, does not answer any more"

@@ -49,7 +49,7 @@ def test_when_a_rank_dies_all_hosts_start_theirs_again_and_go_on_bitwise(tmp_pat
     assert first["nodes"] == second["nodes"] == ["node-0", "node-1"]
     assert (second["step"], second["why"]) == (9, "rank 2: killed by signal 9 (SIGKILL)")
     shown = ppctl("status", cwd=tmp_path).stdout
-    assert "started again after step 9 on node-0, node-1: rank 2: killed by signal 9 (SIGKILL)" in shown
+    assert "start after step 9 on node-0, node-1: rank 2: killed by signal 9 (SIGKILL)" in shown
 
 
 @pytest.mark.whole

@@ -35,7 +35,7 @@ def test_a_life_says_why_the_one_before_ended_and_who_takes_whose_place(run: Run
     first, second = run.environment()["starts"]
     assert (first["step"], first["nodes"], first["why"]) == (0, NODES, "")
     assert (second["step"], second["nodes"], second["why"]) == (7, ["node-0", "node-2"], why)
-    assert told(run) == [f"started again after step 7 on node-0, node-2: {why}"]
+    assert told(run) == [f"start after step 7 on node-0, node-2: {why}"]
 
 
 @pytest.mark.parametrize(
