@@ -18,6 +18,8 @@ from ppctl.runs.rundir import RunDir, warn
 
 RUNS = Path("runs")
 """The directory of all runs, if no other is named."""
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""The dtypes in which weights are read or written."""
 T = TypeVar("T")
 STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
@@ -73,7 +75,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     status, metrics = run.status(), run.metrics_file(last=1).read()
     state, why = _state(run, status)
     last = metrics[-1] if metrics else {}
-    checkpoint = checkpoint_of(run)
+    checkpoint, back = checkpoint_of(run), readable(lambda: checkpoint_folder.steps_back(run.checkpoints)) or ()
     return {
         "id": run.id,
         "name": run.name,
@@ -85,6 +87,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or why,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "steps_back": ", ".join(f"{s.bad} to {s.step} (without samples {s.first} to {s.end - 1})" for s in back)
+        or None,
         "starts": " | ".join(lives(run)[-5:]) or None,
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),

@@ -18,7 +18,6 @@ from ppctl.cli.local_run import accepted, command_line, other_size_of_nodes, wit
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
 from ppctl.cli.train import settings_of_others
-from ppctl.config.argv import typed_again
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, pasted
 from ppctl.host.devices import machines
@@ -30,6 +29,7 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.script import SlurmJob, directives, render, render_array
 from ppctl.launch.trackers import unusable
 from ppctl.plan import Plan
+from ppctl.plan.memory_limit import amount
 from ppctl.runs.finding import find_run
 from ppctl.runs.rundir import RunDir, printable
 
@@ -48,15 +48,14 @@ def run(args: argparse.Namespace) -> int:
     """Submit one run, or with -m the runs of the command line that have no job and have not finished, as an array job.
     Exit codes: 0 submitted, 2 config or SLURM refuses, 3 checkpoint, 4 memory."""
     several = bool(args.line.lists)
-    if args.dry_run and several:
-        message = "--dry-run prints the script of one run; type one value of each key"
-        raise ConfigError(Problem("PP-E106", message, f"{typed_again('submit', args.line.overrides)} --dry-run"))
     swept = prepare_all(args, prepare) if several else [SweptRun("", prepare(args))]
     jobs = [_job(each.launch) for each in swept]
-    if args.dry_run:
-        sys.stdout.write(render(jobs[0]))
-        return 0
     refuse(list(_of_other_size(jobs)))
+    if args.dry_run:
+        sys.stdout.write(render_array(jobs[0], [Path(job.run) for job in jobs]) if several else render(jobs[0]))
+        if several:
+            note(aligned(_plan_row(number, each) for number, each in enumerate(swept)))
+        return 0
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here: jobs are submitted from a machine that has SLURM's commands"
         remedy = pasted("ppctl", "train", *args.typed[1:]) if several else f"{jobs[0].command} --dry-run"
@@ -76,6 +75,14 @@ def run(args: argparse.Namespace) -> int:
         for command in ("status", "logs", "cancel"):
             print(f"  {program()} {command} {pasted(short_path(run_dir.path))}")
     return 0 if several else _check_start(rows[0][1])
+
+
+def _plan_row(task: int, run: SweptRun) -> list[str]:
+    """One line on the run that a task of the array would train: its values, and what its plan promises."""
+    plan = run.launch.plan
+    peak = amount(max(cost.peak_bytes for cost in plan.pp_ranks))
+    speed = f"{plan.timing.tokens_per_s:,.0f} tokens/s"
+    return [f"task {task}", run.label, f"{plan.sizes.world} ranks", f"{peak} a device", speed]
 
 
 def prepare(args: argparse.Namespace) -> Launch:

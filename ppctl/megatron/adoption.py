@@ -26,7 +26,7 @@ _NAMES = (
     "forward_backward_pipelining_with_interleaving",
     "P2PCommunicator",
 )
-"""What is replaced; Megatron's schedules have all of these names."""
+"""The functions that are replaced; Megatron's schedules have all of these names."""
 
 
 class ReplacedName(NamedTuple):
@@ -40,7 +40,7 @@ class ReplacedName(NamedTuple):
 
 @dataclass(frozen=True)
 class Adoption:
-    """What a call of `adopt` has done. `print` it for a table."""
+    """The result of a call of `adopt`. `print` it for a table."""
 
     places: tuple[ReplacedName, ...]
     """The names that were replaced."""
