@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ppctl.agent import lives
 from ppctl.agent.rendezvous import LOST, NodeRendezvous
+from ppctl.errors import Problem
 from ppctl.host.processes import python
 from ppctl.launch.environment import default_variables, rank_variables
 from ppctl.launch.outcome import Exit, failures
@@ -118,7 +119,8 @@ class NodeAgent(SimpleElasticAgent):
         self._ranks, self._output = [], None
         if alive:
             named = f"ranks {', '.join(str(rank.rank) for rank in alive)} on {host_name()}"
-            print(f"error PP-E659: {named} cannot be killed: this host takes no further part", file=sys.stderr)
+            problem = Problem("PP-E659", f"{named} cannot be killed: this host takes no further part")
+            print(f"error {problem}", file=sys.stderr)
             raise SystemExit(1)
 
     # One life

@@ -93,8 +93,9 @@ def test_one_more_than_the_spares_is_refused_and_told_which_key_it_needs(monkeyp
     store = HashStore()
     alive = agent(store, "0 node-0"), agent(store, "1 node-1")
     assert meet(*alive) == [0, 1]
+    surplus = agent(store, "1 node-2")  # it waits for signs of life as long as the others
     monkeypatch.setattr(rendezvous, "LOST", 0.5)
     monkeypatch.setattr(rendezvous, "_SLOW", 0.3)
     with pytest.raises(ConfigError, match="the run has its 2 nodes and 0 spares") as refused:
-        agent(store, "1 node-2").next_rendezvous()
+        surplus.next_rendezvous()
     assert refused.value.problems[0].remedy == "launch.spares=1"
