@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from ppctl.agent import rendezvous
 from ppctl.agent.rendezvous import NodeRendezvous
@@ -18,6 +19,8 @@ from ppctl.errors import ConfigError, TrainingError
 def _agents_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent has them in its environment: else torch would make a store at an address with the agent's name."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # torch looks through the stack for every record of its own: with pytest's, longer than signs of life may take.
+    monkeypatch.setattr(f"{DynamicRendezvousHandler.__module__}.get_method_name", lambda depth=2: "")
 
 
 def agent(store: HashStore, name: str, nodes: int = 2, spares: int = 0, key: bytes = b"key") -> NodeRendezvous:
