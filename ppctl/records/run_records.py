@@ -61,6 +61,7 @@ class Environment(TypedDict, total=False):
 
     variables: dict[Line, str]
     compose_s: float
+    agent: Holder
     starts: list[Start]
 
 
