@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from functools import partial
 
 from ppctl.cli.local_run import accepted, adapt_to_machine, command_line, run_to_end, start_of, with_paths
 from ppctl.cli.sweep import add_multirun, train_all
-from ppctl.config.argv import typed_again
-from ppctl.config.keys import keys_with
-from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem
 from ppctl.launch.environment import Started
-from ppctl.launch.planning import planned
+from ppctl.launch.planning import planned, settings_of_others
 from ppctl.launch.run_directory import Launch, new_run
 from ppctl.runs.run_starts import hold
 
@@ -40,17 +35,7 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be started."""
     began = time.perf_counter()
     composed, plan, problems = planned(args.line, for_training=True)
-    problems += _slurm_settings(composed.config, args.line.overrides)
+    problems += settings_of_others(composed.config, args.line.overrides)
     plan = accepted(composed, plan, problems)
     config, plan, data = adapt_to_machine(composed.config, plan, args.line.overrides, started)
     return Launch(with_paths(config), plan, command_line("train", args), data, time.perf_counter() - began)
-
-
-def _slurm_settings(config: RunConfig, arguments: Sequence[str]) -> list[Problem]:
-    """Settings that take effect in a submitted job only: `train` starts the ranks itself, or is one of them."""
-    keys = [name for name, key in keys_with("slurm").items() if config[name] != key.default]
-    keys = ["launch.target=slurm"] if config.launch.target == "slurm" else keys
-    if not keys:
-        return []
-    message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"
-    return [Problem("PP-E629", message, typed_again("submit", arguments), "launch")]
