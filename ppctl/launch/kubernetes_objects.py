@@ -34,7 +34,6 @@ API = "jobset.x-k8s.io/v1alpha2"
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 _FILES = "/etc/ppctl"
-_LAST_WORDS = 10  # seconds of the grace that remain when ranks which have not saved are killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class KubernetesJob:
         """Seconds that a pod has to save."""
         saved = max(cost.weight_bytes + cost.optimizer_bytes for cost in self.launch.plan.pp_ranks)
         needed = seconds_to_leave(self.save, saved, self.launch.plan.step_time_s)
-        return self.config.launch.kubernetes.grace or int(needed) + 1 + _LAST_WORDS
+        return self.config.launch.kubernetes.grace or int(needed) + 11
 
 
 def _name(job: KubernetesJob) -> str:
@@ -203,7 +202,6 @@ def _environment(job: KubernetesJob) -> Iterator[dict[str, Any]]:
         "PET_MASTER_PORT": 29500,
         "PET_RDZV_ID": _name(job),
         "PET_RDZV_CONF": f"timeout={seconds(job.config.launch.start_limit):.0f}",
-        "PET_SHUTDOWN_TIMEOUT": max(job.grace - _LAST_WORDS, 1),
     }
     yield from ({"name": name, "value": str(value)} for name, value in values.items())
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_LABEL}']"}}

@@ -67,10 +67,13 @@ class _Pod:
         self._agent: subprocess.Popen[bytes] | None = None
 
     def go(self, *_: object) -> None:
-        """The cluster ends this pod: the agent passes that on to its ranks, which save."""
+        """The cluster ends this pod: its ranks save. The agent itself is not told, since others' wait for it to end."""
         self.told_to_go = True
         if self._agent is not None and self._agent.poll() is None:
-            self._agent.send_signal(signal.SIGTERM)
+            with suppress(OSError):  # they end meanwhile
+                tasks = Path(f"/proc/{self._agent.pid}/task").glob("*/children")
+                for number in [int(rank) for task in tasks for rank in task.read_text().split()] or [self._agent.pid]:
+                    os.kill(number, signal.SIGTERM)
 
     def live(self, digest: str) -> int:
         """Run agents until the run is over or this pod has to go; returns the exit code. Raises PpctlError."""

@@ -25,8 +25,6 @@ Time = Annotated[float, _is_a_time]
 Step = Count | None
 Figure = float | None
 """A number that is null if it was not finite."""
-
-
 ASKED_WORDS = "a callback of train.callbacks asked for it"
 """The message of a run that stopped for good before its last step."""
 

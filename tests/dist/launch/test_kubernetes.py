@@ -112,18 +112,22 @@ def test_a_pod_that_is_gone_is_made_again_and_the_other_lives_on(
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("index", [0, 1])
 def test_an_evicted_pod_has_all_ranks_save_and_no_step_is_done_twice(
-    slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
+    index: int, slow: Cluster, tmp_path: Path, undisturbed: list[tuple[object, ...]]
 ) -> None:
     run = Run(slow, tmp_path)
     run.until(lambda: run.steps() >= 3, "step 3")
     assert run.status()["state"] == "running"
-    done = run.ppctl("requeue", str(run.told))
-    assert done.stdout == f"job {run.job} was asked to save; its pods then start it\n", done.stderr
-    run.until(lambda: slow.ends_of(0), "the end of pod 0")
+    if index == 0:
+        done = run.ppctl("requeue", str(run.told))
+        assert done.stdout == f"job {run.job} was asked to save; its pods then start it\n", done.stderr
+    elif (pod := slow.running(index)) is not None:
+        slow.evict(pod.name)
+    run.until(lambda: slow.ends_of(index), "the end of the pod")
     saved = sorted(int(path.name.removeprefix("step-")) for path in run.run.glob("checkpoints/step-*"))
     run.ends()
-    assert slow.ends_of(0) == [143] and len(saved) == 1
+    assert slow.ends_of(index) == [143] and slow.ends_of(1 - index) == [] and len(saved) == 1
     assert run.numbers() == undisturbed
 
 
@@ -176,6 +180,10 @@ def test_what_another_pod_would_repeat_fails_the_job_at_once(slow: Cluster, tmp_
     run.ends("Failed")
     assert slow.ends_of(0) == [2] and "none.txt" in run.log()
     assert run.status()["state"] == "failed"
+    again = run.ppctl("requeue", str(run.told))  # in place of the JobSet that has ended
+    assert again.returncode == 0 and again.stdout.startswith(f"job {run.job} goes on from the beginning"), again.stderr
+    run.ends("Failed")
+    assert slow.ends_of(0) == [2, 2]
     assert not (slow.home / "volume" / "quickstart").exists() or not list(run.run.glob("metrics.jsonl"))
 
 
