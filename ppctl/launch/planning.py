@@ -112,16 +112,17 @@ def counted_samples(config: RunConfig) -> int:
 def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str = "") -> list[Problem]:
     """The problem of settings that take effect in jobs of other systems than `system` only; `train` has none."""
     keys = {name: key.facts.jobs for name, key in keys_with("jobs").items() if config[name] != key.default}
-    keys |= {"launch.target": config.launch.target} if config.launch.target in ("slurm", "kubernetes") else {}
+    target = config.launch.target
+    keys |= {f"launch.target={target}": target} if target in ("slurm", "kubernetes") else {}
     foreign = {name: jobs for name, jobs in keys.items() if system not in jobs.split()}
     if not foreign:
         return []
     others = list(dict.fromkeys(" ".join(foreign.values()).split()))
-    target = "kubernetes" if "kubernetes" in (system, others[0]) else "slurm"
-    kept = [word for word in arguments if system != target or word.partition("=")[0] not in foreign]
+    on = "kubernetes" if "kubernetes" in (system, others[0]) else "slurm"
+    kept = [word for word in arguments if system != on or word.partition("=")[0] not in foreign]
     where = f"jobs of {' and '.join(others)} only" if system else "a submitted job only"
     message = f"{', '.join(foreign)} {'takes' if len(foreign) == 1 else 'take'} effect in {where}"
-    remedy = typed_again("submit", kept) + " --on kubernetes" * (target == "kubernetes")
+    remedy = typed_again("submit", kept) + " --on kubernetes" * (on == "kubernetes")
     return [Problem("PP-E629", message, remedy, "launch")]
 
 
