@@ -30,7 +30,7 @@ from ppctl.errors import CheckpointError, PpctlError, Problem
 from ppctl.host.files import write_atomically
 from ppctl.records import wire
 from ppctl.records.json_reader import without_collections
-from ppctl.runs import checkpoint_folder
+from ppctl.runs import checkpoint_folder, fence
 from ppctl.runs.checkpoint_folder import MANIFEST, STATE, discard, prepare, retain
 
 WORK = "prepare", "choose", "write", "commit", "retain", "discard"
@@ -78,6 +78,7 @@ def commit(directory: Path, step: int, all_parts: Sequence[bytes], reports: Sequ
             seal(temporary, manifest, state)
         elif (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
             raise FileNotFoundError(2, os.strerror(2), str(temporary))
+    fence.check(at_once=True)
     return checkpoint_folder.publish(directory, step)
 
 

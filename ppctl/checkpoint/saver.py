@@ -26,7 +26,7 @@ from ppctl.checkpoint.shards import HostMemory, Shard, values_of, whole_shards
 from ppctl.checkpoint.tensor_parts import TensorPart, Values, packed_parts
 from ppctl.checkpoint.writer import NO_WRITER, NodeWriter, WriterAddress
 from ppctl.errors import CheckpointError, Problem
-from ppctl.runs import checkpoint_folder
+from ppctl.runs import checkpoint_folder, fence
 
 R = TypeVar("R")
 
@@ -115,6 +115,7 @@ class Saver:
         self._own, self._parts = own[self.ranks.rank], parts
 
     def _do(self, what: str, work: Callable[..., R], *arguments: Any) -> R:
+        fence.check(at_once=True)
         return work(*arguments) if self._writer is None else self._writer.do(what, work, *arguments)
 
 

@@ -32,6 +32,7 @@ from ppctl.checkpoint.tensor_parts import Values, values_in
 from ppctl.errors import CheckpointError, Problem
 from ppctl.host.processes import python
 from ppctl.records import wire
+from ppctl.runs import fence
 
 R = TypeVar("R")
 
@@ -274,6 +275,7 @@ def _answer(asking: BufferedRWPair, rank: int, memory: memoryview) -> NoReturn:
     while True:
         number, (what, *arguments) = _receive(asking, _CALLS)
         try:
+            fence.check(at_once=True)
             if number == _WRITE:
                 arguments.append(values_in(memory, arguments[2]))
             value = getattr(disk, disk.WORK[number])(*arguments)

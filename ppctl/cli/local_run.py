@@ -25,9 +25,11 @@ from ppctl.config.argv import ALIASES, LAYOUT, retyped, typed_again
 from ppctl.config.checks import check
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment, kept_allocator, kept_queue
+from ppctl.config.launch_config import LaunchConfig
 from ppctl.config.schema import RunConfig
 from ppctl.errors import PpctlError, Problem, pasted
 from ppctl.hang.progress import Limits
+from ppctl.host.devices import machines
 from ppctl.host.private_files import own_directory, shared_memory
 from ppctl.host.processes import python
 from ppctl.launch.described import absent_for, other_version
@@ -108,10 +110,11 @@ def adapt_to_machine(
     from ppctl.data.load import examine  # numpy
 
     world = plan.sizes.world
-    ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
+    per_node = machines(config.launch.nodes, config.launch.gpus_per_node, world)[1] if started.by == "node" else world
+    ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", per_node))
     share = config.launch.share_gpu
     device = choose_device(_asked_device(config, plan), ranks_here, os.environ, share=share)
-    problems = []
+    problems = list(other_size_of_nodes(config.launch, world)) if started.by == "node" else []
     if find_spec("torch") is None:
         remedy = f"{pasted(sys.executable)} -m pip install torch"
         problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
@@ -127,7 +130,7 @@ def adapt_to_machine(
         problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
     else:
         problems += shortage(device, ranks_here, arguments, os.environ, share=share, command=command)
-    one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
+    one_host = ranks_here == world and started.by in ("person", "torchrun", "node")
     problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
     here = with_value(config, "launch", device=device, share_gpu=share and device == "cuda")
     if device != config.launch.device:  # times, limits and messages are that device's
@@ -139,6 +142,16 @@ def adapt_to_machine(
     data, wrong = examine(config)
     refuse([*problems, *conflicts, *wrong, *unusable(config)])
     return config, plan, data
+
+
+def other_size_of_nodes(launch: LaunchConfig, world: int) -> Iterator[Problem]:
+    """The problem of nodes that do not hold all ranks of a plan, or more."""
+    nodes, per_node = machines(launch.nodes, launch.gpus_per_node, world)
+    if nodes * per_node != world:
+        message = f"the plan has {world} ranks, and nodes {nodes} x {per_node} ranks = {nodes * per_node}"
+        fitting = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
+        remedy = f"nodes={world // fitting} gpus_per_node={fitting}"
+        yield Problem("PP-E603", message, remedy, "launch.nodes, launch.gpus_per_node")
 
 
 def _asked_device(config: RunConfig, plan: Plan) -> str:

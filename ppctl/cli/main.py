@@ -45,6 +45,7 @@ COMMANDS = {
     "simulate": Command("simulate and draw a schedule from the times of its operations"),
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("continue a run from its last checkpoint", overrides=True),
+    "node": Command("train on several hosts: start this one's ranks, and start them again", overrides=True),
     "ckpt": Command("show, verify, compare, average, prune, import or export checkpoints"),
     "generate": Command("continue a prompt with the weights of a run or a directory"),
     "data": Command("tokenize text into .bin and .idx files, or show data"),

@@ -85,9 +85,16 @@ def facts(run: RunDir) -> dict[str, Any]:
         "time": status.get("time"),
         "message": status.get("message") or why,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "starts": lives(run),
         "command": next(reversed(readable(run.commands) or []), None),
         "path": str(run.path),
     }
+
+
+def lives(run: RunDir) -> list[str]:
+    """A line for each start that agents began after the run's first: after which step, where, and why."""
+    later = run.environment().get("starts", ())[1:]
+    return [f"start after step {one['step']} on {', '.join(one['nodes'])}: {one['why']}" for one in later]
 
 
 def readable(read: Callable[[], T]) -> T | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppctl.cli.console import aligned, note
 from ppctl.cli.jobs import job_of
-from ppctl.cli.local_run import accepted, command_line, with_gpu_environment, with_paths
+from ppctl.cli.local_run import accepted, command_line, other_size_of_nodes, with_gpu_environment, with_paths
 from ppctl.cli.runs import program, short_path
 from ppctl.cli.sweep import SweptRun, add_multirun, find_begun, prepare_all
 from ppctl.config.argv import typed_again
@@ -154,17 +154,12 @@ def _job(launch: Launch) -> SlurmJob:
 
 def _of_nodes(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     """The problems of a job whose nodes must hold all ranks of a plan."""
-    launch, world = config.launch, plan.sizes.world
+    launch = config.launch
     if launch.device == "any":
         message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
         remedy = "launch.device=cuda\nlaunch.device=cpu"
         yield Problem("PP-E629", message, remedy, "launch.device = any")
-    nodes, per_node = machines(launch.nodes, launch.gpus_per_node, world)
-    if nodes * per_node != world:
-        message = f"the plan has {world} ranks, and nodes {nodes} x {per_node} ranks = {nodes * per_node}"
-        fitting = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)
-        remedy = f"nodes={world // fitting} gpus_per_node={fitting}"
-        yield Problem("PP-E603", message, remedy, "launch.nodes, launch.gpus_per_node")
+    yield from other_size_of_nodes(launch, plan.sizes.world)
 
 
 def _job_to_wait_for(config: RunConfig) -> str | None:

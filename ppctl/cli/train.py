@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
             return run_to_end(run_dir, launch, started, args.json, args.line.overrides)
 
 
-def prepare(args: argparse.Namespace, started: Started) -> Launch:
+def prepare(args: argparse.Namespace, started: Started, command: str = "train") -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems if it cannot be started."""
     began = time.perf_counter()
     composed, plan, problems = planned(args.line, for_training=True)
-    problems += settings_of_others(composed.config, args.line.overrides)
+    problems += settings_of_others(composed.config, args.line.overrides, "node" if started.by == "node" else "")
     plan = accepted(composed, plan, problems)
-    config, plan, data = adapt_to_machine(composed.config, plan, args.line.overrides, started)
-    return Launch(with_paths(config), plan, command_line("train", args), data, time.perf_counter() - began)
+    config, plan, data = adapt_to_machine(composed.config, plan, args.line.overrides, started, command)
+    return Launch(with_paths(config), plan, command_line(command, args), data, time.perf_counter() - began)

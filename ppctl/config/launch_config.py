@@ -68,6 +68,10 @@ class LaunchConfig:
     step_limit: str | None = key(None, TIME, known_as="--distributed-timeout-minutes")
     """Time limit without progress in later steps; none: ten times the slowest step so far, at least 2 minutes and at
     most the longest of the other limits."""
+    spares: int = key(0, not_negative(MOST_RANKS), jobs="node")
+    """`ppctl node`: hosts beyond `nodes` that wait to take the place of one that is lost; further ones are refused."""
+    max_restarts: int = key(3, not_negative(MOST_RANKS), jobs="node")
+    """`ppctl node`: how often in a row the ranks are started again without having done a step that was new."""
     account: str | None = key(None, ONE_LINE, options="-A --account", jobs="slurm")
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = key(None, ONE_LINE, options="-q --qos", jobs="slurm")

@@ -233,7 +233,7 @@ class Facts:
     layout: bool = False
     """Whether a layout is written for one value of it: another value sets a recipe's layout aside."""
     jobs: str = ""
-    """The systems in whose submitted jobs alone it takes effect: `slurm`, `kubernetes`; empty: it needs no job."""
+    """The systems in whose jobs alone it takes effect: `slurm`, `kubernetes`, `node` (agents); empty: it needs none."""
     options: str = ""
     """The options of sbatch and srun that ppctl sets by it."""
 

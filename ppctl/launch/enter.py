@@ -35,23 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_node(RunDir(args.run), args.code)
         if int(os.environ.get("SLURM_NODEID", 0)) == 0:
-            go_on(RunDir(args.run))
+            run_starts.write_secret(RunDir(args.run))
+            go_on(RunDir(args.run), run_starts.slurm_start() or "")
     except PpctlError as error:
         print(f"error {error.problems[0]}".replace("\n", "; "))
         return error.exit_code
     return 0
 
 
-def check_node(run: RunDir, code: str) -> None:
+def check_node(run: RunDir, code: str = LIVE, remedy: str = "ppctl submit again, or launch.code=live") -> None:
     """Raise ConfigError if this node does not see the run (PP-E623) or has other code than `code` (PP-E624)."""
     if not (run.path / "config.yaml").is_file():
         message = f"node {host_name()} does not see the run directory"
-        remedy = "log.dir=DIR on a file system that all nodes share"
-        raise ConfigError(Problem("PP-E623", message, remedy, str(run.path)))
+        shared = "log.dir=DIR on a file system that all nodes share"
+        raise ConfigError(Problem("PP-E623", message, shared, str(run.path)))
     own = package_digest()
     if code not in (LIVE, own):
         message = f"ppctl's code on {host_name()} is {own}, and {code} was submitted: it has changed since"
-        raise ConfigError(Problem("PP-E624", message, "ppctl submit again, or launch.code=live", str(_PACKAGE)))
+        raise ConfigError(Problem("PP-E624", message, remedy, str(_PACKAGE)))
 
 
 def package_digest(package: Path = _PACKAGE) -> str:
@@ -68,9 +69,9 @@ def code_of(config: RunConfig) -> str:
     return LIVE if config.launch.code == LIVE else package_digest()
 
 
-def go_on(run: RunDir) -> None:
+def go_on(run: RunDir, start: str) -> None:
     """Set the run to go on from its last checkpoint, if it has one, and forget how its last start ended."""
-    run_starts.begin_start(run, run_starts.slurm_start() or "")
+    run_starts.begin_start(run, start)
     run_starts.sweep(run)
     last, config = last_checkpoint(run), run.read_config()
     if last is not None and config.checkpoint.resume not in (AUTO, str(last)):

@@ -22,7 +22,7 @@ class Started:
     """Who started this process, and as which rank."""
 
     by: str
-    """`torchrun`, `slurm` (srun), `env` (rank variables of another scheduler), or `person`."""
+    """`torchrun`, `slurm` (srun), `env` (rank variables of another scheduler), `node` (agents), or `person`."""
     rank: int = 0
     world_size: int = 1
     run_id: str | None = None
@@ -35,14 +35,12 @@ class Started:
     @property
     def is_rank(self) -> bool:
         """Whether torchrun, SLURM or another scheduler started this process as one rank of a job."""
-        return self.by != "person"
+        return self.by not in ("person", "node")
 
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OTHER_VARIABLES = (
-    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NODEID"),
+_SHOWN = re.compile(
+    r"RANK|WORLD_SIZE|MASTER_.*|LOCAL_.*|.*_RESTART_COUNT|SLURM_(PROCID|LOCALID|NODEID|NTASKS|JOB_ID|(STEP_|TASKS_).*)"
 )
 
 
@@ -56,7 +54,7 @@ def detect(environ: Mapping[str, str]) -> Started:
             # A step with a single task is a place to launch from.
             return started if started.world_size > 1 else Started("person")
     except (KeyError, ValueError) as error:
-        given = {name: environ[name] for name in (*_RANK_VARIABLES, *_OTHER_VARIABLES) if name in environ}
+        given = {name: value for name, value in environ.items() if _SHOWN.fullmatch(name)}
         message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {given}"
         raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
     return Started("person")
@@ -76,11 +74,12 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
     # torchrun without --rdzv-id calls every run "none": that is no id.
     run_id = elastic if elastic not in (None, "", "none") else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(environ.get("SLURM_RESTART_COUNT", 0))
-    variables = _rank_variables(rank, local, world, local_world) | server
+    variables = rank_variables(rank, local, world, local_world) | server
     return Started("torchrun" if elastic else "env", rank, world, run_id, restarts, variables)
 
 
-def _rank_variables(rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
+def rank_variables(rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
+    """The variables of a rank's place: its number, its number on its machine, and how many there are."""
     ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
     return {name: str(value) for name, value in ranks.items()}
 
@@ -98,7 +97,7 @@ def slurm_rank(environ: Mapping[str, str]) -> Started:
     port = 20000 + (7 * job + 31 * step + restarts) % 10000
     alone = tasks_here == tasks
     server = {"MASTER_ADDR": "127.0.0.1" if alone else first_host(nodes), "MASTER_PORT": str(port)}
-    variables = _rank_variables(rank, local, tasks, tasks_here) | server
+    variables = rank_variables(rank, local, tasks, tasks_here) | server
     return Started("slurm", rank, tasks, f"{job}.{step}", restarts, variables)
 
 
@@ -148,5 +147,5 @@ def default_variables() -> dict[str, str]:
 
 def rank_environment(rank: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of one local rank; the later the stronger: defaults, this process's, `launch.env`, the rank's."""
-    own = _rank_variables(rank, rank, world_size, world_size)
+    own = rank_variables(rank, rank, world_size, world_size)
     return default_variables() | dict(os.environ) | loopback_variables() | dict(extra) | own

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import Any
 
-from ppctl.config.argv import Arguments, typed_again
+from ppctl.config.argv import Arguments, retyped, typed_again
 from ppctl.config.checks import is_size
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.config.keys import keys_with, text_keys
@@ -118,12 +118,15 @@ def settings_of_others(config: RunConfig, arguments: Sequence[str], system: str 
     if not foreign:
         return []
     others = list(dict.fromkeys(" ".join(foreign.values()).split()))
+    names = f"{', '.join(foreign)} {'takes' if len(foreign) == 1 else 'take'} effect"
+    if others == ["node"]:
+        remedy = f"ppctl node --rendezvous HOST:29500 {retyped(arguments)}"
+        return [Problem("PP-E629", f"{names} with `ppctl node` only", remedy, "launch")]
     on = "kubernetes" if "kubernetes" in (system, others[0]) else "slurm"
     kept = [word for word in arguments if system != on or word.partition("=")[0] not in foreign]
-    where = f"jobs of {' and '.join(others)} only" if system else "a submitted job only"
-    message = f"{', '.join(foreign)} {'takes' if len(foreign) == 1 else 'take'} effect in {where}"
+    where = f"jobs of {' and '.join(others)} only" if system in ("slurm", "kubernetes") else "a submitted job only"
     remedy = typed_again("submit", kept) + " --on kubernetes" * (on == "kubernetes")
-    return [Problem("PP-E629", message, remedy, "launch")]
+    return [Problem("PP-E629", f"{names} in {where}", remedy, "launch")]
 
 
 def without_memory(problems: Sequence[Problem]) -> list[Problem]:

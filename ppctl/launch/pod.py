@@ -26,6 +26,7 @@ from ppctl.config.mapping import from_mapping
 from ppctl.config.quantities import seconds
 from ppctl.config.yaml_file import read_yaml
 from ppctl.errors import PpctlError
+from ppctl.host.files import read_text
 from ppctl.host.processes import python
 from ppctl.launch.enter import check_node, go_on
 from ppctl.launch.environment import Started
@@ -36,6 +37,8 @@ from ppctl.launch.run_directory import Launch, new_run
 from ppctl.plan import Plan
 from ppctl.records.json_reader import parse
 from ppctl.records.run_records import ASKED_WORDS
+from ppctl.runs import fence
+from ppctl.runs.heartbeat import host_name
 from ppctl.runs.rundir import RunDir
 
 _PAUSE = 1.0
@@ -108,7 +111,7 @@ class _Pod:
             command = (self.files / "command.txt").read_text(encoding="utf-8")
             new_run(Launch(self.config, plan, command, data), Started("env", run_id=self.run.id))
         if not self.is_finished:
-            go_on(self.run)
+            go_on(self.run, f"{host_name()}.{time.time():.0f}")
 
     @property
     def is_finished(self) -> bool:
@@ -133,7 +136,8 @@ class _Pod:
         if self.told_to_go or self.is_finished:
             return TERMINATED
         agent = [*python("torch.distributed.run"), "-m", "ppctl.launch.rank", str(self.run.path)]
-        self._agent = subprocess.Popen(agent, env=os.environ | self.config.launch.env)
+        start = fence.variables(read_text(self.run.path / "life"), self.run.path)
+        self._agent = subprocess.Popen(agent, env=os.environ | self.config.launch.env | start)
         if self.told_to_go:  # meanwhile
             self.go()
         return self._agent.wait()

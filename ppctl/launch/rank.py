@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ppctl.launch.environment import detect, slurm_rank
 from ppctl.launch.process import become_worker
+from ppctl.runs import fence
+from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 
 
@@ -25,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(log, sys.stderr.fileno())
     if started.rank != 0:
         os.dup2(log, sys.stdout.fileno())
-    become_worker(started, "--submitted", str(run.path))
+    own = {} if started.by == "torchrun" else fence.variables(slurm_start() or "", run.path)  # pods know their start
+    become_worker(started, "--submitted", str(run.path), environment=own)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ppctl.comm.channels import PeerLost
 from ppctl.comm.groups import gather_values
 from ppctl.engine.engine_error import EngineError
-from ppctl.errors import PpctlError
+from ppctl.errors import PpctlError, TrainingError
 from ppctl.host.private_files import NODE_DIRECTORY
 from ppctl.model.kernels import Kernels
 from ppctl.plan import Plan
@@ -30,8 +30,9 @@ from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.records.rank_records import RankFailure
 from ppctl.records.run_records import ASKED_WORDS
+from ppctl.runs import fence
 from ppctl.runs.heartbeat import HeartbeatFile, host_name, leave_failure
-from ppctl.runs.run_starts import slurm_start, start_name
+from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 from ppctl.schedule.trace import Span, message_times
 from ppctl.topology import RankGrid
@@ -166,9 +167,11 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, *, 
     """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code.
     `watched` says that ppctl's own launcher writes and prints all but the traceback."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
-    # If a watch has written the rank's failure, then this error is only a consequence. If the run goes on without this
-    # rank, its node was lost, and came back when the job had been requeued.
-    if run is not None and (start_name(run) not in ("", slurm_start()) or run.has_error(rank)):
+    # If the run goes on without this rank, its node was lost and came back. If a watch has written the rank's failure,
+    # then this error is only a consequence.
+    if (older := fence.older()) is not None:
+        run, error = None, TrainingError(older)
+    if run is not None and run.has_error(rank):
         run = None
     if run is not None:
         failure = _failure_of(error, rank, plan, code)

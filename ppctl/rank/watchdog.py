@@ -25,6 +25,7 @@ from ppctl.hang.progress import GRACE, Limits, Progress
 from ppctl.hang.verdict import published_states, verdict
 from ppctl.plan import Plan
 from ppctl.rank.own_process import Listener
+from ppctl.runs import fence
 from ppctl.runs.run_starts import slurm_start
 from ppctl.runs.rundir import RunDir
 
@@ -77,6 +78,8 @@ class NodeWatch:
 
     def __call__(self, host: str, record: Mapping[str, Any]) -> None:
         """Write this node's record, then check. The clock is the hosts' own: seconds since the epoch."""
+        if (older := fence.older()) is not None:
+            self._leave(f"error {older}", record, wait=0.0)
         try:
             self.run.write_heartbeats(host, record)
         finally:

@@ -66,7 +66,7 @@ from ppctl.rank.results import (
 from ppctl.rank.watchdog import Alarm, NodeWatch, dump_on_request
 from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.reach.store import SealedStore
-from ppctl.runs import checkpoint_folder
+from ppctl.runs import checkpoint_folder, fence
 from ppctl.runs.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.runs.rundir import RunDir
 from ppctl.train.callback import Callback, Callbacks, TrainingEnd
@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, plan = None if directory is None else RunDir(directory), None
     with ExitStack() as at_end:
         try:
+            fence.arrive()
             known = None if directory is None else read_run(directory)
             with phases("groups"):
                 plain = meet(own, START_UP if known is None else _patience(known))

@@ -46,9 +46,7 @@ class DeadEdge(TrainingError):
 def listen() -> tuple[socket.socket, Address]:
     """A socket to which others connect as to this process's gloo (the kernel alone answers), and its address."""
     host = own_address()
-    server = socket.socket(family_of(host))
-    server.bind((host, 0))
-    server.listen(socket.SOMAXCONN)
+    server = socket.create_server((host, 0), family=family_of(host), backlog=socket.SOMAXCONN)
     return server, (host, int(server.getsockname()[1]))
 
 

@@ -80,17 +80,11 @@ def _listen_as(host: str, port: int) -> socket.socket:
     here = own_address()
     is_name = host not in (*named, "localhost")
     for address in dict.fromkeys([*beyond, *[here] * is_name, *named, here]):
-        server = socket.socket(family_of(address))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            server.bind((address, port))
+            return socket.create_server((address, port), family=family_of(address), backlog=socket.SOMAXCONN)
         except OSError as error:
-            server.close()
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            continue
-        server.listen(socket.SOMAXCONN)
-        return server
     raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
 
 
@@ -132,6 +126,10 @@ class SealedStore:
         if not hmac.compare_digest(proof.encode(), self._proof(key, text).encode()):
             raise TrainingError(unproved(key))
         return json.loads(text)
+
+    def beside(self, plain: Any) -> SealedStore:
+        """The same proofs for values in another store."""
+        return SealedStore(plain, self._secret, self._start)
 
     def key_for(self, purpose: str) -> bytes:
         """A key that the ranks of this start have in common, for one purpose; empty without a secret."""

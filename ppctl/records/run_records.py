@@ -48,11 +48,21 @@ class Holder(TypedDict, total=False):
     started: Count | None
 
 
+class Start(TypedDict):
+    """A start by agents: how far the run had come before, where its ranks were, and why it was needed."""
+
+    time: Time
+    step: Count
+    nodes: list[Line]
+    why: Line
+
+
 class Environment(TypedDict, total=False):
     """env.json."""
 
     variables: dict[Line, str]
     compose_s: float
+    starts: list[Start]
 
 
 class Job(TypedDict, total=False):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import ConfigError, Problem, pasted
-from ppctl.host.files import TAKEN, lock, open_regular, read_text, release, write_atomically
+from ppctl.host.files import TAKEN, lock, open_regular, release, write_atomically
 from ppctl.host.processes import identity
 from ppctl.records.run_records import Holder
 from ppctl.runs import checkpoint_folder
@@ -133,20 +133,11 @@ def _text(path: Path, *, reported: bool) -> str:
 
 def begin_start(run: RunDir, name: str) -> None:
     """Prepare the next start of a submitted run: the last result is deleted, its failures are kept aside."""
-    write_secret(run)
     write_atomically(run.path / "life", name)
     (run.path / "result.json").unlink(missing_ok=True)
     if run.errors():
         _keep_errors(run, _free_number(run))
     run.forget_heartbeats()
-
-
-def start_name(run: RunDir) -> str:
-    """The name of the newest start; empty for a run that was not submitted."""
-    try:
-        return read_text(run.path / "life")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def set_aside(run: RunDir) -> None:
@@ -158,7 +149,8 @@ def set_aside(run: RunDir) -> None:
         if old.exists():
             # A copy, not a move: the file stays readable until its successor replaces it.
             shutil.copy2(old, old.with_name(f"{old.stem}-{number}{old.suffix}"))
-    (run.path / "result.json").unlink(missing_ok=True)
+    for name in ("result.json", "life"):
+        (run.path / name).unlink(missing_ok=True)
     _keep_errors(run, number)
 
 

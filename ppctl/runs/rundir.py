@@ -28,6 +28,7 @@ from ppctl.records.json_reader import finite, parse, read
 from ppctl.records.metrics_file import MetricsFile
 from ppctl.records.rank_records import RankFailure
 from ppctl.records.run_records import STATES, EdgeTimes, Environment, Failure, HostStates, Job, Result, Status
+from ppctl.runs import fence
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
@@ -144,6 +145,7 @@ class RunDir:
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one step's record to metrics.jsonl, in a single write. Numbers that are not finite become null."""
+        fence.check()
         append(self.metrics_path, json.dumps(finite(record)) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -156,6 +158,7 @@ class RunDir:
 
     def drop_metrics_from(self, step: int) -> None:
         """Delete the records of `step` and later: a run that continues from a checkpoint repeats these steps."""
+        fence.check(at_once=True)
         if self.metrics_path.exists():
             self.metrics_file().drop_from(step)
 
@@ -217,6 +220,7 @@ class RunDir:
 
     def write_flight_record(self, backend: str, rank: int, record: bytes) -> None:
         """Write what torch's flight recorder of `backend` has of a rank in a job that hangs."""
+        fence.check()
         write_atomically(self.flight_record(backend, rank), record, durable=False)
 
     def flight_record(self, backend: str, rank: int) -> Path:
@@ -308,6 +312,7 @@ class RunDir:
     # Reading and writing a file
 
     def _write(self, name: str, text: str, *, durable: bool = True) -> None:
+        fence.check()
         write_atomically(self.path / name, text, durable=durable)
 
     def _write_json(self, name: str, record: Any, *, indent: int | None = None, durable: bool = True) -> None:

@@ -25,7 +25,8 @@ from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan.plan import _digest_of
 from ppctl.records.rank_records import RankFailure
-from ppctl.runs.run_starts import hold, start_name
+from ppctl.runs import fence
+from ppctl.runs.run_starts import hold
 from ppctl.runs.rundir import RunDir, warn
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run"
@@ -336,9 +337,13 @@ def test_a_log_has_an_end(run: RunDir, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("put", [put_pipe, put_device, lambda file: file.write_bytes(b"\xff")])
-def test_a_start_has_no_name_where_its_file_is_none(run: RunDir, put: Callable[[Path], None]) -> None:
+def test_a_start_has_no_name_where_its_file_is_none(
+    run: RunDir, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so no later start than this process's own."""
     put(run.path / "life")
-    assert start_name(run) == ""
+    monkeypatch.setenv(fence.LIFE, fence.variables("7.1", run.path)[fence.LIFE])
+    assert fence.older() is None
 
 
 def test_a_config_has_no_aliases(run: RunDir) -> None:

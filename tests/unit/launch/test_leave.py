@@ -75,7 +75,7 @@ def test_another_life_goes_on_from_the_last_checkpoint_and_keeps_old_errors_asid
     run.write_result({"state": "stopped"})
     (run.checkpoints / "step-7").mkdir()
     (run.checkpoints / "latest").write_text("step-7\n")
-    go_on(run)
+    go_on(run, "7.1")
     assert run.read_config().checkpoint.resume == str(run.checkpoints / "step-7")
     assert (run.errors(), run.result(), run.status()["state"]) == ([], {}, "starting")
     assert [path.name for path in (run.path / "errors-1").iterdir()] == ["rank-0001.json"]

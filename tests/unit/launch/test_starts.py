@@ -75,7 +75,7 @@ def again(by: str) -> Callable[[RunDir, Launch], Path | None]:
 
 
 def another_life(run: RunDir, launch: Launch) -> Path | None:
-    enter.go_on(run)
+    enter.go_on(run, "7.1")
     return resumed(run)
 
 

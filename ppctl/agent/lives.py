@@ -1,0 +1,47 @@
+"""The lives of a run under agents: what each begins with and why, and whether another one is worth it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import Any
+
+from ppctl.launch.enter import go_on
+from ppctl.launch.outcome import failures
+from ppctl.runs import run_starts
+from ppctl.runs.rundir import RunDir
+
+
+def begin(run: RunDir, job: str, number: int, nodes: Sequence[str], most: int) -> str | None:
+    """Prepare the run directory for life `number` of this job on `nodes`, while no rank lives, and record it. Returns
+    why it is needed, empty for the first; None if more than `most` lives in a row have done no step that was new."""
+    environment, name = run.environment(), f"{job}.{number}"
+    before = environment.get("starts", [])  # of this job: who starts one writes env.json anew
+    done = [life["step"] for life in before] + [each["step"] for each in run.metrics_file(last=1).read()]
+    told = why(run, before[-1]["nodes"], nodes) if before else ""
+    record = {"time": time.time(), "step": max(done, default=0), "nodes": list(nodes), "why": told}
+    if fruitless([*before, record]) > most:
+        return None
+    if before:
+        go_on(run, name)
+    else:
+        run_starts.begin_start(run, name)
+        run_starts.sweep(run)
+    run.write_environment(environment | {"starts": [*before, record]})
+    return told
+
+
+def why(run: RunDir, before: Sequence[str], now: Sequence[str]) -> str:
+    """What ended the last life, by its ranks' records, and which nodes have gone and come, in one line."""
+    said = [f"rank {each.rank}: {each.message.partition(chr(10))[0]}" for each in failures([], run.errors())[:1]]
+    said += [f"{node} has gone" for node in (Counter(before) - Counter(now)).elements()]
+    said += [f"{node} takes its place" for node in (Counter(now) - Counter(before)).elements()]
+    return "; ".join(said) or "an agent met the others anew"
+
+
+def fruitless(lives: Sequence[Mapping[str, Any]]) -> int:
+    """How many lives in a row, up to the one that the last record follows, have done no step that was new."""
+    new = [after["step"] > before["step"] for before, after in pairwise(lives)]
+    return len(list(takewhile(lambda each: not each, reversed(new))))

@@ -1,0 +1,103 @@
+"""Which hosts a life has: torch's dynamic rendezvous over a TCPStore, whose state is unpickled only with a proof."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.reach.store import unproved
+
+JOIN = timedelta(minutes=10)
+"""How long agents wait for one that is missing."""
+LOST = 15
+"""Seconds without a sign of life, of three that agents give meanwhile, after which others take one for lost."""
+_SLOW = 3.0
+"""Seconds before each look of an agent without ranks: those with copies in their hosts' memory come first."""
+_PROOF = 32
+
+
+class _SealedBackend(C10dRendezvousBackend):
+    """c10d's backend. torch pickles the state, so it travels with an HMAC, and what does not fit it goes no further:
+    both methods raise TrainingError (PP-E776)."""
+
+    key, before_look = b"", staticmethod(lambda: None)
+
+    def get_state(self) -> Any:
+        self.before_look()
+        return self._opened(super().get_state())
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        return self._opened(super().set_state(self._proof(state) + state, token))
+
+    def _opened(self, found: Any) -> Any:
+        if found is not None and not hmac.compare_digest(found[0][:_PROOF], self._proof(found[0][_PROOF:])):
+            raise TrainingError(unproved("torch.rendezvous"))
+        return found and (found[0][_PROOF:], *found[1:])
+
+    def _proof(self, state: bytes) -> bytes:
+        return hmac.digest(self.key, state, "sha256")
+
+
+class NodeRendezvous(DynamicRendezvousHandler):
+    """torch's handler for as many agents as the run has nodes; `spares` more wait."""
+
+    spares = 0
+    _had_ranks = False
+    _surplus_since: float | None = None
+
+    @classmethod
+    def over(cls, store: Any, run_id: str, key: bytes, nodes: int, spares: int, name: str) -> NodeRendezvous:
+        """The handler of the agent `name`. Names decide the order of nodes, and with it that of ranks."""
+        backend = _SealedBackend(store, run_id)
+        handler = cls.from_backend(run_id, store, backend, nodes, nodes, name, RendezvousTimeout(JOIN), LOST // 3, 3)
+        assert isinstance(handler, NodeRendezvous)
+        handler.spares, backend.key, backend.before_look = spares, key, handler._before_look
+        return handler
+
+    def _before_look(self) -> None:
+        """Let those that had ranks look first. Raises ConfigError (PP-E658) in a surplus agent, once all lost ones have
+        been noticed."""
+        state, now = self._state_holder.state, time.monotonic()
+        if self._had_ranks or not (self._is_complete or state.round):
+            return
+        waiting = sorted(state.redundancy_list | state.wait_list)
+        surplus = self._is_complete and self._this_node in waiting[self.spares :]
+        self._surplus_since = self._surplus_since or now if surplus else None
+        if surplus and now - (self._surplus_since or now) > LOST:
+            message = f"the run has its {self.settings.max_nodes} nodes and {self.spares} spares"
+            raise ConfigError(Problem("PP-E658", message, f"launch.spares={self.spares + 1}", "launch.spares"))
+        time.sleep(_SLOW)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._state_holder.state.participants) == self.settings.max_nodes
+
+    def farewell(self) -> None:
+        """Wait until all agents have seen that the rendezvous is closed: then its host may leave."""
+        state = self._state_holder.state
+        time.sleep(_SLOW + 2.0 if state.redundancy_list or state.wait_list else 1.5)
+
+    def num_nodes_waiting(self) -> int:
+        """1 if this agent has to meet the others anew, else 0: an agent of this life has gone, or it is this one that
+        the others took for lost. torch's count has none without a spare, and a spare that came too late for ever."""
+        super().num_nodes_waiting()
+        return int(not self._is_complete or self._this_node not in self._state_holder.state.participants)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next life that this agent is needed for. Raises RendezvousTimeoutError if agents are missing."""
+        while True:
+            try:
+                info = super().next_rendezvous()
+            except RendezvousTimeoutError:
+                if self._is_complete:  # a spare has no limit
+                    continue
+                raise
+            self._had_ranks = True
+            return info

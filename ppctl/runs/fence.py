@@ -1,0 +1,62 @@
+"""Keeps a process of an older start from writing: a host that stood still may wake while its run goes on elsewhere.
+
+The file `life` of a run has the name of its newest start. Who starts ranks tells them theirs and where the file is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ppctl.errors import Problem, TrainingError
+from ppctl.host.files import read_text
+
+LIFE = "PPCTL_LIFE"
+"""The variable with the name of a rank's start, a blank, and the run's file with the name of the newest."""
+_LEASE = 5.0
+"""Seconds for which a look is good. No start begins sooner after this one's ranks were last seen alive."""
+_ARRIVAL = 60.0
+"""Seconds after which a name that was written on another host is seen here."""
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""A clock that goes on while the machine is suspended."""
+_looked = -_LEASE
+
+
+def variables(name: str, run: Path) -> Mapping[str, str]:
+    """What a rank of the start `name` has in its environment."""
+    return {LIFE: f"{name} {run / 'life'}"}
+
+
+def older() -> Problem | None:
+    """The problem of a process whose run has begun a later start."""
+    name, _, file = os.environ.get(LIFE, "").partition(" ")
+    try:
+        newest = read_text(file) if name else ""
+    except FileNotFoundError:
+        newest = "another launcher's"
+    except (OSError, UnicodeDecodeError):
+        return None  # what is to be written says why
+    if newest == name:
+        return None
+    message = f"start {name} is over, and this process stood still meanwhile: the run's newest is {newest}"
+    return Problem("PP-E779", message, "ppctl explain PP-E779", file)
+
+
+def check(*, at_once: bool = False) -> None:
+    """Raise TrainingError (PP-E779) in a process of an older start. Looks `at_once`, or if the last look is old."""
+    global _looked
+    now = time.clock_gettime(_CLOCK)
+    if at_once or now - _looked >= _LEASE:
+        if (problem := older()) is not None:
+            raise TrainingError(problem)
+        _looked = now
+
+
+def arrive() -> None:
+    """Wait until this host sees that this process's start is the newest. Raises TrainingError (PP-E779)."""
+    until = time.monotonic() + _ARRIVAL
+    while older() is not None and time.monotonic() < until:
+        time.sleep(0.1)
+    check(at_once=True)

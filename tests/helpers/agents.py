@@ -1,0 +1,89 @@
+"""Several hosts on this machine: `ppctl node` for each, told apart by SLURM's name of a node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from command import TINY, alive, free_port, start
+
+TRAIN = ("+recipe=quickstart", *TINY, "pp=4", "vpp=1", "nodes=2", "gpus_per_node=2", "checkpoint.interval=2")
+AGENT = "ppctl.agent"
+
+
+class Hosts:
+    """Hosts called node-0, node-1 and so on; node-0 has the rendezvous. `cwd` is a disk that they share."""
+
+    def __init__(self, cwd: Path, *arguments: str, hosts: Sequence[int] = (0, 1), **more: str) -> None:
+        self.cwd, self._more = cwd, more
+        self.address = f"127.0.0.1:{free_port()}"
+        self.agents: dict[int, subprocess.Popen[str]] = {}
+        for number in hosts:
+            self.start(number, *(arguments if number == 0 else ()))
+
+    def start(self, number: int, *arguments: str, **more: str) -> subprocess.Popen[str]:
+        """Start the agent of a host; node-0's must listen before others come, since all are on one machine."""
+        name = {"SLURMD_NODENAME": f"node-{number}"}
+        agent = start("node", "--rendezvous", self.address, *arguments, cwd=self.cwd, **name, **self._more, **more)
+        self.agents[number] = agent
+        host, port = self.address.split(":")
+        if number == 0:
+            until(lambda: _answers(host, int(port)) or agent.poll() is not None)
+        return agent
+
+    def ranks(self, number: int) -> list[int]:
+        """The processes of a host's ranks, in the order of ranks."""
+        found = []
+        for pid in alive(self.cwd):
+            with suppress(OSError):
+                own = dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+                if own.get("SLURMD_NODENAME") == f"node-{number}":
+                    found.append((int(own["RANK"]), pid))
+        return [pid for _, pid in sorted(found)]
+
+    def steps(self) -> int:
+        """How many records metrics.jsonl has."""
+        return max((sum(1 for _ in open(path)) for path in self.cwd.glob("runs/*/*/metrics.jsonl")), default=0)
+
+    def wait_for_step(self, step: int) -> None:
+        until(lambda: self.steps() >= step or any(agent.poll() is not None for agent in self.agents.values()), 90)
+        assert self.steps() >= step, self.said()
+
+    def said(self) -> str:
+        """All that agents said, once they have ended; those that still run are killed."""
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+        return "\n".join(f"--- node-{n}: {''.join(agent.communicate())}" for n, agent in self.agents.items())
+
+    def ends(self, timeout: float = 200) -> dict[int, int]:
+        """Wait until all agents have ended, and no process is left; their exit codes."""
+        until(lambda: all(agent.poll() is not None for agent in self.agents.values()), timeout)
+        assert all(agent.poll() is not None for agent in self.agents.values()), self.said()
+        until(lambda: not alive(self.cwd), 20)
+        assert not alive(self.cwd) and not alive(self.cwd, "ppctl.checkpoint.writer")
+        return {number: agent.returncode for number, agent in self.agents.items()}
+
+
+def kill(pids: Sequence[int], number: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def until(condition: Callable[[], object], timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), 1):
+        return True
+    return False

@@ -1,0 +1,99 @@
+"""The rendezvous of agents: whose state is read, who takes part, and who is refused."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from ppctl.agent import rendezvous
+from ppctl.agent.rendezvous import NodeRendezvous
+from ppctl.errors import ConfigError, TrainingError
+
+
+@pytest.fixture(autouse=True)
+def _agents_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent has them in its environment: else torch would make a store at an address with the agent's name."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def agent(store: HashStore, name: str, nodes: int = 2, spares: int = 0, key: bytes = b"key") -> NodeRendezvous:
+    return NodeRendezvous.over(store, "job", key, nodes, spares, name)
+
+
+def meet(*agents: NodeRendezvous) -> list[int]:
+    """The numbers that agents get which meet at once."""
+    found: dict[int, int] = {}
+
+    def join(number: int) -> None:
+        found[number] = agents[number].next_rendezvous().rank
+
+    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(len(agents))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[number] for number in range(len(agents))]
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("proof", [b"", bytes(32)])
+def test_a_state_that_no_agent_of_the_run_wrote_is_not_unpickled(tmp_path: Path, proof: bytes) -> None:
+    import base64
+
+    store = HashStore()
+    own = agent(store, "0 node-0")
+    store.set("torch.rendezvous.job", base64.b64encode(proof + pickle.dumps(Evil(tmp_path / "made"))).decode())
+    with pytest.raises(TrainingError, match="from nobody who knows this start's secret"):
+        own.next_rendezvous()
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_agent_with_another_secret_neither_reads_nor_changes_the_state() -> None:
+    store = HashStore()
+    assert sorted(meet(agent(store, "0 node-0"), agent(store, "1 node-1"))) == [0, 1]
+    before = store.get("torch.rendezvous.job")
+    with pytest.raises(TrainingError):
+        agent(store, "1 node-2", key=b"another").next_rendezvous()
+    assert store.get("torch.rendezvous.job") == before
+
+
+def test_the_host_of_the_store_comes_first_and_a_full_life_needs_nobody() -> None:
+    store = HashStore()
+    second, first = agent(store, "1 a"), agent(store, "0 z")
+    assert meet(second, first) == [1, 0]
+    assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (0, 0)
+
+
+def test_an_agent_that_goes_calls_the_others_even_if_nobody_waits() -> None:
+    store = HashStore()
+    first, second = agent(store, "0 node-0"), agent(store, "1 node-1")
+    meet(first, second)
+    second._stop_heartbeats()
+    for handler in (first, second):
+        handler._state_holder._cache_duration = 0  # type: ignore[attr-defined]
+    state = first._state_holder.state
+    del state.participants[second._this_node]
+    first._state_holder.mark_dirty()
+    first._state_holder.sync()
+    assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (1, 1)
+
+
+def test_one_more_than_the_spares_is_refused_and_told_which_key_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    meet(agent(store, "0 node-0"), agent(store, "1 node-1"))
+    monkeypatch.setattr(rendezvous, "LOST", 0.5)
+    monkeypatch.setattr(rendezvous, "_SLOW", 0.3)
+    with pytest.raises(ConfigError, match="the run has its 2 nodes and 0 spares") as refused:
+        agent(store, "1 node-2").next_rendezvous()
+    assert refused.value.problems[0].remedy == "launch.spares=1"
